@@ -1,0 +1,47 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip
+# Written last, so that an interrupted set-up starts again; holds the seconds that it took.
+STAMP  := $(VENV)/setup-seconds
+
+.PHONY: help setup demo test test-long lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with everything that the other targets need
+
+# The order matters. fairseq asks for any torch, so the wanted one goes first; fairseq's extensions are
+# then compiled against it, without the build isolation that would download a second torch. They are
+# not what makes a run fast, so the compiler need not optimise them.
+$(STAMP): setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@date +%s > $(VENV)/setup-started
+	$(PIP) install torch==2.13.0
+	$(PIP) install "setuptools<81" wheel cython ninja "numpy<2"
+	CFLAGS="-O1 -g0" $(PIP) install --no-build-isolation fairseq-fixed
+	$(PIP) install --no-build-isolation -e ".[fairseq,gpu,test,demo,dev]"
+	@echo $$(($$(date +%s) - $$(cat $(VENV)/setup-started))) > $@
+
+demo: setup ## train, evaluate and compare a dense and a MoE language model; writes demo/result.json
+	$(BIN)/python examples/demo/run.py --setup-seconds $$(cat $(STAMP))
+
+test: setup ## run the quick tests
+	$(BIN)/python -m pytest
+
+test-long: setup ## run the tests that take minutes
+	$(BIN)/python -m pytest -m long
+
+lint: setup ## check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: setup ## apply the formatter and the safe fixes
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove what builds, checks and runs left behind, but not .venv
+	rm -rf demo outputs checkpoints build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

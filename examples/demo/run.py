@@ -1,0 +1,58 @@
+"""Train, evaluate and compare a dense and a MoE language model on this machine, from nothing.
+
+`make demo` runs this. The numbers end up in `demo/result.json`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+
+import corpus
+import steps
+from recipes import DENSE, MOE
+
+
+def main() -> None:
+    """Run all the steps and write the result."""
+    parser = argparse.ArgumentParser(description="Compare a dense and a MoE language model.")
+    parser.add_argument("--setup-seconds", type=int, help="what the set-up took, for the report")
+    setup_seconds = parser.parse_args().setup_seconds
+
+    started = monotonic()
+    os.chdir(Path(__file__).parents[2])
+    # fairseq would resume the checkpoints of an earlier run.
+    shutil.rmtree(steps.OUT, ignore_errors=True)
+
+    corpus.build(steps.CORPUS)
+    steps.preprocess(corpus.SPLIT_CHARS)
+    dense_speed, moe_speed = steps.train(DENSE), steps.train(MOE)
+    dense_ppl, moe_ppl = steps.evaluate(DENSE), steps.evaluate(MOE)
+    steps.generate(MOE)
+
+    result = {
+        "dense_ppl": dense_ppl,
+        "moe_ppl": moe_ppl,
+        "dense_tokens_per_second": dense_speed,
+        "moe_tokens_per_second": moe_speed,
+        "seconds": round(monotonic() - started, 1),
+        "setup_seconds": setup_seconds,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "numpy": version("numpy"),
+            "fairseq": version("fairseq-fixed"),
+            "fairseq_tutel": version("fairseq-tutel"),
+        },
+    }
+    report = json.dumps(result, indent=2)
+    (steps.OUT / "result.json").write_text(report + "\n", encoding="utf-8")
+    print(f"\n{steps.OUT / 'result.json'}:\n{report}")
+
+
+if __name__ == "__main__":
+    main()

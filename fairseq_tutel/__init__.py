@@ -1,0 +1,28 @@
+"""Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
+
+Importing this needs torch and numpy only. The walk, in reading order: gates, routing, losses,
+dispatch, exchange, experts, moe_layer.
+"""
+
+from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.dispatch import combine, dispatch
+from fairseq_tutel.losses import gshard_loss, routing_metrics
+from fairseq_tutel.moe_layer import MoELayer, MoEOutput
+from fairseq_tutel.routing import Routing, route
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MoEConfig",
+    "MoELayer",
+    "MoEOutput",
+    "Routing",
+    "Topology",
+    "combine",
+    "dispatch",
+    "gshard_loss",
+    "make_topology",
+    "route",
+    "routing_metrics",
+]

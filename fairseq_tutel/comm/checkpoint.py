@@ -1,0 +1,77 @@
+"""Checkpoints of experts: gathered by global expert id to rank 0, sliced at load.
+
+The gathering is collective and runs tensor by tensor. Rank 0 keeps, in host memory until the next
+training step, one full copy of what it gathered: E / e times the local experts, and as much again for
+every optimizer state tensor of their shape (three times the experts with Adam).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.experts import Experts
+
+
+def expert_modules(model: nn.Module) -> list[Experts]:
+    """Return the model's expert stacks in module order, the same on every rank."""
+    return [m for m in model.modules() if isinstance(m, Experts)]
+
+
+def gather_to_first(tensor: Tensor, topology: Topology) -> Tensor | None:
+    """Concatenate the expert group's slices on dimension 0; on rank 0, in host memory, else None.
+
+    Only the expert group of rank 0 communicates: its ranks hold every expert once.
+    """
+    if topology.rank >= topology.expert_parallel_size:
+        return None
+    tensor = tensor.detach().contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
+    dist.gather(tensor, parts if topology.rank == 0 else None, dst=0, group=topology.expert_group)
+    return torch.cat([part.cpu() for part in parts]) if topology.rank == 0 else None
+
+
+def gather_experts(model: nn.Module, topology: Topology) -> None:
+    """Make the next `model.state_dict()` on rank 0 hold all experts. Collective."""
+    if topology.expert_parallel_size == 1:
+        return
+    for experts in expert_modules(model):
+        gathered = {
+            name: gather_to_first(parameter, topology)
+            for name, parameter in experts.expert_parameters().items()
+        }
+        if topology.rank == 0:
+            experts.gathered = {k: v for k, v in gathered.items() if v is not None}
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Free what `gather_experts` kept; a later state dict holds the local slice again."""
+    for experts in expert_modules(model):
+        experts.gathered = None
+
+
+def gather_everywhere(model: nn.Module, topology: Topology) -> None:
+    """Give every rank a full copy of all experts, so that it can run without the others. Collective.
+
+    Costs P times the local experts in memory on each rank until `drop_everywhere`.
+    """
+    if topology.expert_parallel_size == 1:
+        return
+    for experts in expert_modules(model):
+        experts.everywhere = {
+            name: _all_gather(parameter, topology)
+            for name, parameter in experts.expert_parameters().items()
+        }
+
+
+def drop_everywhere(model: nn.Module) -> None:
+    """Return to one slice of the experts per rank."""
+    for experts in expert_modules(model):
+        experts.everywhere = None
+
+
+def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
+    tensor = tensor.detach().contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
+    dist.all_gather(parts, tensor, group=topology.expert_group)
+    return torch.cat(parts)

@@ -1,0 +1,74 @@
+"""Gradients of experts across ranks: the sum over all ranks' tokens, reduced and measured once.
+
+After a backward, an expert's gradient is already the sum over the tokens of its expert group, while a
+dense parameter's is averaged over the W ranks. Summing the replicas and dividing by W puts both on
+one scale.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.comm.topology import Topology
+
+
+def mark_expert(parameter: nn.Parameter) -> None:
+    """Mark a parameter as this rank's own part of the experts (fairseq's data parallel skips it)."""
+    parameter.expert = True  # type: ignore[attr-defined]
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether `mark_expert` was called on this parameter, or on the one it is an fp32 copy of."""
+    return getattr(parameter, "expert", False)
+
+
+def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
+    """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
+    for parameter in parameters:
+        if not is_expert(parameter):
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if topology.replica_group is not None:
+            dist.all_reduce(parameter.grad, group=topology.replica_group)
+        parameter.grad.div_(topology.world_size)
+
+
+def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
+    """Return the L2 norm over dense parameters and the experts of all ranks, each counted once.
+
+    Reduced over all W ranks and divided by the replicas, so every rank gets the same bits, and a NaN
+    or infinity on one rank reaches all. Collective. fp32 (fp64 for fp64 gradients).
+    """
+    dense: list[Tensor] = []
+    experts: list[Tensor] = []
+    device = torch.device("cpu")
+    for parameter in parameters:
+        device = parameter.device
+        if parameter.grad is not None:
+            (experts if is_expert(parameter) else dense).append(parameter.grad)
+    square = _square_norm(experts, device)
+    if topology.expert_parallel_size > 1:
+        dist.all_reduce(square)
+        square = square / topology.num_replicas
+    return (square + _square_norm(dense, device)).sqrt()
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale every gradient by min(1, max_norm / norm), in place; max_norm <= 0 leaves them."""
+    if max_norm <= 0:
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))
+
+
+def _square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    if not grads:
+        return torch.zeros((), device=device)
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in grads])
+    return norms.square().sum()

@@ -1,0 +1,110 @@
+"""Topology: which ranks exchange tokens and which hold the same experts; the only creator of groups.
+
+W world_size, P expert_parallel_size. P consecutive ranks exchange tokens (an expert group); ranks equal
+modulo P are replicas of the same experts (a replica group).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One rank's place. A group is None where it would hold this rank alone."""
+
+    world_size: int = 1
+    rank: int = 0
+    expert_parallel_size: int = 1
+    expert_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+
+    @property
+    def expert_rank(self) -> int:
+        """Position in the expert group, 0 .. P - 1."""
+        return self.rank % self.expert_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same experts, W / P."""
+        return self.world_size // self.expert_parallel_size
+
+    def local_experts(self, num_experts: int) -> range:
+        """Return the global ids of the experts that this rank holds."""
+        count = num_experts // self.expert_parallel_size
+        return range(self.expert_rank * count, (self.expert_rank + 1) * count)
+
+
+def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
+    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts.
+
+    Raises:
+        ValueError: `requested` does not divide W and every expert count.
+    """
+    if requested == 0:
+        return math.gcd(world_size, *expert_counts)
+    if requested < 0 or any(n % requested for n in (world_size, *expert_counts)):
+        counts = ", ".join(map(str, sorted(set(expert_counts))))
+        raise ValueError(
+            f"--moe-expert-parallel-size is {requested}, which does not divide both the number of "
+            f"ranks ({world_size}) and the number of experts ({counts}); give a common divisor, "
+            "or 0 for the greatest one."
+        )
+    return requested
+
+
+# new_group is collective and a group lives as long as the job: one per (W, P), shared by all models.
+_topologies: dict[tuple[int, int], Topology] = {}
+_in_use: list[Topology] = []
+
+
+def make_topology(expert_counts: Sequence[int], requested: int = 0) -> Topology:
+    """Return this rank's topology, creating its groups in the same order on every rank.
+
+    Collective: every rank must call it with the same arguments. Without torch.distributed: one rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        expert_parallel_size(1, expert_counts, requested)
+        _in_use[:] = [Topology()]
+        return _in_use[0]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    size = expert_parallel_size(world, expert_counts, requested)
+    if (world, size) not in _topologies:
+        _topologies[world, size] = _create(world, rank, size)
+    _in_use[:] = [_topologies[world, size]]
+    return _in_use[0]
+
+
+def in_use() -> Topology:
+    """Return the topology that `make_topology` gave last in this process; one rank before that.
+
+    For code that sees parameters but no layer, such as an optimizer: a training has one topology.
+    """
+    return _in_use[-1] if _in_use else Topology()
+
+
+def destroy() -> None:
+    """Forget every group, after dist.destroy_process_group."""
+    _topologies.clear()
+    _in_use.clear()
+
+
+def _create(world: int, rank: int, size: int) -> Topology:
+    expert_group = replica_group = None
+    if size > 1:
+        # Also for P = W: a communicator of its own, whose order no data-parallel bucket disturbs.
+        for first in range(0, world, size):
+            group = dist.new_group(range(first, first + size))
+            expert_group = group if first <= rank < first + size else expert_group
+        for first in range(size if size < world else 0):
+            group = dist.new_group(range(first, world, size))
+            replica_group = group if rank % size == first else replica_group
+    return Topology(
+        world_size=world,
+        rank=rank,
+        expert_parallel_size=size,
+        expert_group=expert_group,
+        replica_group=replica_group,
+    )

@@ -1,0 +1,3 @@
+"""Criterions that train the experts' balance loss beside their own."""
+
+from fairseq_tutel.criterions import moe_cross_entropy  # noqa: F401

@@ -1,0 +1,51 @@
+"""moe_cross_entropy and moe_label_smoothed_cross_entropy."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fairseq import utils
+from fairseq.criterions import register_criterion
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from fairseq.logging import metrics
+
+from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions, reduce_gate_metrics
+
+
+@dataclass
+class MoECrossEntropyConfig(GateLossOptions, CrossEntropyCriterionConfig):
+    """Options of moe_cross_entropy."""
+
+
+@register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyConfig)
+class MoECrossEntropyCriterion(GateLossMixin, CrossEntropyCriterion):
+    """Cross entropy plus the balance loss; perplexity is that of the cross entropy alone."""
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log loss (with the balance loss), nll_loss, ppl and the expert metrics."""
+        loss_sum, nll_sum, ntokens, sample_size = (
+            sum(log.get(key, 0) for log in logging_outputs)
+            for key in ("loss", "nll_loss", "ntokens", "sample_size")
+        )
+        bits = 1 / math.log(2)
+        metrics.log_scalar("loss", loss_sum / sample_size * bits, sample_size, round=3)
+        metrics.log_scalar("nll_loss", nll_sum / ntokens * bits, ntokens, round=3)
+        metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
+        reduce_gate_metrics(logging_outputs)
+
+
+@dataclass
+class MoELabelSmoothedCrossEntropyConfig(GateLossOptions, LabelSmoothedCrossEntropyCriterionConfig):
+    """Options of moe_label_smoothed_cross_entropy."""
+
+
+@register_criterion(
+    "moe_label_smoothed_cross_entropy", dataclass=MoELabelSmoothedCrossEntropyConfig
+)
+class MoELabelSmoothedCrossEntropyCriterion(GateLossMixin, LabelSmoothedCrossEntropyCriterion):
+    """Label-smoothed cross entropy plus the balance loss."""

@@ -1,0 +1,194 @@
+"""fairseq's dataclasses, made from MoEConfig: command-line flags and hydra keys are never typed twice.
+
+`ModelOptions` and `SystemOptions` become fields of every MoE model and task; `layer_config` turns a
+model's and a task's configuration back into the MoEConfig of one layer.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+
+from fairseq_tutel.config import MoEConfig, options_of_scope
+
+
+def key_of(flag: str) -> str:
+    """Return the configuration key of a flag: --moe-top-k -> moe_top_k."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _generated(scope: str) -> list[tuple[str, Any, Any]]:
+    """Return (key, type, dataclass field) of every MoEConfig option of this scope."""
+    made = []
+    for option in options_of_scope(scope):
+        choices = option.metadata.get("choices")
+        # One choice is none yet: a plain string, which MoEConfig checks by name.
+        kind = ChoiceEnum(list(choices)) if choices and len(choices) > 1 else option.type
+        text = option.metadata["help"]
+        if choices and len(choices) == 1:
+            text += f" (the one choice so far: {choices[0]})"
+        metadata = {"help": f"{text} [default: {option.default}]"}
+        made.append(
+            (
+                key_of(option.metadata["flag"]),
+                kind,
+                field(default=option.default, metadata=metadata),
+            )
+        )
+    return made
+
+
+@dataclass
+class _ModelOptions(FairseqDataclass):
+    moe_freq: int = field(
+        default=2,
+        metadata={
+            "help": "layer i (from 0) is a MoE layer when (i + 1) %% moe_freq == 0; in layers "
+            "[default: 2]"
+        },
+    )
+    moe_expert_count: str = field(
+        default="8",
+        metadata={
+            "help": 'experts of a MoE layer, over all ranks: one number, or one per MoE layer, as "8,8,16"'
+            " (encoder layers first) [default: 8]"
+        },
+    )
+    moe_expert_ffn_dim: int = field(
+        default=0,
+        metadata={
+            "help": "hidden dimension of one expert; 0 takes the layer's own FFN dimension [default: 0]"
+        },
+    )
+    moe_top1_expert: bool = field(
+        default=False,
+        metadata={"help": "one expert per token: the same as --moe-top-k 1 [default: off]"},
+    )
+    moe_gating_use_fp32: bool = field(
+        default=False,
+        metadata={
+            "help": "gate and softmax in fp32: already the default, accepted for older command lines "
+            "[default: off, fp32 all the same]"
+        },
+    )
+    no_moe_gating_use_fp32: bool = field(
+        default=False,
+        metadata={"help": "gate and softmax in the model's own dtype [default: off]"},
+    )
+
+
+@dataclass
+class _SystemOptions(FairseqDataclass):
+    moe_expert_parallel_size: int = field(
+        default=0,
+        metadata={
+            "help": "ranks that share one set of experts and exchange tokens; it must divide the number "
+            "of ranks and every layer's experts; 0 takes their greatest common divisor; in ranks "
+            "[default: 0]"
+        },
+    )
+    record_a2a_perf_stats: bool = field(
+        default=False,
+        metadata={
+            "help": "log the time of the row exchanges of an update as all_to_all_cpu_time_ms and, on "
+            "a GPU, all_to_all_cuda_time_ms; in milliseconds; waits for the GPU once a micro-batch "
+            "[default: off]"
+        },
+    )
+
+
+ModelOptions = dataclasses.make_dataclass(
+    "ModelOptions", _generated("model"), bases=(_ModelOptions,), namespace={"__module__": __name__}
+)
+SystemOptions = dataclasses.make_dataclass(
+    "SystemOptions",
+    _generated("system"),
+    bases=(_SystemOptions,),
+    namespace={"__module__": __name__},
+)
+
+
+@dataclass
+class EncoderDecoderOptions(ModelOptions):  # type: ignore[valid-type,misc]
+    """ModelOptions with a frequency for each side."""
+
+    encoder_moe_freq: int = field(
+        default=-1,
+        metadata={
+            "help": "--moe-freq of the encoder alone; 0: no MoE layer there; -1: as --moe-freq; "
+            "in layers [default: -1]"
+        },
+    )
+    decoder_moe_freq: int = field(
+        default=-1,
+        metadata={
+            "help": "--moe-freq of the decoder alone; 0: no MoE layer there; -1: as --moe-freq; "
+            "in layers [default: -1]"
+        },
+    )
+
+
+def defaults(options: type) -> dict[str, Any]:
+    """Return every key of an options dataclass with its default."""
+    return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
+
+
+def expert_counts(text: str, num_layers: int) -> list[int]:
+    """Read --moe-expert-count for `num_layers` MoE layers.
+
+    Raises:
+        ValueError: no positive whole numbers, or neither one nor one per layer.
+    """
+    try:
+        counts = [int(part) for part in str(text).split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ValueError(
+            f"--moe-expert-count is {text!r}; give a number of experts of at least 1, or one per MoE "
+            'layer, such as 8 or "8,8,16".'
+        )
+    if len(counts) == 1:
+        return counts * num_layers
+    if len(counts) != num_layers:
+        raise ValueError(
+            f"--moe-expert-count is {text!r}, {len(counts)} numbers for {num_layers} MoE layers; give "
+            f"one number or {num_layers}."
+        )
+    return counts
+
+
+def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) -> MoEConfig:
+    """Return one layer's MoEConfig.
+
+    Args:
+        model_cfg: configuration that has ModelOptions' keys (a saved one may lack newer keys).
+        task_cfg: configuration that may have SystemOptions' keys; a stock task's has none.
+        num_experts: experts of this layer.
+        layer: what the layer itself says: model_dim, hidden_dim, activation, ….
+    """
+    if model_cfg.moe_expert_ffn_dim < 0:
+        raise ValueError(
+            f"--moe-expert-ffn-dim is {model_cfg.moe_expert_ffn_dim}; give the experts' hidden "
+            "dimension, or 0 for the layer's own."
+        )
+    values = {}
+    for scope, cfg in (("model", model_cfg), ("system", task_cfg)):
+        for option in options_of_scope(scope):
+            values[option.name] = getattr(cfg, key_of(option.metadata["flag"]), option.default)
+    if model_cfg.moe_top1_expert:
+        if values["top_k"] not in (1, MoEConfig.top_k):
+            raise ValueError(
+                f"--moe-top1-expert and --moe-top-k {values['top_k']} are both given; drop one of them."
+            )
+        values["top_k"] = 1
+    if model_cfg.moe_gating_use_fp32 and model_cfg.no_moe_gating_use_fp32:
+        raise ValueError(
+            "--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one of them."
+        )
+    values["gate_fp32"] = not model_cfg.no_moe_gating_use_fp32
+    values["hidden_dim"] = model_cfg.moe_expert_ffn_dim or layer.pop("hidden_dim")
+    layer.pop("hidden_dim", None)
+    values = {key: str(v) if isinstance(v, str) else v for key, v in values.items()}
+    return MoEConfig(num_experts=num_experts, **values, **layer)

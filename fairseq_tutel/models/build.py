@@ -1,0 +1,146 @@
+"""From a stock model to its MoE twin: choose layers, check the run, place the experts."""
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.ffn_step import (
+    MoEFeedForward,
+    begin_micro_batch,
+    children_of,
+    chosen_layers,
+    layer_facts,
+    named_stacks,
+    replace_ffn,
+)
+from fairseq_tutel.flags import expert_counts, layer_config
+from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
+
+logger = logging.getLogger(__name__)
+
+# Model options that reach into the FFN and that experts do not follow: (key, values that are fine).
+REFUSED_MODEL_OPTIONS = {
+    "quant_noise_pq": "quantization noise does not reach experts; set it to 0",
+    "quant_noise_scalar": "scalar quantization does not reach experts; set it to 0",
+    "base_layers": "BASE layers are another kind of experts; set it to 0",
+    "ffn_blocks_to_remove": "FFN pruning does not reach experts; leave it out",
+}
+
+
+def install_experts(model: nn.Module, cfg: Any, task: Any, freqs: dict[str, int]) -> nn.Module:
+    """Replace the FFN of the chosen layers by experts, in place, and return the model.
+
+    Args:
+        model: a stock model with `encoder.layers` and / or `decoder.layers`.
+        cfg: its configuration, with ModelOptions' keys.
+        task: the fairseq task; its configuration may have SystemOptions' keys.
+        freqs: --moe-freq of each side.
+
+    Raises:
+        ValueError: a bad option, or a run that cannot work; the message names option and fix.
+    """
+    chosen = _choose(model, freqs)
+    counts = expert_counts(cfg.moe_expert_count, len(chosen))
+    task_cfg = config_of(task)
+    requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
+    topology = make_topology(counts, requested) if is_training(task) else Topology()
+    configs = [
+        layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn))
+        for count, (_, layer) in zip(counts, chosen, strict=True)
+    ]
+    complete(task, model, topology)
+    root = root_of(task)
+    backend, reason = backend_for(configs[0].backend, device_of(root))
+    seed = int(root.common.seed) if root is not None else 1
+    for config, (name, layer) in zip(configs, chosen, strict=True):
+        replace_ffn(layer, config, topology, seed, name)
+    model.register_forward_pre_hook(begin_micro_batch)
+    model.register_load_state_dict_pre_hook(_say_what_differs)
+    # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+    model._ddp_params_and_buffers_to_ignore = [
+        name for name, parameter in model.named_parameters() if is_expert(parameter)
+    ]
+    first = configs[0]
+    logger.info(
+        "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %g), "
+        "expert parallel size %d, replicas %d, %s kernels (%s)",
+        len(chosen),
+        "/".join(map(str, dict.fromkeys(counts))),
+        first.top_k,
+        first.hidden_dim,
+        first.capacity_factor,
+        first.eval_capacity_factor,
+        topology.expert_parallel_size,
+        topology.num_replicas,
+        backend,
+        reason,
+    )
+    if first.expert_type == "glu" and first.activation not in ("swish", "relu"):
+        logger.warning(
+            "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
+            first.activation,
+        )
+    return model
+
+
+def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
+    """Log one sentence when a checkpoint has other experts; stock's own error does not say which."""
+    for layer_name, layer in model.named_modules():
+        if not isinstance(layer, MoEFeedForward):
+            continue
+        num_experts = layer.config.num_experts
+        needed = {
+            f"{layer_name}.experts.{name}": (num_experts, *parameter.shape[1:])
+            for name, parameter in layer.experts.expert_parameters().items()
+        }
+        found = {key: tuple(state_dict[key].shape) for key in needed if key in state_dict}
+        if found != needed:
+            logger.error(
+                "the checkpoint has %s where this model needs %s; give the --moe-freq, --moe-expert-count, "
+                "--moe-expert-ffn-dim and --moe-expert-type it was saved with",
+                found or f"no experts in {layer_name}",
+                needed,
+            )
+            return
+
+
+def refuse_options(cfg: Any) -> None:
+    """Refuse model options that experts cannot follow; called before the stock model is built.
+
+    Raises:
+        ValueError: naming option, value and fix.
+    """
+    for key, reason in REFUSED_MODEL_OPTIONS.items():
+        value = _get(cfg, key)
+        if value not in (None, 0, 0.0, -1):
+            raise ValueError(f"--{key.replace('_', '-')} is {value}: {reason}.")
+
+
+def _get(cfg: Any, key: str) -> Any:
+    try:
+        return getattr(cfg, key, None)
+    except Exception:  # a TransformerConfig's missing nested key, an unresolved interpolation
+        return None
+
+
+def _choose(model: nn.Module, freqs: dict[str, int]) -> list[tuple[str, nn.Module]]:
+    """Return (qualified name of fc1, layer) of every MoE layer, encoder first."""
+    chosen, stacks = [], []
+    for side, layers in named_stacks(model):
+        freq = freqs[side]
+        flag = "--moe-freq" if len(freqs) == 1 else f"--{side}-moe-freq / --moe-freq"
+        if freq < 0:
+            raise ValueError(f"{flag} is {freq}; give a whole number of layers, at least 0.")
+        stack = children_of(layers)
+        stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
+        chosen += [(f"{side}.layers.{i}.fc1", stack[i]) for i in chosen_layers(len(stack), freq)]
+    if not chosen:
+        raise ValueError(
+            f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "
+            "most the number of layers, or choose the dense architecture."
+        )
+    return chosen

@@ -1,0 +1,86 @@
+"""moe_transformer_lm: fairseq's decoder-only language model with experts, and its architectures."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_INV_REGISTRY,
+    register_model,
+    register_model_architecture,
+)
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from omegaconf import OmegaConf, open_dict
+
+from fairseq_tutel.flags import ModelOptions, defaults
+from fairseq_tutel.models.build import install_experts, refuse_options
+from fairseq_tutel.task_mixin import attach
+
+
+@dataclass
+class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelConfig):  # type: ignore[valid-type,misc]
+    """The stock model's options, then the experts'."""
+
+
+@register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
+class MoETransformerLanguageModel(TransformerLanguageModel):
+    """TransformerLanguageModel whose every --moe-freq-th layer has experts for an FFN."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
+        """Build the stock model, then replace the chosen FFNs."""
+        _fill_in(args)
+        stock_args = _with_scales(args)
+        refuse_options(args)
+        model = super().build_model(stock_args, task)
+        install_experts(model, args, task, {"decoder": args.moe_freq})
+        attach(task, model)
+        return model
+
+
+def _fill_in(args: Any) -> None:
+    """Add the dataclass's defaults that a hydra file with an architecture's name does not bring."""
+    if not OmegaConf.is_config(args):
+        return
+    with open_dict(args):
+        for item in fields(MoETransformerLanguageModelConfig):
+            interpolated = isinstance(item.default, str) and item.default.startswith("${")
+            if item.name not in args and not interpolated:
+                args[item.name] = item.default
+
+
+def _with_scales(args: Any) -> Any:
+    """Return args in a form that keeps --scale-fc and its like.
+
+    Stock's TransformerConfig.from_namespace copies unknown options from a Namespace but loses them,
+    silently, from the configuration object that fairseq-train passes.
+    """
+    scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
+    if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
+        return args
+    return argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
+
+
+def moe_architecture(stock: Callable[[Any], None], options: type) -> Callable[[Any], None]:
+    """Return an architecture function: the stock one, and the experts' options by default."""
+
+    def architecture(args: Any) -> None:
+        for key, value in defaults(options).items():
+            setattr(args, key, getattr(args, key, value))
+        stock(args)
+
+    return architecture
+
+
+def register_architectures(model: str, options: type) -> None:
+    """Register a moe_ twin of every architecture that stock fairseq has for `model`."""
+    for arch in list(ARCH_MODEL_INV_REGISTRY[model]):
+        if f"moe_{arch}" in ARCH_CONFIG_REGISTRY:
+            continue
+        stock = ARCH_CONFIG_REGISTRY[arch]
+        register_model_architecture(f"moe_{model}", f"moe_{arch}")(moe_architecture(stock, options))
+
+
+register_architectures("transformer_lm", ModelOptions)

@@ -1,0 +1,120 @@
+"""What any fairseq optimizer needs to train experts that live on different ranks.
+
+E experts (e local), P expert_parallel_size. fairseq's fp16, memory-efficient and amp wrappers delegate
+to these methods, so every rank clips by, and overflows on, the same norm.
+"""
+
+from typing import Any
+
+import torch
+from fairseq.optim import (
+    OPTIMIZER_DATACLASS_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    FairseqOptimizer,
+    register_optimizer,
+)
+from torch import Tensor
+
+from fairseq_tutel.comm import topology
+from fairseq_tutel.comm.checkpoint import gather_to_first
+from fairseq_tutel.comm.gradients import (
+    clip_gradients,
+    global_grad_norm,
+    is_expert,
+    reduce_expert_gradients,
+)
+from fairseq_tutel.comm.topology import Topology
+
+
+class MoEOptimizerMixin:
+    """Goes before a FairseqOptimizer class; with one rank, or no experts, it changes nothing."""
+
+    _gathered_state: dict[int, dict[str, Any]] | None = None
+
+    def all_reduce_grads(self, module: Any) -> None:
+        """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
+        super().all_reduce_grads(module)  # type: ignore[misc]
+        if topology.in_use().expert_parallel_size > 1:
+            reduce_expert_gradients(module.parameters(), topology.in_use())
+
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
+        """Clip by the one norm over dense parameters and all ranks' experts; return it."""
+        if topology.in_use().expert_parallel_size == 1:
+            return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
+        params = list(self.params)  # type: ignore[attr-defined]
+        norm = global_grad_norm(params, topology.in_use())
+        clip_gradients(params, max_norm, norm)
+        return norm
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Take the step; what was gathered for the last checkpoint is stale and freed."""
+        self._gathered_state = None
+        super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def gather_state(self, place: Topology) -> None:
+        """Gather the experts' state tensors to rank 0, for its next `state_dict`. Collective."""
+        params = list(self.params)  # type: ignore[attr-defined]
+        gathered: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(params):
+            state = self.optimizer.state.get(parameter, {})  # type: ignore[attr-defined]
+            if not is_expert(parameter):
+                continue
+            for key in sorted(state):
+                if torch.is_tensor(state[key]) and state[key].shape == parameter.shape:
+                    gathered.setdefault(index, {})[key] = gather_to_first(state[key], place)
+        self._gathered_state = gathered if place.rank == 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, the experts' gathered where `gather_state` was called."""
+        state_dict = super().state_dict()  # type: ignore[misc]
+        for index, tensors in (self._gathered_state or {}).items():
+            state_dict["state"][index] = {**state_dict["state"][index], **tensors}
+        return state_dict
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None
+    ) -> None:
+        """Load a state of all experts, keeping this rank's slice."""
+        place = topology.in_use()
+        if place.expert_parallel_size > 1:
+            # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
+            state = state_dict["state"]
+            for index, parameter in enumerate(self.params):  # type: ignore[attr-defined]
+                if is_expert(parameter) and index in state:
+                    state[index] = _slice(state[index], parameter, place)
+        super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
+
+
+def _slice(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
+    num_local = parameter.shape[0]
+    whole = (num_local * place.expert_parallel_size, *parameter.shape[1:])
+    first = place.expert_rank * num_local
+    return {
+        key: value[first : first + num_local].clone()
+        if torch.is_tensor(value) and tuple(value.shape) == whole
+        else value
+        for key, value in state.items()
+    }
+
+
+def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
+    """Return the optimizer inside fairseq's fp16, memory-efficient and amp wrappers."""
+    for name in ("fp32_optimizer", "wrapped_optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, FairseqOptimizer):
+            return inner
+    return optimizer
+
+
+def twin_name(name: str) -> str:
+    """Return the registered MoE name of an optimizer: adam -> moe_adam."""
+    return name if name.startswith("moe_") else f"moe_{name}"
+
+
+def register_twins() -> None:
+    """Register a twin of every optimizer that has none yet."""
+    for name, stock in list(OPTIMIZER_REGISTRY.items()):
+        if name.startswith("moe_") or twin_name(name) in OPTIMIZER_REGISTRY:
+            continue
+        twin = type(f"MoE{stock.__name__}", (MoEOptimizerMixin, stock), {"__doc__": stock.__doc__})
+        register_optimizer(twin_name(name), dataclass=OPTIMIZER_DATACLASS_REGISTRY.get(name))(twin)

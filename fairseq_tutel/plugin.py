@@ -1,0 +1,83 @@
+"""register(): everything a `--user-dir` import does, once."""
+
+import argparse
+import importlib
+import sys
+
+import numpy as np
+import torch
+
+from fairseq_tutel.allocator import keep_freed_memory
+
+_registered = False
+
+
+def register() -> None:
+    """Register models, criterions, tasks and optimizers with fairseq and install its few wrappers.
+
+    Raises:
+        ImportError: fairseq is missing, or is one this plugin was not written for.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    _check_fairseq()
+    _refuse_flags_of_another_architecture(sys.argv[1:])
+    _let_checkpoints_load()
+    keep_freed_memory()
+    for module in ("wrapped", "optim", "criterions", "tasks", "models"):
+        importlib.import_module(f"fairseq_tutel.{module}")
+
+
+def _check_fairseq() -> None:
+    try:
+        import fairseq
+    except ImportError as error:
+        raise ImportError(
+            "fairseq is not installed; `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
+        ) from error
+    if hasattr(fairseq, "modules") and hasattr(fairseq.modules, "moe"):
+        raise ImportError(
+            "this fairseq is Meta's moe branch, whose MoE layers clash with the plugin's; install the "
+            "main line: `pip install fairseq-fixed`."
+        )
+    found = fairseq.__version__
+    if not found.startswith("0.12."):
+        raise ImportError(
+            f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
+        )
+
+
+def _let_checkpoints_load() -> None:
+    """Name what stock fairseq pickles beside tensors: torch.load refuses what it does not know.
+
+    Encoder-decoder checkpoints hold a Namespace; those of a training with --eval-bleu hold meters of
+    numpy numbers and arrays.
+    """
+    rebuilders = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
+    dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
+    torch.serialization.add_safe_globals(
+        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes]
+    )
+
+
+def _refuse_flags_of_another_architecture(argv: list[str]) -> None:
+    """End a command line that gives MoE model flags to a dense architecture, with one sentence.
+
+    argparse would only call the flags unrecognized.
+    """
+    from fairseq_tutel.flags import EncoderDecoderOptions, defaults
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--arch", "-a")
+    arch = parser.parse_known_args(argv)[0].arch
+    if arch is None or arch.startswith("moe_"):
+        return
+    known = {"--" + key.replace("_", "-") for key in defaults(EncoderDecoderOptions)}
+    given = [a for a in argv if a.split("=")[0] in known]
+    if given:
+        sys.exit(
+            f"error: {given[0]} was given with --arch {arch}, which is dense; choose --arch "
+            f"moe_{arch} or drop the flag."
+        )

@@ -1,0 +1,203 @@
+"""The configuration of the whole run, as the task sees it: checked and completed before training.
+
+While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer
+will use.
+"""
+
+import logging
+import os
+import sys
+import zipfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairseq.optim import OPTIMIZER_REGISTRY
+from torch import nn
+
+from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.optim.moe_optimizer import twin_name
+
+logger = logging.getLogger(__name__)
+
+
+def config_of(task: Any) -> Any:
+    """Return a task's configuration; fairseq's older tasks keep it in `args`."""
+    cfg = getattr(task, "cfg", None)
+    return getattr(task, "args", None) if cfg is None else cfg
+
+
+def root_of(task: Any) -> Any:
+    """Return the run's FairseqConfig, or None where the task was built without one."""
+    cfg = config_of(task)
+    root = cfg._get_root() if hasattr(cfg, "_get_root") else None
+    return root if root is not None and "distributed_training" in root else None
+
+
+def is_training(task: Any) -> bool:
+    """Whether the model that is being built is to be trained, not opened from a checkpoint.
+
+    The other commands, and Python code that opens a file, run with all experts on every rank, since
+    their batches differ in number between ranks. They all build through one function of fairseq's, which
+    does not tell the model so; the call stack does.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "load_model_ensemble_and_task":
+            return False
+        frame = frame.f_back
+    return root_of(task) is not None
+
+
+def device_of(root: Any) -> torch.device:
+    """Return the kind of device that the run will use."""
+    on_gpu = torch.cuda.is_available() and not (root is not None and root.common.cpu)
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def complete(task: Any, model: nn.Module, topology: Topology) -> None:
+    """Refuse what cannot work, and set what experts need of the run; every change is logged once."""
+    root = root_of(task)
+    if root is None or not is_training(task):
+        return
+    world = root.distributed_training.distributed_world_size
+    _refuse_unrelated_trainings()
+    _refuse_run(root, world, on_gpu=device_of(root).type == "cuda")
+    if topology.expert_parallel_size > 1:
+        _refuse_layerdrop(model)
+        _refuse_for_shared_experts(root)
+    _refuse_torn_checkpoint(root)
+    _use_twin_optimizer(root)
+    if root.common.fp16:
+        # One flat tensor of all gradients would lose which of them are experts'.
+        _set(root.common, "fp16_no_flatten_grads", True)
+    if world > 1:
+        # Stock broadcasts rank 0's file through an unpickler that torch >= 2.6 refuses.
+        _set(root.checkpoint, "load_checkpoint_on_all_dp_ranks", True)
+
+
+def _set(cfg: Any, key: str, value: Any) -> None:
+    if cfg[key] != value:
+        logger.info("set --%s, which experts need", key.replace("_", "-"))
+        cfg[key] = value
+
+
+def _refuse_unrelated_trainings() -> None:
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"WORLD_SIZE is {launched} in the environment, but this process would train alone and "
+            "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`."
+        )
+
+
+def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
+    distributed, common = root.distributed_training, root.common
+    backend = str(distributed.ddp_backend)
+    bad = [
+        (
+            backend in ("fully_sharded", "slowmo"),
+            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
+            "replicas; use legacy_ddp, or pytorch_ddp on a GPU.",
+        ),
+        (
+            world > 1 and not on_gpu and backend not in ("legacy_ddp", "no_c10d"),
+            f"--ddp-backend is {backend}, which needs a GPU; add --ddp-backend legacy_ddp.",
+        ),
+        (
+            world > 1 and root.ema.store_ema,
+            "--store-ema is set on several ranks, where the moving average of remote experts is not "
+            "kept; drop it or train on one rank.",
+        ),
+        (
+            not on_gpu and common.fp16,
+            "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop it.",
+        ),
+        (
+            not on_gpu and common.amp,
+            "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it.",
+        ),
+        (
+            common.model_parallel_size > 1,
+            f"--model-parallel-size is {common.model_parallel_size}, which does not compose with "
+            "experts; set it to 1.",
+        ),
+        (
+            distributed.pipeline_model_parallel,
+            "--pipeline-model-parallel is set, which does not compose with experts; drop it.",
+        ),
+        (
+            world > 1 and str(distributed.zero_sharding) != "none",
+            f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they "
+            "were replicas; set it to none.",
+        ),
+        (
+            root.checkpoint.write_checkpoints_asynchronously,
+            "--write-checkpoints-asynchronously is set, which writes files in place, so that a kill leaves "
+            "a torn one; drop it.",
+        ),
+        (
+            not (root.optimizer and root.optimizer._name),
+            "--optimizer is not given; choose one, such as moe_adam.",
+        ),
+        (
+            world > 1 and root.optimization.use_bmuf,
+            "--use-bmuf is set, which averages experts as if they were replicas; drop it.",
+        ),
+    ]
+    for wrong, message in bad:
+        if wrong:
+            raise ValueError(message)
+
+
+def _refuse_layerdrop(model: nn.Module) -> None:
+    for side in ("encoder", "decoder"):
+        value = getattr(getattr(model, side, None), "encoder_layerdrop", 0.0) or getattr(
+            getattr(model, side, None), "decoder_layerdrop", 0.0
+        )
+        if value > 0:
+            raise ValueError(
+                f"--{side}-layerdrop is {value}: ranks would drop different layers and wait for each "
+                "other's experts for ever; set it to 0, or --moe-expert-parallel-size to 1."
+            )
+
+
+# Their updates are no function of one element, so a rank that holds a part of the experts goes astray.
+NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
+
+
+def _refuse_for_shared_experts(root: Any) -> None:
+    name = root.optimizer._name
+    if name.removeprefix("moe_") in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"--optimizer is {name}, whose updates look at all experts of a layer at once, and ranks "
+            "hold a part of them each; use moe_adam, or --moe-expert-parallel-size 1."
+        )
+    if root.common.amp:
+        raise ValueError(
+            "--amp is set where ranks hold different experts, and would skip a step on the rank that "
+            "overflowed alone; use --fp16, or --moe-expert-parallel-size 1."
+        )
+
+
+def _refuse_torn_checkpoint(root: Any) -> None:
+    path = root.checkpoint.restore_file
+    if not os.path.isabs(path) and not os.path.exists(path):
+        path = os.path.join(root.checkpoint.save_dir, path)
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        zipped = file.read(2) == b"PK"
+    if os.path.getsize(path) == 0 or (zipped and not zipfile.is_zipfile(path)):
+        raise ValueError(
+            f"--restore-file is {path}, which is torn (cut off while it was written); remove it and "
+            "give --restore-file an older checkpoint."
+        )
+
+
+def _use_twin_optimizer(root: Any) -> None:
+    name = root.optimizer._name
+    twin = twin_name(name)
+    if twin != name and twin in OPTIMIZER_REGISTRY:
+        logger.info("optimizer %s becomes %s, which knows experts", name, twin)
+        root.optimizer._name = twin

@@ -1,0 +1,138 @@
+"""What a task must do to train experts, on one rank and on several; stock tasks get it attached."""
+
+import logging
+import sys
+from typing import Any
+
+from fairseq.data.iterators import EpochBatchIterator
+from torch import nn
+
+from fairseq_tutel.comm import checkpoint, topology
+from fairseq_tutel.comm.all_to_all import ExchangeTimer
+from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.ffn_step import moe_layers
+from fairseq_tutel.run_config import config_of
+
+logger = logging.getLogger(__name__)
+
+
+class MoETaskMixin:
+    """Goes before a FairseqTask class."""
+
+    _has_experts = False
+
+    def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the criterion; say so once when it has no balance loss."""
+        criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
+        if not self._has_experts and _is_first_rank():
+            logger.warning(
+                "the model has no experts: the --moe- options of %s have no effect",
+                type(self).__name__,
+            )
+        if self._has_experts and not hasattr(criterion, "gate_loss") and _is_first_rank():
+            logger.warning(
+                "criterion %s trains the experts without a balance loss; moe_cross_entropy and "
+                "moe_label_smoothed_cross_entropy have one",
+                type(criterion).__name__,
+            )
+        return criterion
+
+    def train_step(
+        self,
+        sample: Any,
+        model: nn.Module,
+        criterion: Any,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward; a dummy batch, which keeps ranks in step, routes no token."""
+        layers = moe_layers(model)
+        if layers and layers[0].experts.everywhere is not None:
+            checkpoint.drop_everywhere(model)
+        for layer in layers:
+            layer.skip_tokens = ignore_grad
+        error = sys.exc_info()[1]
+        diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
+        with _out_of_memory_ends_the_job(f"the training step of update {update_num}"):
+            result = super().train_step(  # type: ignore[misc]
+                sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
+            )
+        if diagnosing:
+            # The trainer runs the step again after a NaN, to find where; then it raises this.
+            raise FloatingPointError(
+                f"the loss or a gradient became NaN or infinite at update {update_num} (loss now "
+                f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input; the last "
+                "saved checkpoint is from before it."
+            )
+        return result
+
+    def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
+        """Run the stock step; out of memory ends the job."""
+        for layer in moe_layers(model):
+            layer.skip_tokens = False
+        with _out_of_memory_ends_the_job("a validation step"):
+            return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
+
+    def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
+        """Before a validation that generates, give each rank all experts: beams differ in length."""
+        super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
+        if getattr(config_of(self), "eval_bleu", False):
+            checkpoint.drop_everywhere(model)
+            checkpoint.gather_everywhere(model, topology.in_use())
+        for layer in moe_layers(model):
+            if layer.timer is not None:
+                layer.timer.read_and_reset()  # what the last backward left is no validation's
+
+    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the stock iterator, made able to resume on another number of ranks."""
+        iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
+        if type(iterator) is EpochBatchIterator:
+            iterator.__class__ = ElasticEpochBatchIterator
+        elif not isinstance(iterator, ElasticEpochBatchIterator) and _is_first_rank():
+            logger.info(
+                "%s resumes in the middle of an epoch on the same number of ranks only",
+                type(iterator).__name__,
+            )
+        return iterator
+
+
+class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its use
+    """On several ranks, turn an out-of-memory error into one that the trainer does not swallow.
+
+    Stock skips the batch on this rank alone; the others would wait in an exchange for ever.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        place = topology.in_use()
+        if (
+            place.world_size > 1
+            and isinstance(error, RuntimeError)
+            and "out of memory" in str(error)
+        ):
+            raise MemoryError(
+                f"rank {place.rank} had too little memory in {self.what}; lower --max-tokens or "
+                "--batch-size, or add --checkpoint-activations."
+            ) from error
+
+
+def _is_first_rank() -> bool:
+    return topology.in_use().rank == 0
+
+
+def attach(task: Any, model: nn.Module) -> None:
+    """Give a task the mixin (a stock one by changing its class) and the layers the task's options."""
+    if not isinstance(task, MoETaskMixin):
+        stock = type(task)
+        task.__class__ = type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__})
+    task._has_experts = True
+    if getattr(config_of(task), "record_a2a_perf_stats", False):
+        for layer in moe_layers(model):
+            layer.timer = ExchangeTimer()

@@ -1,0 +1,174 @@
+"""Triton kernels of dispatch and combine: gathers of rows, with the signatures of `reference`.
+
+One source for CUDA and ROCm. Every output element is written by one program, so there are no atomics and
+the same input gives the same bits. Sums are taken in fp32 (fp64 for fp64 tensors); addresses are int64,
+since R * D passes 2^31 in ordinary training. T tokens, D model_dim, K top_k, R rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns per program. Chosen to cover common model dimensions in one or two programs, not tuned.
+MAX_BLOCK_D = 1024
+
+
+def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
+    """Return rows_RD with rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1."""
+    x_TD, index_R = x_TD.contiguous(), index_R.contiguous()
+    scale_R = None if scale_R is None else scale_R.contiguous()
+    rows_RD = x_TD.new_empty(index_R.shape[0], x_TD.shape[1])
+    if rows_RD.numel() == 0:
+        return rows_RD
+    num_rows, model_dim = rows_RD.shape
+    block_d = _block_d(model_dim)
+    with torch.cuda.device_of(x_TD):
+        _gather_rows_kernel[(num_rows, triton.cdiv(model_dim, block_d))](
+            x_TD,
+            index_R,
+            x_TD if scale_R is None else scale_R,
+            rows_RD,
+            model_dim,
+            HAS_SCALE=scale_R is not None,
+            ACC=_accumulator(x_TD),
+            BLOCK_D=block_d,
+        )
+    return rows_RD
+
+
+def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], -1 adding nothing."""
+    rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    num_tokens, top_k = row_of_TK.shape
+    y_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1])
+    if y_TD.numel() == 0:
+        return y_TD
+    model_dim = y_TD.shape[1]
+    block_d = _block_d(model_dim)
+    with torch.cuda.device_of(rows_RD):
+        _gather_sum_kernel[(num_tokens, triton.cdiv(model_dim, block_d))](
+            rows_RD,
+            row_of_TK,
+            rows_RD if weights_TK is None else weights_TK,
+            y_TD,
+            model_dim,
+            top_k,
+            HAS_WEIGHTS=weights_TK is not None,
+            ACC=_accumulator(rows_RD),
+            BLOCK_K=min(triton.next_power_of_2(top_k), 4),
+            BLOCK_D=block_d,
+        )
+    return y_TD
+
+
+def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
+    """Return dots_TK with dots[t, j] = <y[t], rows[row_of[t, j]]>, 0 where row_of is -1."""
+    rows_RD, row_of_TK, y_TD = rows_RD.contiguous(), row_of_TK.contiguous(), y_TD.contiguous()
+    dots_TK = rows_RD.new_empty(row_of_TK.shape)
+    if dots_TK.numel() == 0:
+        return dots_TK
+    num_tokens, top_k = dots_TK.shape
+    model_dim = rows_RD.shape[1]
+    with torch.cuda.device_of(rows_RD):
+        _gather_dot_kernel[(num_tokens, top_k)](
+            rows_RD,
+            row_of_TK,
+            y_TD,
+            dots_TK,
+            model_dim,
+            top_k,
+            ACC=_accumulator(rows_RD),
+            BLOCK_D=_block_d(model_dim),
+        )
+    return dots_TK
+
+
+def _block_d(model_dim: int) -> int:
+    return min(triton.next_power_of_2(model_dim), MAX_BLOCK_D)
+
+
+def _accumulator(tensor: Tensor) -> tl.dtype:
+    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def _gather_rows_kernel(
+    x_ptr,
+    index_ptr,
+    scale_ptr,
+    rows_ptr,
+    model_dim,
+    HAS_SCALE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < model_dim
+    token = tl.load(index_ptr + row)
+    filled = token >= 0
+    end = tl.where(filled, model_dim, 0)  # a hole has no columns to read
+    values = tl.load(x_ptr + token * model_dim + columns, mask=columns < end, other=0.0)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + row, mask=filled, other=0.0)
+        values = values.to(ACC) * scale.to(ACC)
+    tl.store(rows_ptr + row * model_dim + columns, values, mask=inside)
+
+
+@triton.jit
+def _gather_sum_kernel(
+    rows_ptr,
+    row_of_ptr,
+    weights_ptr,
+    y_ptr,
+    model_dim,
+    top_k,
+    HAS_WEIGHTS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < model_dim
+    total = tl.zeros([BLOCK_D], dtype=ACC)
+    # Unrolled by BLOCK_K so that the loads of several copies are in flight at once, whatever top_k is.
+    for first in range(0, top_k, BLOCK_K):
+        for offset in tl.static_range(BLOCK_K):
+            j = first + offset
+            copy = token * top_k + j
+            row = tl.load(row_of_ptr + copy, mask=j < top_k, other=-1)
+            kept = row >= 0
+            end = tl.where(kept, model_dim, 0)
+            values = tl.load(rows_ptr + row * model_dim + columns, mask=columns < end, other=0.0)
+            values = values.to(ACC)
+            if HAS_WEIGHTS:
+                values *= tl.load(weights_ptr + copy, mask=kept, other=0.0).to(ACC)
+            total += values
+    tl.store(y_ptr + token * model_dim + columns, total, mask=inside)
+
+
+@triton.jit
+def _gather_dot_kernel(
+    rows_ptr,
+    row_of_ptr,
+    y_ptr,
+    dots_ptr,
+    model_dim,
+    top_k,
+    ACC: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    copy = token * top_k + tl.program_id(1)
+    row = tl.load(row_of_ptr + copy)
+    end = tl.where(row >= 0, model_dim, 0)
+    total = tl.zeros([BLOCK_D], dtype=ACC)
+    for first in range(0, model_dim, BLOCK_D):
+        columns = first + tl.arange(0, BLOCK_D)
+        values = tl.load(rows_ptr + row * model_dim + columns, mask=columns < end, other=0.0)
+        y = tl.load(y_ptr + token * model_dim + columns, mask=columns < end, other=0.0)
+        total += values.to(ACC) * y.to(ACC)
+    tl.store(dots_ptr + copy, tl.sum(total, axis=0))

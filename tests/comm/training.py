@@ -1,0 +1,139 @@
+"""A small training whose result must not depend on the number of ranks.
+
+Two MoE layers with a dense one between, in fp64. An update is four micro-batches, which W ranks share;
+dense gradients are averaged over the ranks by hand, as data parallel training does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.comm.checkpoint import drop_gathered, gather_experts
+from fairseq_tutel.comm.gradients import (
+    clip_gradients,
+    global_grad_norm,
+    is_expert,
+    reduce_expert_gradients,
+)
+from fairseq_tutel.comm.topology import Topology
+
+UPDATES, MICRO_BATCHES = 20, 4
+MODEL_DIM, EXPERTS = 6, 4
+CLIP_NORM = 2.0
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is computed (the first three) and how."""
+
+    optimizer: str
+    top_k: int
+    capacity_factor: float
+    exchange: str = "ragged"
+    parallel: int = 0
+    recompute: str = "no"
+
+
+class Model(nn.Module):
+    """MoE, dense with a residual, MoE."""
+
+    def __init__(self, training: Training, topology: Topology) -> None:
+        super().__init__()
+        self.recompute = training.recompute
+        config = MoEConfig(
+            model_dim=MODEL_DIM,
+            hidden_dim=8,
+            num_experts=EXPERTS,
+            top_k=training.top_k,
+            capacity_factor=training.capacity_factor,
+            exchange=training.exchange,
+        )
+        self.first = MoELayer(config, topology, seed=1, name="first").double()
+        self.dense = nn.Linear(MODEL_DIM, MODEL_DIM).double()
+        self.last = MoELayer(config, topology, seed=1, name="last").double()
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.dense.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y and the sum of the balance losses."""
+        y, balance_first = self._moe(self.first, x, mask)
+        y = torch.tanh(self.dense(y)) + x
+        y, balance_last = self._moe(self.last, y, mask)
+        return y, balance_first + balance_last
+
+    def _moe(self, layer: MoELayer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            y, output = layer(x, mask)
+            return y, output.balance_loss
+
+        if self.recompute == "no":
+            return forward(x)
+        return checkpoint(forward, x, use_reentrant=self.recompute == "reentrant")
+
+
+def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, target and padding mask: uneven, sometimes padding only, sometimes empty."""
+    generator = torch.Generator().manual_seed(1000 * update + index)
+    num_tokens = 0 if (update, index) == (3, 1) else 3 + (5 * update + 7 * index) % 11
+    x = torch.randn(num_tokens, MODEL_DIM, generator=generator, dtype=torch.float64)
+    mask = torch.arange(num_tokens) % 5 == 4
+    if (update + index) % 6 == 5:
+        mask[:] = True
+    return x, x.flip(1), mask
+
+
+def average_dense_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
+    """Average over all ranks whatever is no expert, in one all-reduce as data parallel does."""
+    dense = [parameter.grad for parameter in parameters if not is_expert(parameter)]
+    flat = torch.cat([grad.flatten() for grad in dense])
+    dist.all_reduce(flat)
+    parts = flat.div_(world_size).split([grad.numel() for grad in dense])
+    for grad, part in zip(dense, parts, strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def train(training: Training) -> dict[str, Tensor]:
+    """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
+    distributed = dist.is_initialized()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    topology = make_topology([EXPERTS], training.parallel if distributed else 0)
+    model = Model(training, topology)
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS[training.optimizer](parameters)
+    losses, norms = [], []
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        sums = torch.zeros(2, dtype=torch.float64)  # loss, real tokens
+        for index in range(rank, MICRO_BATCHES, world):
+            x, target, mask = micro_batch(update, index)
+            y, balance = model(x.requires_grad_(), mask)
+            real = (~mask).sum()
+            loss = (y - target).square()[~mask].sum() + 0.1 * real * balance
+            loss.backward()
+            sums += torch.stack([loss.detach(), real.double()])
+        if distributed:
+            dist.all_reduce(sums)
+            average_dense_gradients(parameters, world)
+            reduce_expert_gradients(parameters, topology)
+        loss_sum, tokens = sums
+        for parameter in parameters:
+            parameter.grad *= world / tokens
+        norm = global_grad_norm(parameters, topology)
+        clip_gradients(parameters, CLIP_NORM, norm)
+        optimizer.step()
+        losses.append(loss_sum / tokens)
+        norms.append(norm)
+    gather_experts(model, topology)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    drop_gathered(model)
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}

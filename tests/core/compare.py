@@ -1,0 +1,50 @@
+"""Compare two ways to compute one thing: outputs, and every gradient by its name."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Relative to values of order 1; half dtypes carry 11 and 8 bits.
+TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 8e-2,
+}
+
+
+def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
+    """Fail, naming `what`, unless both agree to `tolerance` (default: by `got`'s dtype)."""
+    tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
+    torch.testing.assert_close(
+        got.double(),
+        expected.double(),
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda m: f"{what}: {m}",
+    )
+
+
+def gradients(loss: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return d loss / d tensor by name; zeros where the loss does not depend on it."""
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), grads, strict=True)
+    return {name: torch.zeros_like(t) if g is None else g for (name, t), g in pairs}
+
+
+def same_function(
+    ours: Callable[[], Tensor],
+    oracle: Callable[[], Tensor],
+    named: dict[str, Tensor],
+    tolerance: float | None = None,
+) -> None:
+    """Compare the outputs of both and, for a random projection of them, the gradient of every tensor."""
+    y, expected = ours(), oracle()
+    close(y, expected, "output", tolerance)
+    generator = torch.Generator().manual_seed(7)
+    projection = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    got_grads = gradients((y.double() * projection).sum(), named)
+    expected_grads = gradients((expected.double() * projection).sum(), named)
+    for name, expected_grad in expected_grads.items():
+        close(got_grads[name], expected_grad, f"gradient of {name}", tolerance)

@@ -1,0 +1,224 @@
+"""The whole layer against loops over tokens, choices and experts.
+
+Covered: k = 1 to E, capacity, drops, padding, time-first input, overrides per call, evaluation,
+glu and layer norm, no tokens, autocast, balance loss, every gradient by name, finite differences,
+the same bits twice.
+"""
+
+import dataclasses
+
+import oracle
+import pytest
+import torch
+from compare import close, gradients, same_function
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer
+
+CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
+T = 11
+
+
+def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
+    return MoELayer(dataclasses.replace(CONFIG, **options), seed=5).to(dtype)
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    values = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
+    return values.to(dtype).requires_grad_()
+
+
+def check(
+    layer: MoELayer, x: Tensor, top_k: int, factor: float, mask=None, call: dict | None = None
+) -> None:
+    call = call or {}
+    real = None if mask is None else (~mask).tolist()
+    named = {"x": x, **dict(layer.named_parameters())}
+    same_function(
+        lambda: layer(x, mask, **call)[0],
+        lambda: oracle.mixture(layer, x, top_k, factor, real)[0],
+        named,
+    )
+    loss, expected = (
+        layer(x, mask, **call)[1].balance_loss,
+        oracle.mixture(layer, x, top_k, factor, real)[1],
+    )
+    close(loss, expected, "balance loss")
+    expected_grads = gradients(expected, named)
+    for name, grad in gradients(loss, named).items():
+        close(grad, expected_grads[name], f"balance gradient of {name}")
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 3, 4))
+@pytest.mark.parametrize("factor", (0.0, 0.5, 1.0, -0.5))
+@pytest.mark.parametrize("padded", (False, True))
+def test_the_layer_equals_loops(top_k, factor, padded):
+    mask = torch.arange(T) % 4 == 1 if padded else None
+    check(build(top_k=top_k, capacity_factor=factor), tokens(T), top_k, factor, mask)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_type": "glu"},
+        {"expert_bias": False},
+        {"hidden_layer_norm": True},
+        {"activation": "relu"},
+        {"num_experts": 1, "top_k": 1},
+    ],
+    ids=str,
+)
+def test_every_kind_of_expert_equals_loops(options):
+    top_k = options.get("top_k", 2)
+    check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
+
+
+def test_capacity_factor_and_top_k_can_be_given_per_call():
+    layer, x = build(top_k=2, capacity_factor=0.0), tokens(T)
+    check(layer, x, 2, 0.5, call={"capacity_factor": 0.5})
+    check(layer, x, 3, 0.0, call={"top_k": 3})
+    check(layer, x, 1, -0.5, call={"top_k": 1, "capacity_factor": -0.5})
+    check(layer, x, 2, 0.0)  # and nothing sticks
+    assert int(layer(x, capacity_factor=0.5)[1].routing.dropped_K.sum()) > 0
+
+
+def test_a_top_k_per_call_above_the_experts_is_refused():
+    with pytest.raises(ValueError, match="top_k is 5 but there are 4 experts"):
+        build()(tokens(T), top_k=5)
+
+
+def test_evaluation_drops_nothing_unless_asked():
+    layer, x = build(capacity_factor=0.25).eval(), tokens(T)
+    check(layer, x, 2, 0.0)
+    check(build(eval_capacity_factor=0.5).eval(), x, 2, 0.5)
+
+
+def test_an_evaluated_token_does_not_depend_on_the_others():
+    layer, x = build(capacity_factor=0.25).eval(), tokens(T)
+    whole = layer(x)[0]
+    alone = torch.cat([layer(x[t : t + 1])[0] for t in range(T)])
+    torch.testing.assert_close(whole, alone)
+
+
+def test_padding_gives_zero_and_takes_no_gradient():
+    layer, x = build(), tokens(T)
+    mask = torch.arange(T) % 3 == 0
+    y, output = layer(x, mask)
+    assert torch.equal(y[mask], torch.zeros_like(y[mask]))
+    (y.sum() + output.balance_loss).backward()
+    assert torch.equal(x.grad[mask], torch.zeros_like(x[mask]))
+    assert (x.grad[~mask] != 0).any(dim=1).all()
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_time_first_input_equals_batch_first_input(padded):
+    layer = build(capacity_factor=0.5)
+    batch, time = 3, 5
+    x_BTD = tokens(batch, time)
+    mask_BT = torch.arange(time) >= torch.tensor([[5], [3], [4]]) if padded else None
+    batch_first = layer(x_BTD, mask_BT)
+    time_first = layer(x_BTD.transpose(0, 1), mask_BT, time_first=True)
+    torch.testing.assert_close(time_first[0].transpose(0, 1), batch_first[0])
+    torch.testing.assert_close(time_first[1].balance_loss, batch_first[1].balance_loss)
+    assert int(batch_first[1].routing.dropped_K.sum()) > 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+@pytest.mark.parametrize("factor", (0.0, 1.0))
+def test_no_tokens_give_no_output_and_zero_gradients(shape, factor):
+    layer, x = build(capacity_factor=factor), tokens(*shape)
+    y, output = layer(x)
+    assert y.shape == x.shape
+    (y.sum() + output.balance_loss).backward()
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+def test_padding_alone_gives_zeros_and_zero_gradients():
+    layer, x = build(capacity_factor=1.0), tokens(T)
+    y, output = layer(x, torch.ones(T, dtype=torch.bool))
+    (y.sum() + output.balance_loss).backward()
+    assert torch.equal(y, torch.zeros_like(y))
+    for name, tensor in (("x", x), *layer.named_parameters()):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_the_output_has_the_dtype_of_the_input_and_its_precision(dtype):
+    layer, x = build(dtype), tokens(T, dtype=dtype)
+    y, output = layer(x)
+    assert y.dtype == dtype
+    assert output.balance_loss.dtype == torch.float32  # the gate computes in fp32
+    wide = build().requires_grad_(False)
+    wide.load_state_dict(layer.state_dict())
+    # Not the loops: a rounded score may choose another expert, so only the layer itself is fair.
+    same_ids = wide(x.double())[1].routing.expert_ids_TK == output.routing.expert_ids_TK
+    assert same_ids.all()
+    close(y, wide(x.double())[0], "output")
+
+
+@pytest.mark.parametrize("gate_fp32", (True, False))
+def test_autocast_computes_experts_in_bf16_and_the_gate_as_asked(gate_fp32):
+    layer, x = build(torch.float32, gate_fp32=gate_fp32), tokens(T, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, output = layer(x)
+        logits_TE = layer.gate(x)
+    assert y.dtype == torch.bfloat16
+    assert logits_TE.dtype == (torch.float32 if gate_fp32 else torch.bfloat16)
+    exact_y = layer(x)[0]
+    close(y, exact_y, "output")
+    (y.float().sum() + output.balance_loss).backward()
+    named = {"x": x, **dict(layer.named_parameters())}
+    for name, exact in gradients(exact_y.sum() + layer(x)[1].balance_loss, named).items():
+        assert named[name].grad.dtype == torch.float32
+        close(named[name].grad, exact, f"gradient of {name}", 0.1)
+
+
+@pytest.mark.parametrize("top_k, factor", [(1, 0.0), (2, 0.0), (2, 0.5), (3, 1.0)])
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+def test_the_layer_has_the_gradients_of_finite_differences(top_k, factor, expert_type):
+    shape = {"hidden_dim": 3, "num_experts": 3}
+    layer = build(top_k=top_k, capacity_factor=factor, expert_type=expert_type, **shape)
+    mask = torch.tensor([False, False, True, False])
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(names, parameters, strict=True))
+        y, output = torch.func.functional_call(layer, named, (x, mask))
+        return y, output.balance_loss
+
+    assert torch.autograd.gradcheck(function, (tokens(4), *layer.parameters()))
+
+
+@pytest.mark.parametrize("balance_loss, weight", [("gshard:1", 1.0), ("gshard:0.25", 0.25)])
+def test_the_balance_loss_is_the_weighted_sum(balance_loss, weight):
+    output = build(balance_loss=balance_loss)(tokens(T))[1]
+    assert torch.equal(output.balance_loss, weight * output.losses["gshard"])
+
+
+def test_without_balance_losses_their_sum_is_zero():
+    output = build(balance_loss="none")(tokens(T))[1]
+    assert output.losses == {}
+    assert float(output.balance_loss) == 0.0
+
+
+def test_two_runs_give_the_same_bits():
+    def run() -> dict[str, Tensor]:
+        layer, x = build(torch.float32, capacity_factor=1.0, top_k=3), tokens(200).float().detach()
+        x.requires_grad_()
+        y, output = layer(x)
+        (y.square().sum() + output.balance_loss).backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        return {"y": y, "loss": output.balance_loss, "x": x.grad, **grads}
+
+    first, second = run(), run()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_forward_draws_no_random_number():
+    layer, x = build(capacity_factor=1.0), tokens(T)
+    before = torch.get_rng_state()
+    layer(x)
+    assert torch.equal(torch.get_rng_state(), before)

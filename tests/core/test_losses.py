@@ -1,0 +1,128 @@
+"""Balance loss and metrics.
+
+Covered: gshard by hand, at uniform load, at collapse, over real tokens only, before dropping, without
+tokens, its gradient, its dtype; Meta's metrics against a direct computation.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_tutel import gshard_loss, route, routing_metrics
+from fairseq_tutel.losses import balance_losses
+
+
+def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def test_gshard_by_hand():
+    probs_TE = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]])
+    # First choices 0, 0, 1, 0: f = (3/4, 1/4, 0); P = (1.9, 1.4, 0.7) / 4.
+    expected = 3 * (0.75 * 1.9 / 4 + 0.25 * 1.4 / 4)
+    assert float(gshard_loss(route(probs_TE.log(), 2))) == pytest.approx(expected, rel=1e-6)
+
+
+def test_gshard_is_1_at_uniform_load_and_uniform_probabilities():
+    # Nearly uniform probabilities, each expert the first choice of two tokens.
+    logits_TE = 1e-9 * torch.eye(4, dtype=torch.float64).repeat(2, 1)
+    assert float(gshard_loss(route(logits_TE, 1))) == pytest.approx(1.0, rel=1e-8)
+
+
+def test_gshard_is_the_number_of_experts_at_collapse():
+    logits_TE = torch.zeros(9, 5, dtype=torch.float64)
+    logits_TE[:, 3] = 100.0
+    assert float(gshard_loss(route(logits_TE, 2))) == pytest.approx(5.0)
+
+
+def test_gshard_looks_at_choices_before_dropping():
+    logits_TE = logits(20, 4)
+    assert torch.equal(gshard_loss(route(logits_TE, 2)), gshard_loss(route(logits_TE, 2, 0.25)))
+
+
+def test_gshard_of_real_tokens_ignores_padding():
+    logits_TE, real_T = logits(12, 4), torch.arange(12) % 4 != 2
+    padded = gshard_loss(route(logits_TE, 2, real_T=real_T))
+    torch.testing.assert_close(padded, gshard_loss(route(logits_TE[real_T], 2)))
+
+
+def test_gshard_has_the_gradient_of_finite_differences():
+    real_T = torch.tensor([True, True, False, True, True])
+    inputs = (logits(5, 3).requires_grad_(),)
+    assert torch.autograd.gradcheck(lambda x: gshard_loss(route(x, 2, real_T=real_T)), inputs)
+
+
+@pytest.mark.parametrize("num_tokens", (0, 3))
+def test_gshard_without_real_tokens_is_0_with_gradient_0(num_tokens):
+    logits_TE = logits(num_tokens, 4).requires_grad_()
+    loss = gshard_loss(route(logits_TE, 2, real_T=torch.zeros(num_tokens, dtype=torch.bool)))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits_TE.grad, torch.zeros_like(logits_TE))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_gshard_of_a_half_precision_gate_stays_within_its_rounding(dtype):
+    # More tokens than fp16's largest number, and than bf16 can count one by one.
+    logits_TE = logits(70_000, 4).to(dtype)
+    loss = gshard_loss(route(logits_TE, 1))
+    assert float(loss) == pytest.approx(float(gshard_loss(route(logits_TE.double(), 1))), rel=5e-3)
+
+
+def test_losses_come_by_name():
+    routing = route(logits(6, 3), 1)
+    assert balance_losses({}, routing) == {}
+    named = balance_losses({"gshard": 0.5}, routing)
+    assert list(named) == ["gshard"]
+    assert torch.equal(named["gshard"], gshard_loss(routing))  # unweighted
+
+
+def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
+    """Meta's definitions, by loops."""
+    num_experts = routing.probs_TE.shape[1]
+    tokens = [t for t, r in enumerate(real) if r]
+    entropies = [-sum(p * math.log(p) for p in routing.probs_TE[t].tolist()) for t in tokens]
+    metrics = {"entropy_gating": sum(entropies) / max(len(tokens), 1)}
+    for j in range(routing.assigned_KE.shape[0]):
+        ids = [int(routing.expert_ids_TK[t, j]) for t in tokens]
+        dropped = sum(int(routing.row_of_TK[t, j]) < 0 for t in tokens)
+        load = sorted(100 * ids.count(e) / max(len(tokens), 1) for e in range(num_experts))
+        fifth = max(math.ceil(0.2 * num_experts), 1)
+        metrics[f"expert{j + 1}_balance_top"] = sum(load[-fifth:])
+        metrics[f"expert{j + 1}_balance_bottom"] = sum(load[:fifth])
+        metrics[f"unused_expert{j + 1}_count"] = load.count(0)
+        metrics[f"overflow_expert{j + 1}"] = 100 * dropped / max(len(tokens), 1)
+    return metrics
+
+
+@pytest.mark.parametrize("num_experts", (1, 3, 5, 6, 11))
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+@pytest.mark.parametrize("num_real", (0, 1, 13))
+def test_metrics_are_metas(num_experts, factor, num_real):
+    real = [t < num_real for t in range(15)]
+    routing = route(logits(15, num_experts), min(num_experts, 3), factor, real_T=torch.tensor(real))
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    expected = direct_metrics(routing, real)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_metrics_without_padding_count_every_token():
+    routing = route(logits(15, 4), 2, 0.5)
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
+    assert got["overflow_expert2"] > 0
+
+
+def test_metrics_are_finite_where_a_probability_underflows():
+    routing = route(torch.tensor([[0.0, -1e4], [-1e4, 0.0]]), 1)
+    assert float(routing_metrics(routing)["entropy_gating"]) == 0.0
+
+
+def test_metrics_carry_no_gradient():
+    metrics = routing_metrics(route(logits(4, 3).requires_grad_(), 2))
+    assert not any(value.requires_grad for value in metrics.values())

@@ -1,0 +1,148 @@
+"""Run fairseq's real command lines in tests, without paying its import every time.
+
+The fork server has imported fairseq; each run is a child of it that calls `cli_main` with its own
+argv, environment and log. The plugin is not preloaded: every run imports it through --user-dir.
+Several ranks get the environment that torchrun gives.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import forkserver
+
+ROOT = Path(__file__).resolve().parents[2]
+USER_DIR = str(ROOT / "user_dir")
+TIMEOUT_S = 150
+
+_context = forkserver.context()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished command: exit codes of its ranks and what all of them printed, rank 0 first."""
+
+    exit_codes: list[int]
+    logs: list[str]
+    seconds: float
+
+    @property
+    def ok(self):
+        return all(code == 0 for code in self.exit_codes)
+
+    @property
+    def output(self):
+        return "\n".join(self.logs)
+
+    def stats(self, tag):
+        """Return the JSON records that rank 0 logged under `tag`: train_inner, train, valid."""
+        found = re.findall(rf"\| {tag} \| (\{{.*\}})", self.logs[0])
+        return [json.loads(text) for text in found]
+
+
+def fairseq(command, *args, ranks=1, check=True, env=None, cwd=None, stdin=None):
+    """Run fairseq-`command` on `ranks` processes and wait; with `check`, fail on a bad exit.
+
+    The command "tutel-train" is `python -m fairseq_tutel.train`.
+    """
+    run = wait(start(command, *args, ranks=ranks, env=env, cwd=cwd, stdin=stdin))
+    if check:
+        assert run.ok, f"fairseq-{command} ended with {run.exit_codes}:\n{tail(run.output)}"
+    return run
+
+
+def refused(command, *args, **kwargs):
+    """Run a command that must end with an error, and return what it printed."""
+    run = fairseq(command, *args, check=False, **kwargs)
+    assert not run.ok, f"fairseq-{command} was not refused:\n{tail(run.output)}"
+    return run.output
+
+
+def start(command, *args, ranks=1, env=None, cwd=None, stdin=None):
+    """Start a command and return what `wait` takes: [(process, log file), …]."""
+    argv = [f"fairseq-{command}", *map(str, args)]
+    base = {"OMP_NUM_THREADS": "1", **(env or {})}
+    directory = Path(_scratch())
+    started = []
+    port = free_port()
+    for rank in range(ranks):
+        extra = {} if ranks == 1 else torchrun_environment(rank, ranks, port)
+        log = directory / f"{command}-{time.monotonic_ns()}-{rank}.log"
+        arguments = (command, argv, {**base, **extra}, str(log), cwd, stdin)
+        process = _context.Process(target=_child, args=arguments)
+        process.start()
+        started.append((process, log))
+    return started
+
+
+def wait(started, timeout=TIMEOUT_S):
+    """Wait for all ranks; those still running at the time limit are killed and reported."""
+    begin = time.monotonic()
+    for process, _ in started:
+        process.join(max(0.1, timeout - (time.monotonic() - begin)))
+    hung = [process.pid for process, _ in started if process.is_alive()]
+    for process, _ in started:
+        process.kill()
+        process.join()
+    logs = [log.read_text() if log.exists() else "" for _, log in started]
+    assert not hung, f"still running after {timeout} s: {hung}\n{tail(logs[0])}"
+    codes = [process.exitcode for process, _ in started]
+    return Run(exit_codes=codes, logs=logs, seconds=time.monotonic() - begin)
+
+
+def torchrun_environment(rank, ranks, port):
+    """Return what torchrun sets for one of its workers."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+
+
+def free_port():
+    """Return a TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tail(text, lines=40):
+    """Return the last lines, where errors stand."""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _scratch():
+    path = Path(os.environ["FAIRSEQ_TUTEL_TEST_LOGS"])
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _child(command, argv, env, log, cwd, stdin):
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(env)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if cwd is not None:
+        os.chdir(cwd)
+    if stdin is not None:
+        sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
+    sys.argv = argv
+    if command == "tutel-train":
+        importlib.import_module("fairseq_tutel.train").main()
+    else:
+        importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()

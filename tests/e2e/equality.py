@@ -1,0 +1,47 @@
+"""Train one model on 1, 2 and 4 ranks through the command line, and compare all that can be seen."""
+
+import pytest
+import torch
+from cli import fairseq
+from models import lm_args, mt_args
+
+EXEMPT_WITH_ADAM = "k_proj.bias"  # its gradient is zero; Adam scales the rounding noise
+
+
+def assert_ranks_agree(kind, data, extra, tmp_path):
+    """Run the training on 1, 2 and 4 ranks with the same micro-batches; numbers to 1e-5."""
+    make = {"lm": lm_args, "mt": mt_args}[kind]
+    parallel = {"--moe-expert-parallel-size": {1: 1, 2: 2, 4: 2}}
+    results = {}
+    for ranks in (1, 2, 4):
+        args = list(extra)
+        for flag, by_ranks in parallel.items():
+            if flag in args:
+                args[args.index(flag) + 1] = by_ranks[ranks]
+        save = tmp_path / str(ranks)
+        fairseq("train", *make(data, save, *args, "--update-freq", 4 // ranks), ranks=ranks)
+        results[ranks] = torch.load(save / "checkpoint_last.pt", weights_only=False)
+    expected = _facts(results[1])
+    assert expected["moe_gate_loss"] > 0.5
+    assert expected["gnorm"] > 0
+    for ranks in (2, 4):
+        assert _facts(results[ranks]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        _same_weights(results[1]["model"], results[ranks]["model"], adam="moe_sgd" not in extra)
+
+
+def _facts(checkpoint):
+    """Return the exact averages of the epoch so far, as the checkpoint keeps them."""
+    aggregators = dict(checkpoint["extra_state"]["metrics"])
+    facts = {}
+    for _, name, _, state in aggregators["train"]:
+        if state.get("count", 0) and "sum" in state:
+            facts[name] = float(state["sum"]) / float(state["count"])
+    timing = ("wps", "ups", "train_wall", "wall", "lr")
+    return {name: value for name, value in facts.items() if name not in timing}
+
+
+def _same_weights(expected, found, adam):
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        if not (adam and name.endswith(EXEMPT_WITH_ADAM)):
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,81 @@
+"""A --user-dir that loads the plugin and then breaks one rank on purpose.
+
+FAULT is "where:when:what": where = step (a training forward), save (half of a checkpoint is
+written) or copy (half of checkpoint_last is written); when = the how-many-th call; what = kill, oom,
+error, full (the disk is full) or nan. FAULT_RANK is the rank it happens on.
+"""
+
+import os
+import resource
+import signal
+
+import torch
+from fairseq import checkpoint_utils, file_io
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+
+from fairseq_tutel.plugin import register
+
+register()
+
+_calls = {"step": 0, "save": 0, "copy": 0}
+
+
+def _fault(where):
+    """Return what shall happen at this call, or None."""
+    place, when, what = os.environ["FAULT"].split(":")
+    if place != where or os.environ.get("RANK", "0") != os.environ.get("FAULT_RANK", "0"):
+        return None
+    _calls[where] += 1
+    return what if _calls[where] == int(when) else None
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _forward(original):
+    def wrapper(self, model, sample, reduce=True):
+        what = _fault("step") if model.training else None
+        if what == "kill":
+            _kill()
+        if what == "oom":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if what == "error":
+            raise KeyError("a broken sample")
+        if what == "nan":
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+        return original(self, model, sample, reduce)
+
+    return wrapper
+
+
+def _persistent_save(original):
+    def wrapper(obj, file):
+        what = _fault("save")
+        if what == "kill":
+            file.write(b"PK half a checkpoint")
+            file.flush()
+            _kill()
+        if what == "full":
+            # Below a checkpoint's size; above that of the log, which is a file too.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
+        return original(obj, file)
+
+    return wrapper
+
+
+def _copyfile(original):
+    def wrapper(source, destination):
+        if _fault("copy") == "kill":
+            with open(source, "rb") as a, open(destination, "wb") as b:
+                b.write(a.read(4096))
+            _kill()
+        return original(source, destination)
+
+    return wrapper
+
+
+CrossEntropyCriterion.forward = _forward(CrossEntropyCriterion.forward)
+checkpoint_utils._torch_persistent_save = _persistent_save(checkpoint_utils._torch_persistent_save)
+file_io.shutil.copyfile = _copyfile(file_io.shutil.copyfile)

@@ -1,0 +1,38 @@
+"""Command-line arguments of the tiny models that the end-to-end tests train.
+
+Stock fairseq drops the last batch of a set when its size is no multiple of
+--required-batch-size-multiple, 8 by default; here no sentence may get lost.
+"""
+
+from cli import USER_DIR
+
+
+def lm_args(data, save_dir, *extra, updates=6):
+    """A two-layer language model on 8-token blocks; `extra` comes last and wins."""
+    return [
+        data, "--user-dir", USER_DIR, "--task", "moe_language_modeling",
+        "--arch", "moe_transformer_lm", "--criterion", "moe_cross_entropy",
+        "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-input-dim", 16,
+        "--decoder-output-dim", 16, "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2,
+        "--moe-freq", 1, "--moe-expert-count", 4, "--dropout", 0, "--tokens-per-sample", 16,
+        "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 0.5,
+        "--max-update", updates, "--log-format", "json", "--log-interval", 1,
+        "--save-dir", save_dir, "--no-epoch-checkpoints", "--num-workers", 0,
+        "--required-batch-size-multiple", 1, *extra,
+    ]  # fmt: skip
+
+
+def mt_args(data, save_dir, *extra, updates=6):
+    """A two-plus-two-layer translation model; `extra` comes last and wins."""
+    return [
+        data, "--user-dir", USER_DIR, "--task", "moe_translation",
+        "--arch", "moe_transformer_iwslt_de_en", "--criterion", "moe_label_smoothed_cross_entropy",
+        "--label-smoothing", 0.1, "--encoder-layers", 2, "--decoder-layers", 2,
+        "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32, "--encoder-attention-heads", 2,
+        "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2,
+        "--share-all-embeddings", "--moe-freq", 1, "--moe-expert-count", 4, "--dropout", 0,
+        "--max-tokens", 120, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 0.5,
+        "--max-update", updates, "--log-format", "json", "--log-interval", 1,
+        "--save-dir", save_dir, "--no-epoch-checkpoints", "--num-workers", 0,
+        "--required-batch-size-multiple", 1, *extra,
+    ]  # fmt: skip

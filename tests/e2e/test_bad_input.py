@@ -1,0 +1,170 @@
+"""Bad input ends a command with one sentence that names the option, the value and the fix.
+
+Every case is refused before the first update, through fairseq-train, and some through
+fairseq-hydra-train.
+"""
+
+import pytest
+from cli import ROOT, fairseq, refused
+from models import lm_args, mt_args
+
+LM_CASES = {
+    "explicit P that does not divide": (
+        ("--moe-expert-parallel-size", 3),
+        "--moe-expert-parallel-size is 3, which does not divide both the number of ranks (1)",
+    ),
+    "more choices than experts": (
+        ("--moe-top-k", 5),
+        "top_k (--moe-top-k) is 5 but there are 4 experts; choose a value from 1 to 4",
+    ),
+    "no choice": (("--moe-top-k", 0), "top_k (--moe-top-k) is 0 but there are 4 experts"),
+    "no experts": (("--moe-expert-count", 0), "--moe-expert-count is '0'; give a number of experts"),
+    "negative experts": (("--moe-expert-count=-2",), "--moe-expert-count is '-2'; give a number"),
+    "words for experts": (("--moe-expert-count", "many"), "--moe-expert-count is 'many'; give a"),
+    "counts for another number of layers": (
+        ("--moe-expert-count", "4,4,4"),
+        "--moe-expert-count is '4,4,4', 3 numbers for 2 MoE layers; give one number or 2",
+    ),
+    "negative expert size": (
+        ("--moe-expert-ffn-dim=-1",),
+        "--moe-expert-ffn-dim is -1; give the experts' hidden dimension, or 0",
+    ),
+    "negative frequency": (("--moe-freq=-1",), "--moe-freq is -1; give a whole number of layers"),
+    "frequency beyond the layers": (
+        ("--moe-freq", 3),
+        "no layer becomes a MoE layer (2 decoder layers, --moe-freq 3); set --moe-freq to at least 1",
+    ),
+    "frequency zero": (("--moe-freq", 0), "no layer becomes a MoE layer"),
+    "unknown gate": (
+        ("--moe-gate-type", "cosmic"),
+        "gate_type (--moe-gate-type) is 'cosmic'; choose one of linear",
+    ),
+    "unknown drop policy": (
+        ("--moe-drop-policy", "luck"),
+        "drop_policy (--moe-drop-policy) is 'luck'; choose one of position",
+    ),
+    "unknown balance loss": (
+        ("--moe-balance-loss", "gshard:1,zz:2"),
+        "balance_loss (--moe-balance-loss) is 'gshard:1,zz:2': 'zz' is unknown or given twice",
+    ),
+    "capacity that is no number": (
+        ("--moe-capacity-factor", "nan"),
+        "capacity_factor (--moe-capacity-factor) is nan; it must be a finite number",
+    ),
+    "weight that is no number": (
+        ("--moe-gate-loss-wt", "inf"),
+        "--moe-gate-loss-wt is inf; give a finite number",
+    ),
+    "one expert and four": (
+        ("--moe-top1-expert", "--moe-top-k", 4),
+        "--moe-top1-expert and --moe-top-k 4 are both given; drop one of them",
+    ),
+    "negative balance weight": (
+        ("--moe-balance-loss", "gshard:-1"),
+        "balance_loss (--moe-balance-loss) is 'gshard:-1': '-1' is no weight; write name:number, at least",
+    ),
+    "fp32 gate on and off": (
+        ("--moe-gating-use-fp32", "--no-moe-gating-use-fp32"),
+        "--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one",
+    ),
+    "triton without a GPU": (("--moe-backend", "triton"), "backend (--moe-backend) is 'triton' but"),
+    "sharded backend": (
+        ("--ddp-backend", "slowmo"),
+        "--ddp-backend is slowmo, which would shard or average experts as if they were replicas",
+    ),
+    "fp16 on a CPU": (("--fp16",), "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop"),
+    "amp on a CPU": (("--amp",), "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it"),
+    "quantization noise": (
+        ("--quant-noise-pq", 0.1),
+        "--quant-noise-pq is 0.1: quantization noise does not reach experts; set it to 0",
+    ),
+    "scalar quantization noise": (("--quant-noise-scalar", 0.1), "--quant-noise-scalar is 0.1: "),
+    "BASE layers": (("--base-layers", 1), "--base-layers is 1: BASE layers are another kind"),
+    "weight of no loss": (
+        ("--moe-balance-loss", "none:1"),
+        "balance_loss (--moe-balance-loss) is 'none:1'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LM_CASES)
+def test_a_bad_option_is_refused_by_name(case, lm_data, tmp_path):
+    flags, sentence = LM_CASES[case]
+    output = refused("train", *lm_args(lm_data, tmp_path, *flags))
+    assert sentence in output
+    assert "num_updates" not in output
+    assert not list(tmp_path.iterdir())
+
+
+RANK_CASES = {
+    "P that does not divide the experts": (
+        ("--moe-expert-parallel-size", 2, "--moe-expert-count", 3),
+        "does not divide both the number of ranks (2) and the number of experts (3); give a common "
+        "divisor, or 0 for the greatest one",
+    ),
+    "layerdrop": (
+        ("--decoder-layerdrop", 0.2),
+        "--decoder-layerdrop is 0.2: ranks would drop different layers",
+    ),
+    "optimizer that looks at all experts": (
+        ("--optimizer", "moe_adafactor"),
+        "--optimizer is moe_adafactor, whose updates look at all experts of a layer at once",
+    ),
+    "moving average": (("--store-ema",), "--store-ema is set on several ranks"),
+}
+
+
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_what_cannot_work_on_several_ranks_ends_each_of_them(case, lm_data, tmp_path):
+    flags, sentence = RANK_CASES[case]
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags), ranks=2, check=False)
+    assert all(code not in (0, None) for code in run.exit_codes)
+    # A rank that is a little late finds the connection closed by the one that said it first.
+    assert sentence in run.output
+
+
+def test_layerdrop_works_where_every_rank_has_all_experts(lm_data, tmp_path):
+    flags = ("--decoder-layerdrop", 0.5, "--moe-expert-parallel-size", 1)
+    assert "done training" in fairseq("train", *lm_args(lm_data, tmp_path, *flags), ranks=2).logs[0]
+
+
+def test_expert_flags_with_a_dense_architecture_are_refused(lm_data, tmp_path):
+    refused("train", *lm_args(lm_data, tmp_path, "--arch=transformer_lm"))
+    output = refused("train", *lm_args(lm_data, tmp_path, "--arch", "transformer_lm"))
+    assert "--moe-freq was given with --arch transformer_lm, which is dense" in output
+    assert "choose --arch moe_transformer_lm or drop the flag" in output
+
+
+def test_a_moe_criterion_with_a_dense_architecture_is_refused(mt_data, tmp_path):
+    words = mt_args(mt_data, tmp_path, "--arch", "transformer_iwslt_de_en")
+    for flag in ("--moe-freq", "--moe-expert-count"):
+        at = words.index(flag)
+        del words[at : at + 2]
+    output = refused("train", *words)
+    assert "options of MoETranslationTask have no effect" in output
+    assert "needs MoE layers, and the model has none" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_frequency_of_one_side_is_refused_by_its_name(side, mt_data, tmp_path):
+    output = refused("train", *mt_args(mt_data, tmp_path, f"--{side}-moe-freq=-3"))
+    assert f"--{side}-moe-freq / --moe-freq is -3; give a whole number of layers" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.moe_top_k=9", "top_k (--moe-top-k) is 9 but there are 8 experts"),
+        ("model.moe_expert_count='0'", "--moe-expert-count is '0'"),
+        ("+task.moe_expert_parallel_size=5", "--moe-expert-parallel-size is 5"),
+        ("criterion.moe_gate_loss_wt=inf", "--moe-gate-loss-wt is inf"),
+        ("+task.moe_exchange=carrier_pigeon", "moe_exchange"),
+    ],
+)
+def test_hydra_refuses_the_same(override, sentence, lm_data, tmp_path):
+    output = refused(
+        "hydra-train", "--config-dir", "configs/hydra", "--config-name", "moe_lm",
+        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", override, cwd=ROOT,
+        env={"PWD": str(ROOT)},
+    )  # fmt: skip
+    assert sentence in output

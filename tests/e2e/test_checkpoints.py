@@ -1,0 +1,186 @@
+"""Checkpoints through the command line: any number of ranks, whole or absent, whatever happens.
+
+Covered: 2 ranks -> 1 -> 4 -> 3 in the middle of an epoch; the same bits for the same number of
+ranks; one process opens what several saved; --no-save-optimizer-state; a kill in a save, in a copy
+and in a step; a full disk; torn and misshapen files.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cli import fairseq, refused, start, tail, wait
+from models import lm_args
+
+FAULTY = str(Path(__file__).parent / "faulty_user_dir")
+SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+
+
+def _load(folder, name="checkpoint_last.pt"):
+    return torch.load(Path(folder) / name, weights_only=False)
+
+
+def _train(data, folder, updates, ranks, freq, *extra):
+    return fairseq(
+        "train", *lm_args(data, folder, "--update-freq", freq, *extra, updates=updates), ranks=ranks
+    )
+
+
+def test_two_ranks_then_one_then_four_then_three(lm_data, tmp_path):
+    through, straight = tmp_path / "through", tmp_path / "straight"
+    _train(lm_data, through, 3, 2, 2, *SGD)
+    _train(lm_data, through, 5, 1, 4, *SGD)
+    _train(lm_data, through, 8, 4, 1, *SGD)
+    _train(lm_data, straight, 8, 1, 4, *SGD)
+    expected, found = _load(straight), _load(through)
+    for name, tensor in expected["model"].items():
+        torch.testing.assert_close(found["model"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    # Three ranks finish the epoch: every token of the corpus was seen once.
+    finish = ("--max-epoch", 1, *SGD)
+    _train(lm_data, through, 0, 3, 1, *finish)
+    _train(lm_data, straight, 0, 1, 4, *finish)
+    assert _tokens_of_epoch(_load(through)) == _tokens_of_epoch(_load(straight)) > 2000
+
+
+def _tokens_of_epoch(checkpoint):
+    train = dict(checkpoint["extra_state"]["metrics"])["train"]
+    return next(float(state["sum"]) for _, name, _, state in train if name == "wpb")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_on_the_same_ranks_continues_bit_for_bit(lm_data, tmp_path, ranks):
+    _train(lm_data, tmp_path / "a", 6, ranks, 1, "--dropout", 0.1)
+    _train(lm_data, tmp_path / "b", 3, ranks, 1, "--dropout", 0.1)
+    _train(lm_data, tmp_path / "b", 6, ranks, 1, "--dropout", 0.1)
+    a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
+    _same_bits(a["model"], b["model"])
+    _same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
+
+
+def _same_bits(expected, found):
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            _same_bits(value, found[key])
+        elif torch.is_tensor(value):
+            assert torch.equal(value, found[key]), key
+        else:
+            assert value == found[key], key
+
+
+def test_the_file_of_two_ranks_holds_all_experts_and_their_moments(lm_data, tmp_path):
+    _train(lm_data, tmp_path, 3, 2, 1)
+    saved = _load(tmp_path)
+    names = [name for name in saved["model"] if name.endswith("experts.fc1_weight")]
+    assert len(names) == 2
+    assert all(saved["model"][name].shape == (4, 32, 16) for name in names)
+    moments = [s["exp_avg"] for s in saved["last_optimizer_state"]["state"].values()]
+    assert sum(m.shape == (4, 32, 16) for m in moments) == 2
+    for moment in moments:
+        assert moment.abs().sum() > 0 or moment.dim() < 3
+
+
+def test_without_optimizer_state_all_experts_are_saved_and_one_process_opens_them(
+    lm_data, tmp_path
+):
+    _train(lm_data, tmp_path, 3, 2, 1, "--no-save-optimizer-state")
+    saved = _load(tmp_path)
+    assert "last_optimizer_state" not in saved
+    assert saved["model"]["decoder.layers.0.fc1.experts.fc1_weight"].shape[0] == 4
+    run = fairseq(
+        "eval-lm", lm_data, "--user-dir", FAULTY.replace("tests/e2e/faulty_user_dir", "user_dir"),
+        "--path", tmp_path / "checkpoint_last.pt", "--tokens-per-sample", 16, "--batch-size", 8,
+    )  # fmt: skip
+    assert "Perplexity" in run.output
+
+
+def _train_with_fault(data, folder, fault, ranks, rank=0, updates=6):
+    args = lm_args(
+        data, folder, "--user-dir", FAULTY, "--save-interval-updates", 2, updates=updates
+    )
+    env = {"FAULT": fault, "FAULT_RANK": str(rank)}
+    return wait(start("train", *args, ranks=ranks, env=env))
+
+
+@pytest.mark.parametrize("where", ["save", "copy", "step"])
+def test_a_killed_rank_ends_the_job_and_leaves_good_checkpoints(lm_data, tmp_path, where):
+    # Saves happen at updates 2 and 4; the second one, or the step after the first, is cut off.
+    when = {"save": 2, "copy": 3, "step": 4}[where]
+    rank = 1 if where == "step" else 0
+    run = _train_with_fault(lm_data, tmp_path, f"{where}:{when}:kill", ranks=2, rank=rank)
+    assert run.exit_codes[rank] == -9
+    other = run.exit_codes[1 - rank]
+    assert other not in (0, None, -9), tail(run.output)
+    assert run.seconds < 60  # under 30 after the kill; the start-up is part of this
+    for file in sorted(tmp_path.glob("*.pt")):
+        assert torch.load(file, weights_only=False)["model"], file
+    saved = _load(tmp_path)["optimizer_history"][-1]["num_updates"]
+    assert saved == (4 if where == "copy" and saved == 4 else 2)
+    _train(lm_data, tmp_path, 6, 2, 1)
+    assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 6
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("oom", "rank 1 had too little memory in the training step of update 2"),
+        ("error", "a broken sample"),
+    ],
+)
+def test_a_failing_rank_ends_the_job_with_its_error(lm_data, tmp_path, what, sentence):
+    run = _train_with_fault(lm_data, tmp_path, f"step:3:{what}", ranks=2, rank=1)
+    assert all(code not in (0, None) for code in run.exit_codes)
+    assert sentence in run.logs[1]
+    assert sentence in run.logs[1].splitlines()[-1]
+
+
+def test_a_nan_ends_every_rank_with_one_sentence(lm_data, tmp_path):
+    run = _train_with_fault(lm_data, tmp_path, "step:4:nan", ranks=2, rank=1)
+    assert all(code not in (0, None) for code in run.exit_codes)
+    for log in run.logs:
+        assert "became NaN or infinite at update 3" in log
+        assert "lower --lr" in log.splitlines()[-1]
+    assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+
+
+def test_a_full_disk_is_an_error_and_costs_no_checkpoint(lm_data, tmp_path):
+    run = _train_with_fault(lm_data, tmp_path, "save:2:full", ranks=1)
+    assert run.exit_codes == [1]
+    assert "File too large" in run.output or "failed writing" in run.output
+    assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+
+
+@pytest.fixture(scope="module")
+def trained(lm_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    _train(lm_data, folder, 2, 1, 1)
+    return folder
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path, size):
+    torn = (trained / "checkpoint_last.pt").read_bytes()[:size]
+    (tmp_path / "checkpoint_last.pt").write_bytes(torn)
+    output = refused("train", *lm_args(lm_data, tmp_path))
+    assert "checkpoint_last.pt, which is torn" in output
+    assert "older checkpoint" in output
+
+
+@pytest.mark.parametrize("option", [("--moe-expert-type", "glu"), ("--moe-freq", 2)])
+def test_a_checkpoint_of_other_layers_is_refused(lm_data, trained, tmp_path, option):
+    shutil.copy(trained / "checkpoint_last.pt", tmp_path)
+    output = refused("train", *lm_args(lm_data, tmp_path, *option))
+    if "glu" in option:
+        assert "it was saved with" in output
+        assert "--moe-expert-type" in output
+    else:
+        assert "architectures match" in output
+
+
+@pytest.mark.parametrize("option", [("--moe-expert-count", 8), ("--moe-expert-ffn-dim", 64)])
+def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path, option):
+    shutil.copy(trained / "checkpoint_last.pt", tmp_path)
+    output = refused("train", *lm_args(lm_data, tmp_path, *option))
+    assert "the checkpoint's decoder.layers.0.fc1.experts" in output
+    assert "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with" in output

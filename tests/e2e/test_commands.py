@@ -1,0 +1,308 @@
+"""Every fairseq command around an MoE model, through its real command line.
+
+Covered: train, hydra-train, validate, eval-lm, generate, interactive for both models; stock tasks,
+criterions and optimizers; --eval-bleu on two ranks; exchange times; torchrun itself; the fairseq
+launch flags; the trap of N unrelated trainings; the package as --user-dir; a dense baseline.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli import ROOT, USER_DIR, fairseq, free_port, start, tail, torchrun_environment, wait
+from models import lm_args, mt_args
+
+PACKAGE = str(ROOT / "fairseq_tutel")
+ALL = ("--required-batch-size-multiple", 1)  # every sentence, also those of a last, smaller batch
+EXPERT_METRICS = {
+    "moe_gate_loss", "moe_gshard_loss", "entropy_gating", "expert1_balance_top",
+    "expert1_balance_bottom", "unused_expert1_count", "overflow_expert1", "expert2_balance_top",
+    "expert2_balance_bottom", "unused_expert2_count", "overflow_expert2",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lm(lm_data, tmp_path_factory):
+    """A language model that two ranks trained, and its training run."""
+    folder = tmp_path_factory.mktemp("lm-run")
+    extra = ("--record-a2a-perf-stats", "--lr", 0.02)
+    return folder, fairseq("train", *lm_args(lm_data, folder, *extra, updates=40), ranks=2)
+
+
+@pytest.fixture(scope="module")
+def mt(mt_data, tmp_path_factory):
+    """A translation model that two ranks trained with --eval-bleu, and its training run."""
+    folder = tmp_path_factory.mktemp("mt-run")
+    bleu = ("--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 12}')
+    return folder, fairseq("train", *mt_args(mt_data, folder, *bleu, updates=8), ranks=2)
+
+
+def test_training_logs_loss_and_expert_metrics_and_learns(lm):
+    _, run = lm
+    first, *_, last = run.stats("train_inner")
+    assert first.keys() >= EXPERT_METRICS | {"loss", "nll_loss", "ppl", "gnorm", "clip"}
+    assert float(last["ppl"]) < 0.6 * float(first["ppl"])
+    # 4 experts, top-2: entropy below ln 4, a fifth of the experts is one of them.
+    assert 0 < float(first["entropy_gating"]) <= 1.387
+    assert 25 <= float(first["expert1_balance_top"]) <= 100
+    assert float(first["expert1_balance_bottom"]) <= 25
+    assert float(last["overflow_expert1"]) == 0
+    assert float(last["all_to_all_cpu_time_ms"]) > 0
+    (valid,) = run.stats("valid")[-1:]
+    assert float(valid["valid_ppl"]) > 1
+    assert "expert parallel size 2, replicas 1" in run.output
+
+
+def test_loss_is_the_cross_entropy_plus_the_weighted_balance_loss(lm):
+    bits = 1.442695
+    for record in lm[1].stats("train_inner"):
+        gate = 0.01 * float(record["moe_gate_loss"]) * bits
+        assert float(record["loss"]) == pytest.approx(float(record["nll_loss"]) + gate, abs=2e-3)
+
+
+def test_eval_lm_gives_the_validation_perplexity(lm, lm_data):
+    folder, run = lm
+    found = fairseq(
+        "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", folder / "checkpoint_last.pt",
+        "--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 8, *ALL,
+    )  # fmt: skip
+    perplexity = float(re.search(r"Perplexity: ([\d.]+)", found.output)[1])
+    assert perplexity == pytest.approx(float(run.stats("valid")[-1]["valid_ppl"]), rel=0.01)
+
+
+def test_validate_gives_the_training_s_validation_loss(lm, lm_data):
+    folder, run = lm
+    found = fairseq(
+        "validate", lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling",
+        "--path", folder / "checkpoint_last.pt", "--batch-size", 4, "--log-format", "json",
+        *ALL,
+    )  # fmt: skip
+    expected = float(run.stats("valid")[-1]["valid_loss"])
+    assert float(found.stats("valid")[-1]["valid_loss"]) == pytest.approx(expected, abs=0.02)
+
+
+def test_interactive_continues_a_line(lm, lm_data, tmp_path):
+    (tmp_path / "in.txt").write_text("w1 w3 w9\nw2\n")
+    found = fairseq(
+        "interactive", lm_data, "--user-dir", USER_DIR, "--task", "language_modeling",
+        "--path", lm[0] / "checkpoint_last.pt", "--input", tmp_path / "in.txt", "--max-len-b", 8,
+        "--beam", 2,
+    )  # fmt: skip
+    lines = re.findall(r"^H-\d+\t\S+\t(.*)$", found.output, re.M)
+    assert len(lines) == 2
+    assert lines[0].startswith("w1 w3 w9 ")
+
+
+def test_generate_continues_lines(lm, lm_data):
+    found = fairseq(
+        "generate", lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling",
+        "--path", lm[0] / "checkpoint_last.pt", "--sample-break-mode", "eos", "--batch-size", 4,
+        "--skip-invalid-size-inputs-valid-test", "--max-len-b", 6, "--beam", 2, *ALL,
+    )  # fmt: skip
+    assert len(re.findall(r"^H-\d+", found.output, re.M)) >= 5
+
+
+def test_bleu_is_computed_during_a_training_on_two_ranks(mt):
+    record = mt[1].stats("valid")[-1]
+    assert "valid_bleu" in record
+    assert float(record["valid_nll_loss"]) > 0
+
+
+def test_generate_and_interactive_translate_alike(mt, mt_data, tmp_path):
+    path = ("--path", mt[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 8)
+    whole = fairseq(
+        "generate", mt_data, "--user-dir", USER_DIR, "--task", "moe_translation", *path,
+        "--batch-size", 7, *ALL,
+    )  # fmt: skip
+    assert "BLEU4" in whole.output
+    sources = dict(re.findall(r"^S-(\d+)\t(.*)$", whole.output, re.M))
+    expected = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", whole.output, re.M))
+    assert len(sources) == 21
+    keys = sorted(sources, key=int)[:3]
+    (tmp_path / "in.txt").write_text("\n".join(sources[k] for k in keys) + "\n")
+    one = fairseq(
+        "interactive", mt_data, "--user-dir", USER_DIR, *path, "--input", tmp_path / "in.txt",
+    )  # fmt: skip
+    # One sentence at a time or seven in a batch: no token is dropped, so the outputs agree.
+    found = re.findall(r"^H-\d+\t\S+\t(.*)$", one.output, re.M)
+    assert found == [expected[k] for k in keys]
+
+
+def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
+    run = fairseq(
+        "generate", mt_data, "--user-dir", USER_DIR, "--path", mt[0] / "checkpoint_last.pt",
+        "--beam", 2, "--max-len-b", 8, "--batch-size", 5, *ALL, ranks=2,
+    )  # fmt: skip
+    found = set(re.findall(r"^H-(\d+)", run.output, re.M))
+    assert found == {str(i) for i in range(21)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("lm", "moe_lm", ["model.decoder_layers=2", "model.decoder_embed_dim=16"]),
+        (
+            "mt",
+            "moe_translation",
+            ["+model.encoder_layers=2", "+model.decoder_layers=2", "+model.encoder_embed_dim=32"],
+        ),
+    ],
+)
+def test_hydra_trains_the_committed_configuration(kind, name, options, request, tmp_path):
+    data = request.getfixturevalue(f"{kind}_data")
+    run = fairseq(
+        "hydra-train", "--config-dir", "configs/hydra", "--config-name", name, f"task.data={data}",
+        f"checkpoint.save_dir={tmp_path}", "optimization.max_update=3", "dataset.num_workers=0",
+        "common.log_interval=1", "dataset.required_batch_size_multiple=1", *options, cwd=ROOT,
+        env={"PWD": str(ROOT)},
+    )  # fmt: skip
+    assert "done training" in run.output
+    assert "expert1_balance_top" in run.output
+    saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
+    assert any("fc1.experts.fc1_weight" in key for key in saved["model"])
+    if kind == "lm":
+        found = fairseq(
+            "eval-lm", data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt",
+            "--tokens-per-sample", 64, "--batch-size", 8, *ALL,
+        )  # fmt: skip
+        assert "Perplexity" in found.output
+
+
+def test_the_readme_s_first_lines_train(lm_data, tmp_path):
+    """The README's fairseq-train and fairseq-hydra-train lines, made short."""
+    text = (ROOT / "README.md").read_text()
+    line = next(
+        block
+        for block in re.findall(r"```bash\n(.*?)```", text, re.S)
+        if block.startswith("fairseq-train") and "moe_transformer_lm_gpt" in block
+    )
+    words = line.replace("\\\n", " ").replace("DATA_BIN", str(lm_data)).split()[1:]
+    words[words.index("--user-dir") + 1] = USER_DIR
+    small = [
+        "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32,
+        "--decoder-attention-heads", 2, "--max-update", 2, "--save-dir", tmp_path, "--num-workers", 0,
+        "--log-format", "json", "--log-interval", 1, *ALL,
+    ]  # fmt: skip
+    run = fairseq("train", *words, *small)
+    assert run.stats("train_inner")[0].keys() >= EXPERT_METRICS
+    assert "fairseq-hydra-train --config-dir configs/hydra --config-name moe_lm" in text
+
+
+def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, tmp_path):
+    stock = ("--task", "language_modeling", "--criterion", "cross_entropy", "--optimizer", "adam")
+    args = lm_args(lm_data, tmp_path, *stock, updates=3)
+    run = fairseq("train", *args, ranks=2)
+    assert run.output.count("trains the experts without a balance loss") == 1
+    assert run.output.count("optimizer adam becomes moe_adam") == 1
+    assert "expert parallel size 2" in run.output
+    assert "moe_gate_loss" not in run.output
+
+
+def test_torchrun_runs_the_module_and_plain_fairseq_train(lm_data, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    args = [str(a) for a in lm_args(lm_data, tmp_path / "module", updates=2)]
+    at = args.index("--user-dir")
+    port = ["--master_port", str(free_port())]
+    without_user_dir = args[:at] + args[at + 2 :]
+    _ends_well([*torchrun, *port, "-m", "fairseq_tutel.train", *without_user_dir])
+    program = str(Path(sys.executable).parent / "fairseq-train")
+    args = [str(a) for a in lm_args(lm_data, tmp_path / "plain", updates=2)]
+    port = ["--master_port", str(free_port())]
+    _ends_well([*torchrun, *port, program, *args])
+    a, b = (
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"]
+        for name in ("module", "plain")
+    )
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def _ends_well(command):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, tail(output)
+    assert "expert parallel size 2" in output
+
+
+def test_the_module_without_torchrun_is_fairseq_train(lm_data, tmp_path):
+    command = [sys.executable, "-m", "fairseq_tutel.train", *lm_args(lm_data, tmp_path, updates=1)]
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=150, cwd=ROOT
+    )
+    assert done.returncode == 0, tail(done.stderr)
+    assert (tmp_path / "checkpoint_last.pt").exists()
+
+
+def test_fairseq_s_own_launch_flags_work_on_cpu(lm_data, tmp_path):
+    port = free_port()
+    started = []
+    for rank in range(2):
+        started += start(
+            "train", *lm_args(lm_data, tmp_path, updates=2), "--distributed-world-size", 2,
+            "--distributed-rank", rank, "--distributed-init-method", f"tcp://127.0.0.1:{port}",
+            "--distributed-no-spawn", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp",
+        )  # fmt: skip
+    run = wait(started)
+    assert run.ok, tail(run.output)
+    assert "expert parallel size 2" in run.output
+
+
+def test_the_package_itself_is_a_user_dir(lm_data, tmp_path):
+    run = fairseq("train", *lm_args(lm_data, tmp_path, "--user-dir", PACKAGE, updates=1))
+    assert "experts: 2 MoE layers" in run.output
+
+
+def test_a_dense_baseline_is_resumed_and_generated_from(mt_data, tmp_path):
+    dense = (
+        "--task", "translation", "--arch", "transformer_iwslt_de_en",
+        "--criterion", "label_smoothed_cross_entropy", "--optimizer", "adam",
+    )  # fmt: skip
+    words = mt_args(mt_data, tmp_path, *dense, updates=2)
+    for flag in ("--moe-freq", "--moe-expert-count"):
+        at = words.index(flag)
+        del words[at : at + 2]
+    fairseq("train", *words)
+    words[words.index("--max-update") + 1] = 4
+    run = fairseq("train", *words)
+    assert "Loaded checkpoint" in run.output
+    assert "experts:" not in run.output
+    found = fairseq(
+        "generate", mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt",
+        "--beam", 1, "--max-len-b", 5, "--batch-size", 8,
+    )  # fmt: skip
+    assert "BLEU4" in found.output
+
+
+def test_the_environment_of_torchrun_never_starts_unrelated_trainings(lm_data, tmp_path):
+    """Stock would read world size 1 from its flags and let every worker write the same folder."""
+    args = lm_args(lm_data, tmp_path, "--distributed-world-size", 1, updates=1)
+    env = torchrun_environment(0, 1, free_port())
+    assert fairseq("train", *args, env=env).ok
+    run = fairseq(
+        "train",
+        *lm_args(lm_data, tmp_path / "two", "--distributed-world-size", 1, updates=1),
+        ranks=2,
+    )
+    assert "expert parallel size 2" in run.logs[0]
+    assert "Saving checkpoint" not in run.logs[1]
+
+
+def test_python_opens_a_training_s_checkpoint_for_inference(lm, lm_data):
+    """What a hub user does: no command line, and a saved configuration of two ranks and a GPU."""
+    code = f"""
+import torch
+from fairseq import checkpoint_utils
+from fairseq_tutel.plugin import register
+register()
+path = {str(lm[0] / "checkpoint_last.pt")!r}
+state = torch.load(path, weights_only=False)
+state["cfg"]["common"]["fp16"] = True
+state["cfg"]["distributed_training"]["ddp_backend"] = "pytorch_ddp"
+torch.save(state, path + ".gpu")
+models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path + ".gpu"])
+print("experts", models[0].decoder.layers[0].fc1.experts.fc1_weight.shape[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "experts 4" in done.stdout, tail(done.stderr)

@@ -1,0 +1,34 @@
+"""One training, the same numbers on 1, 2 and 4 ranks, through fairseq-train's command line.
+
+Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
+expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd. Covered pairwise: capacity and
+dropless, P = W and P < W, top-1, 2 and 4, activation checkpointing, ragged and padded exchange,
+padding (translation), moe_adam.
+"""
+
+import pytest
+from equality import assert_ranks_agree
+
+SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+CASES = {
+    "dropless-top1": ("lm", *SGD, "--moe-top-k", 1),
+    "capacity-top2-checkpointed": (
+        "lm", *SGD, "--moe-top-k", 2, "--moe-capacity-factor", 0.8, "--checkpoint-activations",
+    ),
+    "top4-replicas": ("lm", *SGD, "--moe-top-k", 4, "--moe-expert-parallel-size", 2),
+    "padded-capacity-replicas-checkpointed": (
+        "lm", *SGD, "--moe-exchange", "padded", "--moe-capacity-factor", 1.0, "--moe-expert-count", 6,
+        "--checkpoint-activations",
+    ),
+    "translation-glu-capacity": (
+        "mt", *SGD, "--moe-expert-type", "glu", "--moe-capacity-factor", -0.7,
+    ),
+    "adam-top3": ("lm", "--moe-top-k", 3, "--moe-expert-count", 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_train_the_same_model(case, request, tmp_path):
+    kind, *extra = CASES[case]
+    data = request.getfixturevalue(f"{kind}_data")
+    assert_ranks_agree(kind, data, extra, tmp_path)

@@ -1,0 +1,61 @@
+"""Minutes rather than seconds (`make test-long`): the product of options, a killed rank of torchrun."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from cli import ROOT, free_port, tail
+from equality import assert_ranks_agree
+from models import lm_args
+
+pytestmark = pytest.mark.long
+
+SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+PRODUCT = list(
+    itertools.product(
+        (1, 2, 4),
+        (0.0, 1.0, -0.8),
+        ("ragged", "padded"),
+        ((), ("--checkpoint-activations",)),
+        (0, 2),
+    )
+)
+
+
+@pytest.mark.parametrize(("top_k", "capacity", "exchange", "checkpointing", "parallel"), PRODUCT)
+def test_ranks_train_the_same_model(
+    top_k, capacity, exchange, checkpointing, parallel, lm_data, tmp_path
+):
+    extra = [*SGD, "--moe-top-k", top_k, "--moe-capacity-factor", capacity, *checkpointing]
+    extra += ["--moe-exchange", exchange]
+    if parallel:
+        extra += ["--moe-expert-parallel-size", parallel]
+    assert_ranks_agree("lm", lm_data, extra, tmp_path)
+
+
+def test_torchrun_ends_within_30_seconds_of_a_killed_rank(lm_data, tmp_path):
+    words = lm_args(lm_data, tmp_path, "--save-interval-updates", 2, updates=100000)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+        "--master_port", free_port(), "-m", "fairseq_tutel.train", *words,
+    ]  # fmt: skip
+    with open(tmp_path / "log.txt", "w") as log:
+        job = subprocess.Popen([str(w) for w in command], stdout=log, stderr=log, cwd=ROOT)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "checkpoint_last.pt").exists():
+            assert time.monotonic() < deadline and job.poll() is None, tail(
+                (tmp_path / "log.txt").read_text()
+            )
+            time.sleep(0.2)
+        children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(job.pid)], text=True)
+        os.kill(int(children.split()[-1]), signal.SIGKILL)
+        killed = time.monotonic()
+        assert job.wait(timeout=60) != 0
+        assert time.monotonic() - killed < 30
+    for file in tmp_path.glob("*.pt"):
+        assert torch.load(file, weights_only=False)["model"], file

@@ -1,0 +1,76 @@
+"""The wheel and the sdist hold the whole package, and a machine with only the wheel trains."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from cli import ROOT, tail
+from models import lm_args
+
+LEFT_OUT = shutil.ignore_patterns(
+    ".venv", ".git", "demo", "build", "dist", "*.egg-info", "__pycache__"
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with the wheel and the sdist, built from a copy of the checkout."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=LEFT_OUT)
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder / "checkout"])
+    return folder
+
+
+def _run(command, **options):
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode == 0, tail(done.stdout + done.stderr)
+    return done.stdout
+
+
+def _modules():
+    """Return every Python file of the package, kernels/ included, as the wheel names them."""
+    files = {
+        *(ROOT / "fairseq_tutel").rglob("*.py"),
+        *(ROOT / "fairseq_tutel/kernels").glob("*.py"),
+    }
+    return {str(path.relative_to(ROOT)) for path in files} | {"fairseq_tutel/py.typed"}
+
+
+def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names = {
+        n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("dist-info")
+    }
+    assert names == _modules()
+    with tarfile.open(sdist) as archive:
+        files = {m.name.split("/", 1)[1] for m in archive.getmembers() if m.isfile()}
+    assert files >= _modules() | {"setup.py", "pyproject.toml", "LICENSE", "README.md"}
+
+
+def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    _run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
+    python = tmp_path / "env" / "bin" / "python"
+    site = Path(
+        _run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    )
+    # torch and fairseq as they are installed here; a path line brings no editable install along.
+    (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    zipfile.ZipFile(wheel).extractall(site)
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    somewhere = {"cwd": tmp_path, "env": clean}
+    user_dir = _run([python, "-m", "fairseq_tutel", "user-dir"], **somewhere).strip()
+    assert Path(user_dir) == site / "fairseq_tutel"
+    words = lm_args(lm_data, tmp_path / "save", "--user-dir", user_dir, updates=2)
+    _run([python, "-m", "fairseq_cli.train", *words], **somewhere)
+    saved = torch.load(tmp_path / "save" / "checkpoint_last.pt", weights_only=False)
+    assert "decoder.layers.0.fc1.experts.fc1_weight" in saved["model"]

@@ -1,0 +1,84 @@
+"""Flags are generated from MoEConfig and come back as the same MoEConfig; help says unit and default."""
+
+import argparse
+import dataclasses
+
+import pytest
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+
+from fairseq_tutel.config import MoEConfig, options_of_scope
+from fairseq_tutel.flags import (
+    EncoderDecoderOptions,
+    ModelOptions,
+    SystemOptions,
+    defaults,
+    expert_counts,
+    key_of,
+    layer_config,
+)
+
+LAYER = {"model_dim": 8, "hidden_dim": 16, "activation": "relu"}
+
+
+def _parse(options, words):
+    parser = argparse.ArgumentParser()
+    gen_parser_from_dataclass(parser, options())
+    return parser, parser.parse_args(words)
+
+
+@pytest.mark.parametrize("options", [ModelOptions, EncoderDecoderOptions, SystemOptions])
+def test_every_flag_has_a_help_text_with_its_default(options):
+    parser, args = _parse(options, [])
+    for action in parser._actions:
+        if action.dest != "help":
+            assert "[default: " in action.help, action.dest
+    for key, value in defaults(options).items():
+        assert getattr(args, key) == value
+    parser.format_help()
+
+
+def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
+    values = {
+        "top_k": 3,
+        "capacity_factor": 1.5,
+        "eval_capacity_factor": -2.0,
+        "balance_loss": "none",
+    }
+    values |= {"expert_type": "glu", "backend": "reference", "exchange": "padded"}
+    words = {"model": [], "system": []}
+    for scope, given in words.items():
+        for option in options_of_scope(scope):
+            if option.name in values:
+                given += [f"{option.metadata['flag']}={values[option.name]}"]
+    _, model = _parse(ModelOptions, words["model"])
+    _, system = _parse(SystemOptions, words["system"])
+    config = layer_config(model, system, 4, **LAYER)
+    assert config == MoEConfig(num_experts=4, gate_fp32=True, **values, **LAYER)
+    covered = {o.name for scope in words for o in options_of_scope(scope)}
+    only_choice_so_far = {"gate_type", "drop_policy"}
+    assert covered - only_choice_so_far == set(values)
+
+
+def test_layer_config_defaults_to_moe_config_s_own():
+    _, model = _parse(ModelOptions, [])
+    assert layer_config(model, None, 8, **LAYER) == MoEConfig(8, 16, 8)
+
+
+def test_a_configuration_saved_before_an_option_existed_still_builds_a_layer():
+    values = defaults(ModelOptions)
+    for option in options_of_scope("model"):
+        values.pop(key_of(option.metadata["flag"]))
+    assert layer_config(argparse.Namespace(**values), None, 8, **LAYER) == MoEConfig(8, 16, 8)
+
+
+def test_expert_counts():
+    assert expert_counts("8", 3) == [8, 8, 8]
+    assert expert_counts("8,8,16", 3) == [8, 8, 16]
+    assert expert_counts(4, 1) == [4]
+
+
+def test_no_key_is_in_two_option_sets():
+    fields = [
+        {f.name for f in dataclasses.fields(o)} - {"_name"} for o in (ModelOptions, SystemOptions)
+    ]
+    assert not fields[0] & fields[1]

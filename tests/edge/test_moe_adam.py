@@ -1,0 +1,66 @@
+"""moe_adam is fairseq's Adam: the same 20 updates, and each reads the other's state."""
+
+import copy
+
+import pytest
+import torch
+from fairseq.optim.adam import Adam
+
+from fairseq_tutel.optim.moe_adam import FusedAdam
+
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def _parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7,), (3, 5), (2, 4, 3)]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def _step(optimizer, parameters, number):
+    generator = torch.Generator().manual_seed(number)
+    for i, p in enumerate(parameters):
+        # The last parameter has no gradient in odd steps: its step count falls behind.
+        skipped = i == 2 and number % 2
+        p.grad = None if skipped else torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def test_twenty_updates_equal_fairseq_s():
+    ours, stock = _parameters(), _parameters()
+    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
+    for number in range(20):
+        _step(fused, ours, number)
+        _step(reference, stock, number)
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(fused.state[a][key], reference.state[b][key])
+        assert fused.state[a]["step"] == reference.state[b]["step"]
+
+
+@pytest.mark.parametrize("first", [Adam, FusedAdam])
+def test_each_resumes_the_other_s_state(first):
+    second = FusedAdam if first is Adam else Adam
+    through, straight = _parameters(), _parameters()
+    a, whole = first(through, **SETTINGS), first(straight, **SETTINGS)
+    for number in range(4):
+        _step(a, through, number)
+    b = second(through, **SETTINGS)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for number in range(4, 8):
+        _step(b, through, number)
+    for number in range(8):
+        _step(whole, straight, number)
+    for x, y in zip(through, straight, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_half_parameters_take_fairseq_s_own_loop():
+    ours, stock = _parameters(torch.bfloat16), _parameters(torch.bfloat16)
+    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
+    for number in range(3):
+        _step(fused, ours, number)
+        _step(reference, stock, number)
+    for a, b in zip(ours, stock, strict=True):
+        assert torch.equal(a, b)

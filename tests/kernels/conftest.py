@@ -1,0 +1,13 @@
+"""The process that interprets Triton kernels."""
+
+import pytest
+from interpreter import interpret
+from workers import Workers
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """Return Workers of one process with TRITON_INTERPRET=1."""
+    workers = Workers(1, interpret)
+    yield workers
+    workers.close()

@@ -1,0 +1,116 @@
+"""The plain torch ops against direct indexing in fp64.
+
+Covered: gather_rows, gather_sum, gather_dot; every float dtype; K = 1 to 4 and above; holes (-1) that
+read as zero even over NaN; no tokens, no rows; optional scale and weights; the result's dtype and shape;
+which backend is chosen, and why.
+"""
+
+import pytest
+import torch
+from cases import DTYPES, SHAPES, TOLERANCE, inputs, name_of
+from torch import Tensor
+
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels import reference
+
+
+def direct_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None) -> Tensor:
+    rows_RD = torch.zeros(index_R.shape[0], x_TD.shape[1], dtype=torch.float64)
+    for r, t in enumerate(index_R.tolist()):
+        if t >= 0:
+            rows_RD[r] = x_TD[t].double() * (1 if scale_R is None else scale_R[r].double())
+    return rows_RD
+
+
+def direct_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    y_TD = torch.zeros(row_of_TK.shape[0], rows_RD.shape[1], dtype=torch.float64)
+    for t, rows in enumerate(row_of_TK.tolist()):
+        for j, r in enumerate(rows):
+            if r >= 0:
+                weight = 1 if weights_TK is None else weights_TK[t, j].double()
+                y_TD[t] += weight * rows_RD[r].double()
+    return y_TD
+
+
+def direct_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
+    dots_TK = torch.zeros(row_of_TK.shape, dtype=torch.float64)
+    for t, rows in enumerate(row_of_TK.tolist()):
+        for j, r in enumerate(rows):
+            if r >= 0:
+                dots_TK[t, j] = torch.dot(rows_RD[r].double(), y_TD[t].double())
+    return dots_TK
+
+
+def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_gather_rows_is_direct_indexing(shape, dtype):
+    i = inputs(*shape, dtype)
+    for scale_R in (None, i.scale_R):
+        rows_RD = reference.gather_rows(i.x_TD, i.index_R, scale_R)
+        check(rows_RD, direct_rows(i.x_TD, i.index_R, scale_R), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_gather_sum_is_direct_indexing(shape, dtype):
+    i = inputs(*shape, dtype)
+    for weights_TK in (None, i.weights_TK):
+        y_TD = reference.gather_sum(i.rows_RD, i.row_of_TK, weights_TK)
+        check(y_TD, direct_sum(i.rows_RD, i.row_of_TK, weights_TK), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_gather_dot_is_direct_indexing(shape, dtype):
+    i = inputs(*shape, dtype)
+    dots_TK = reference.gather_dot(i.rows_RD, i.row_of_TK, i.y_TD)
+    check(dots_TK, direct_dot(i.rows_RD, i.row_of_TK, i.y_TD), dtype)
+
+
+def test_a_hole_is_zero_whatever_lies_in_row_0():
+    x_TD = torch.full((3, 2), float("nan"))
+    hole_R = torch.tensor([-1, -1])
+    assert torch.equal(reference.gather_rows(x_TD, hole_R), torch.zeros(2, 2))
+    weights_TK = torch.ones(1, 2)
+    assert torch.equal(reference.gather_sum(x_TD, hole_R.view(1, 2), weights_TK), torch.zeros(1, 2))
+    dots_TK = reference.gather_dot(x_TD, hole_R.view(1, 2), torch.ones(1, 2))
+    assert torch.equal(dots_TK, torch.zeros(1, 2))
+
+
+def test_inputs_are_left_alone():
+    i = inputs(6, 9, 2, 4, torch.float32)
+    before = {name: tensor.clone() for name, tensor in vars(i).items()}
+    reference.gather_rows(i.x_TD, i.index_R, i.scale_R)
+    reference.gather_sum(i.rows_RD, i.row_of_TK, i.weights_TK)
+    reference.gather_dot(i.rows_RD, i.row_of_TK, i.y_TD)
+    for name, tensor in vars(i).items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_every_op_exists_in_the_reference():
+    assert all(callable(getattr(reference, op)) for op in kernels.OPS)
+
+
+def test_auto_takes_the_reference_on_cpu_and_says_why():
+    assert kernels.backend_for("auto", torch.device("cpu")) == ("reference", "tensors on cpu")
+    assert kernels.ops("auto", torch.device("cpu")) is reference
+
+
+def test_triton_is_refused_on_cpu_by_a_sentence(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"'triton' but the tensors are on cpu; run on a GPU"):
+        kernels.backend_for("triton", torch.device("cpu"))
+
+
+def test_triton_is_refused_by_a_sentence_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
+        kernels.backend_for("triton", torch.device("cuda"))
+    assert kernels.backend_for("auto", torch.device("cuda")) == ("reference", "no Triton")

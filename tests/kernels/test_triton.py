@@ -1,0 +1,143 @@
+"""The Triton kernels: interpreted against the reference, and compiled for GPUs that are not here.
+
+Covered: every op, dtype, K, odd D, empty shapes, rows wider than a block, holes, non-contiguous
+inputs; a whole layer forward and backward; determinism; compilation for CUDA and ROCm; on a GPU
+(`-m gpu`) the compiled kernels against the reference.
+"""
+
+import pytest
+import torch
+from cases import DTYPES, SHAPES, TOLERANCE, inputs, name_of
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer, kernels
+from fairseq_tutel.kernels import reference
+
+pytest.importorskip("triton")
+
+
+def compare(got: Tensor, expected: Tensor, what: str) -> None:
+    assert got.dtype == expected.dtype, what
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(
+        got.double(),
+        expected.double(),
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda m: f"{what}: {m}",
+    )
+
+
+def compare_ops(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    triton_ops = kernels.ops("triton", torch.device(device))
+    assert triton_ops is not reference
+    i = inputs(*shape, dtype).to(device)
+    for op, arguments in (
+        ("gather_rows", (i.x_TD, i.index_R)),
+        ("gather_rows", (i.x_TD, i.index_R, i.scale_R)),
+        ("gather_sum", (i.rows_RD, i.row_of_TK)),
+        ("gather_sum", (i.rows_RD, i.row_of_TK, i.weights_TK)),
+        ("gather_dot", (i.rows_RD, i.row_of_TK, i.y_TD)),
+    ):
+        got, expected = (getattr(ops, op)(*arguments) for ops in (triton_ops, reference))
+        compare(got, expected, f"{op} with {len(arguments)} arguments")
+
+
+def compare_strided(device: str) -> None:
+    triton_ops = kernels.ops("triton", torch.device(device))
+    i = inputs(6, 8, 2, 5, torch.float32).to(device)
+
+    def strided(tensor: Tensor) -> Tensor:
+        apart = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+        assert not apart.is_contiguous()
+        return apart
+
+    x, rows, y = strided(i.x_TD), strided(i.rows_RD), strided(i.y_TD)
+    index, row_of = strided(i.index_R), strided(i.row_of_TK)
+    scale, weights = strided(i.scale_R), strided(i.weights_TK)
+    for op, arguments in (
+        ("gather_rows", (x, index, scale)),
+        ("gather_sum", (rows, row_of, weights)),
+        ("gather_dot", (rows, row_of, y)),
+    ):
+        compare(getattr(triton_ops, op)(*arguments), getattr(reference, op)(*arguments), op)
+
+
+def run_layer(backend: str, dtype: torch.dtype, device: str, factor: float) -> dict[str, Tensor]:
+    config = MoEConfig(
+        model_dim=6,
+        hidden_dim=5,
+        num_experts=3,
+        top_k=2,
+        capacity_factor=factor,
+        backend=backend,
+    )
+    layer = MoELayer(config, seed=1).to(device, dtype)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, 6, generator=generator).to(device, dtype).requires_grad_()
+    padding_mask = torch.zeros(9, dtype=torch.bool, device=device)
+    padding_mask[4] = True
+    y, output = layer(x, padding_mask)
+    (y.square().sum() + output.balance_loss).backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients}
+
+
+def compare_layers(dtype: torch.dtype, device: str) -> None:
+    for factor in (0.0, 0.5):
+        ours = run_layer("triton", dtype, device, factor)
+        again = run_layer("triton", dtype, device, factor)
+        plain = run_layer("reference", dtype, device, factor)
+        for name, expected in plain.items():
+            compare(ours[name], expected, name)
+            if "experts" not in name:  # matrix products on a GPU are not ours
+                assert torch.equal(ours[name], again[name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_interpreted_ops_equal_the_reference(interpreter, shape, dtype):
+    interpreter.run(compare_ops, shape, dtype, "cpu")
+
+
+def test_rows_wider_than_a_block_equal_the_reference(interpreter):
+    interpreter.run(compare_ops, (2, 3, 2, 1500), torch.float32, "cpu")
+
+
+def test_inputs_need_not_be_contiguous(interpreter):
+    interpreter.run(compare_strided, "cpu")
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=name_of)
+def test_an_interpreted_layer_equals_the_reference_in_y_and_every_gradient(interpreter, dtype):
+    interpreter.run(compare_layers, dtype, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("backend, stage", [("cuda", "cubin"), ("hip", "hsaco")])
+def test_every_kernel_compiles_ahead_of_time(backend, stage, tmp_path, monkeypatch):
+    from fairseq_tutel.kernels import build
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # else an earlier run's result would do
+    targets = [target for target in build.TARGETS if target.backend == backend]
+    compiled = build.build_all(targets)
+    assert {name.split("/")[0] for name, _ in compiled} == set(kernels.OPS)
+    assert all(kernel.asm[stage] for kernel in compiled.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", (*SHAPES, (64, 100, 2, 1500)), ids=name_of)
+def test_compiled_ops_equal_the_reference(shape, dtype):
+    compare_ops(shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=name_of)
+def test_a_compiled_layer_equals_the_reference_in_y_and_every_gradient(dtype):
+    compare_layers(dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_take_strided_inputs():
+    compare_strided("cuda")

@@ -1,0 +1,155 @@
+"""The import order, as data: a module imports only modules above it, and only those in its line.
+
+Covered: every edge inside the package (an unknown one is a new line in the table, or a mistake); fairseq
+at the edge alone, Triton in kernels/ alone; nobody imports `kernels` by itself; the package works where
+neither fairseq nor Triton can be imported.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fairseq_tutel"
+
+# The package's own __init__ is "fairseq_tutel"; all other names are relative to it.
+CORE = {
+    "config": "",
+    "allocator": "",
+    "kernels.reference": "",
+    "kernels.triton_dispatch": "",
+    "kernels": "kernels.reference kernels.triton_dispatch",
+    "kernels.build": "kernels.triton_dispatch",
+    "gates": "config",
+    "routing": "",
+    "losses": "routing",
+    "dispatch": "kernels routing",
+    "comm": "",
+    "comm.topology": "",
+    "comm.all_to_all": "",
+    "comm.gradients": "comm.topology",
+    "exchange": "comm.all_to_all",
+    "experts": "config",
+    "comm.checkpoint": "comm.topology experts",
+    "moe_layer": (
+        "comm.all_to_all comm.gradients comm.topology config dispatch exchange experts gates losses "
+        "routing"
+    ),
+    "fairseq_tutel": "comm.topology config dispatch losses moe_layer routing",
+    "__main__": "fairseq_tutel",
+}
+EDGE = {
+    "flags": "config",
+    "plugin": "allocator flags",
+    "ffn_step": "comm.checkpoint comm.topology config losses moe_layer",
+    "elastic_iterator": "",
+    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.topology",
+    "optim.moe_adam": "optim.moe_optimizer",
+    "optim": "optim.moe_adam optim.moe_optimizer",
+    "run_config": "comm.topology optim.moe_optimizer",
+    "task_mixin": (
+        "comm.all_to_all comm.checkpoint comm.topology elastic_iterator ffn_step run_config"
+    ),
+    "tasks.moe_language_modeling": "flags task_mixin",
+    "tasks.moe_translation": "flags task_mixin",
+    "tasks": "tasks.moe_language_modeling tasks.moe_translation",
+    "criterions.gate_loss": "ffn_step losses run_config",
+    "criterions.moe_cross_entropy": "criterions.gate_loss",
+    "criterions": "criterions.moe_cross_entropy",
+    "models.build": "comm.gradients comm.topology ffn_step flags kernels run_config",
+    "models.moe_transformer_lm": "flags models.build task_mixin",
+    "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",
+    "models": "models.moe_transformer models.moe_transformer_lm plugin",
+    "wrapped": "comm.checkpoint comm.topology optim.moe_optimizer",
+    "train": "comm.topology plugin",
+}
+TABLE = {**CORE, **EDGE}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "fairseq_tutel"
+
+
+# pathlib does not look behind the link to kernels/ in every Python.
+FILES = {*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")}
+MODULES = {module_name(path): path for path in sorted(FILES)}
+
+
+def imported_names(path: Path) -> set[str]:
+    """Return the absolute names that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_modules(names: set[str]) -> set[str]:
+    """Return the modules of this package among absolute names."""
+    found = set()
+    for name in names:
+        top, *rest = name.split(".")
+        if top == "fairseq_tutel":
+            while rest and ".".join(rest) not in MODULES:
+                rest.pop()  # a function or class of the module
+            found.add(".".join(rest) or "fairseq_tutel")
+    return found
+
+
+def top_names(name: str) -> set[str]:
+    return {imported.split(".")[0] for imported in imported_names(MODULES[name])}
+
+
+def test_the_table_holds_every_module_once():
+    assert set(TABLE) == set(MODULES)
+    assert not CORE.keys() & EDGE.keys()
+
+
+def test_every_edge_of_the_table_points_up():
+    above = set()
+    for name, allowed in TABLE.items():
+        assert set(allowed.split()) <= above, name
+        above.add(name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_what_the_table_says(name):
+    assert own_modules(imported_names(MODULES[name])) == set(TABLE[name].split())
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_never_imports_fairseq(name):
+    assert not top_names(name) & {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_triton_is_imported_in_kernels_alone(name):
+    assert name.startswith("kernels") or "triton" not in top_names(name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nobody_imports_kernels_by_itself(name):
+    assert "kernels" not in top_names(name)
+
+
+WITHOUT = """
+import sys
+sys.modules["fairseq"] = sys.modules["triton"] = None
+import torch
+import fairseq_tutel as ft
+layer = ft.MoELayer(ft.MoEConfig(model_dim=4, hidden_dim=8, num_experts=2))
+y, output = layer(torch.ones(3, 4))
+(y.sum() + output.balance_loss).backward()
+assert "omegaconf" not in sys.modules
+"""
+
+
+def test_the_core_works_without_fairseq_and_triton():
+    result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

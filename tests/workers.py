@@ -1,0 +1,118 @@
+"""Processes that wait for functions to run, so that their start is paid once and not by every test."""
+
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import forkserver
+
+SECONDS = 120
+
+
+class Workers:
+    """`count` processes; `run` calls a function in all of them.
+
+    Args:
+        count: how many.
+        setup: called as setup(index, *setup_args()) in each process before anything else. It and every
+            function that is run must be importable.
+        setup_args: called once per start of the processes.
+    """
+
+    def __init__(self, count: int, setup: Callable, setup_args: Callable[[], tuple] = tuple):
+        self.count, self.setup, self.setup_args = count, setup, setup_args
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def run(self, function: Callable, *args: Any) -> list[Any]:
+        """Return function(*args) of every process, by index.
+
+        Raises:
+            AssertionError: the first error in any of them, with its traceback.
+            TimeoutError: somebody did not answer; nobody is left behind hanging.
+        """
+        if not self.processes:
+            self._start()
+        try:
+            for pipe in self.pipes:
+                pipe.send_bytes(pickle.dumps((function, args)))
+            return self._answers(function.__name__)
+        except BaseException:
+            self.close()  # the others may wait for the one that failed
+            raise
+
+    def close(self) -> None:
+        """End the processes; the next `run` starts new ones."""
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+    def _start(self) -> None:
+        # The server has started no thread: its forks are quick and safe.
+        context = forkserver.context()
+        setup_args = self.setup_args()
+        for index in range(self.count):
+            here, there = context.Pipe()
+            arguments = (there, self.setup, (index, *setup_args))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+
+    def _answers(self, name: str) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + SECONDS
+        while len(answers) < self.count:
+            waiting = {self.pipes[i]: i for i in range(self.count) if i not in answers}
+            ready = wait(list(waiting), timeout=deadline - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"no answer to {name} from {sorted(waiting.values())}")
+            for pipe in ready:
+                index = waiting[pipe]
+                answers[index] = self._answer(pipe, index, name)
+        return [answers[i] for i in range(self.count)]
+
+    def _answer(self, pipe: Any, index: int, name: str) -> Any:
+        try:
+            error, result = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            self.processes[index].join()
+            code = self.processes[index].exitcode
+            raise AssertionError(f"{name} ended process {index}, exit code {code}") from None
+        if error is not None:
+            raise AssertionError(f"{name} failed in process {index}:\n{error}")
+        return result
+
+
+def _serve(pipe: Any, setup: Callable, setup_args: tuple) -> None:
+    import torch
+    from poison import poison_empty
+
+    torch.set_num_threads(1)
+    poison_empty()
+    broken = _attempt(setup, setup_args)[0]
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return
+        answer = (broken, None) if broken else _attempt(lambda r=request: _call(r), ())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _call(request: bytes) -> Any:
+    function, args = pickle.loads(request)
+    return function(*args)
+
+
+def _attempt(function: Callable, args: tuple) -> tuple[str | None, Any]:
+    try:
+        return None, function(*args)
+    except Exception:
+        return traceback.format_exc(), None
