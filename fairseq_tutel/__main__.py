@@ -1,19 +1,20 @@
-"""`python -m fairseq_tutel user-dir`: print the directory to give fairseq as --user-dir."""
+"""`python -m fairseq_tutel TOOL`: small tools around a training."""
 
 import argparse
-import os
 
 from fairseq_tutel import __version__
+from fairseq_tutel.tools import user_dir
 
 
 def main() -> None:
     """Run the tool that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m fairseq_tutel", description=__doc__)
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
-    tools = parser.add_subparsers(dest="tool", required=True)
-    tools.add_parser("user-dir", help="print the directory to give fairseq as --user-dir")
-    parser.parse_args()
-    print(os.path.dirname(os.path.abspath(__file__)))
+    tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
+    for tool in (user_dir,):
+        tool.add_to(tools)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
 
 
 if __name__ == "__main__":

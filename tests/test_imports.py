@@ -38,7 +38,9 @@ CORE = {
         "routing"
     ),
     "fairseq_tutel": "comm.topology config dispatch losses moe_layer routing",
-    "__main__": "fairseq_tutel",
+    "tools": "",
+    "tools.user_dir": "",
+    "__main__": "fairseq_tutel tools.user_dir",
 }
 EDGE = {
     "flags": "config",

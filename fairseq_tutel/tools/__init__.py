@@ -1,0 +1,1 @@
+"""What `python -m fairseq_tutel TOOL` runs, a file each."""
