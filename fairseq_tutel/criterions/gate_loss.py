@@ -207,7 +207,9 @@ def reduce_gate_metrics(logging_outputs: list[dict[str, Any]]) -> None:
         metrics.log_scalar(
             name.removeprefix(PREFIX), total / max(tokens, 1e-9), max(tokens, 1e-9), round=4
         )
-    for name in dict.fromkeys(n for log in logging_outputs for n in log if n.startswith(LOAD_PREFIX)):
+    for name in dict.fromkeys(
+        n for log in logging_outputs for n in log if n.startswith(LOAD_PREFIX)
+    ):
         _log_load(name, sum(log[name] for log in logging_outputs if name in log))
     batches = sum(log.get("moe_micro_batches", 0) for log in logging_outputs)
     for name in ("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"):
