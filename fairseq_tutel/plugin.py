@@ -4,10 +4,8 @@ import argparse
 import importlib
 import sys
 
-import numpy as np
-import torch
-
 from fairseq_tutel.allocator import keep_freed_memory
+from fairseq_tutel.safe_globals import let_checkpoints_load
 
 _registered = False
 
@@ -24,7 +22,7 @@ def register() -> None:
     _registered = True
     _check_fairseq()
     _refuse_flags_of_another_architecture(sys.argv[1:])
-    _let_checkpoints_load()
+    let_checkpoints_load()
     keep_freed_memory()
     for module in ("wrapped", "optim", "criterions", "tasks", "models"):
         importlib.import_module(f"fairseq_tutel.{module}")
@@ -47,19 +45,6 @@ def _check_fairseq() -> None:
         raise ImportError(
             f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
         )
-
-
-def _let_checkpoints_load() -> None:
-    """Name what stock fairseq pickles beside tensors: torch.load refuses what it does not know.
-
-    Encoder-decoder checkpoints hold a Namespace; those of a training with --eval-bleu hold meters of
-    numpy numbers and arrays.
-    """
-    rebuilders = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
-    dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
-    torch.serialization.add_safe_globals(
-        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes]
-    )
 
 
 def _refuse_flags_of_another_architecture(argv: list[str]) -> None:

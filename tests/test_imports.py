@@ -38,17 +38,19 @@ CORE = {
         "routing"
     ),
     "fairseq_tutel": "comm.topology config dispatch losses moe_layer routing",
+    "safe_globals": "",
     "tools": "",
+    "tools.average": "safe_globals",
     "tools.user_dir": "",
-    "__main__": "fairseq_tutel tools.user_dir",
+    "__main__": "fairseq_tutel tools.average tools.user_dir",
 }
 EDGE = {
     "flags": "config",
-    "plugin": "allocator flags",
+    "plugin": "allocator flags safe_globals",
     "ffn_step": "comm.checkpoint comm.topology config losses moe_layer",
     "elastic_iterator": "",
     "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.topology",
-    "optim.moe_adam": "optim.moe_optimizer",
+    "optim.moe_adam": "comm.gradients optim.moe_optimizer",
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology optim.moe_optimizer",
     "task_mixin": (

@@ -1,0 +1,296 @@
+"""average: write one checkpoint whose weights are the mean of several checkpoints' weights.
+
+The flags are those of fairseq's scripts/average_checkpoints.py, which its wheel does not hold. Experts
+are stacked in one ordinary file, so they are averaged like all other weights. Everything but the
+weights is the first file's; with --num-epoch- and --num-update-checkpoints that is the newest one.
+"""
+
+import argparse
+import os
+import re
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.safe_globals import let_checkpoints_load
+
+EPOCH = re.compile(r"checkpoint(\d+)\.pt")
+UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+BEST = re.compile(r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt")
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser(
+        "average", help="average the weights of checkpoints", description=__doc__
+    )
+    parser.add_argument(
+        "--inputs",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="checkpoints; or, with one of the --num- flags, the folder that holds them",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument(
+        "--num-epoch-checkpoints", type=int, metavar="N", help="take the last N checkpointEPOCH.pt"
+    )
+    number.add_argument(
+        "--num-update-checkpoints",
+        type=int,
+        metavar="N",
+        help="take the last N checkpoint_EPOCH_UPDATE.pt",
+    )
+    number.add_argument(
+        "--num-best-checkpoints",
+        type=int,
+        metavar="N",
+        help="take the best N checkpoint.best_METRIC_VALUE.pt, of a folder or of the files given",
+    )
+    parser.add_argument(
+        "--checkpoint-upper-bound",
+        type=int,
+        metavar="X",
+        help="leave out epochs, or updates, after X",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Average what the command line names; end with one sentence where that cannot be done."""
+    let_checkpoints_load()
+    try:
+        inputs = chosen_inputs(arguments)
+        refuse_output(Path(arguments.output), inputs)
+        print("averaging", *inputs, sep="\n  ")
+        write(average(inputs), Path(arguments.output))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {arguments.output}")
+
+
+def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
+    """Return the checkpoints that the command line asks for, the first one first.
+
+    Raises:
+        ValueError: a flag that does not fit the others, or fewer checkpoints than asked for.
+    """
+    paths = [Path(name) for name in arguments.inputs]
+    for flag in ("num_epoch_checkpoints", "num_update_checkpoints", "num_best_checkpoints"):
+        count = getattr(arguments, flag)
+        if count is not None and count < 1:
+            raise ValueError(f"{_option(flag)} is {count}; give a number of at least 1.")
+    bound = arguments.checkpoint_upper_bound
+    if arguments.num_epoch_checkpoints is not None:
+        return _last(paths, EPOCH, "num_epoch_checkpoints", arguments.num_epoch_checkpoints, bound)
+    if arguments.num_update_checkpoints is not None:
+        return _last(
+            paths, UPDATE, "num_update_checkpoints", arguments.num_update_checkpoints, bound
+        )
+    if bound is not None:
+        raise ValueError(
+            f"--checkpoint-upper-bound is {bound}, which needs --num-epoch-checkpoints or "
+            "--num-update-checkpoints; add one of them or drop it."
+        )
+    if arguments.num_best_checkpoints is not None:
+        return _best(paths, arguments.num_best_checkpoints)
+    for path in paths:
+        if path.is_dir():
+            raise ValueError(
+                f"--inputs names the folder {path}; add --num-epoch-checkpoints, "
+                "--num-update-checkpoints or --num-best-checkpoints, or name files."
+            )
+    return paths
+
+
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _last(
+    paths: list[Path], pattern: re.Pattern[str], flag: str, count: int, bound: int | None
+) -> list[Path]:
+    """Return the `count` files of the one folder with the greatest numbers, greatest first."""
+    if len(paths) != 1 or not paths[0].is_dir():
+        raise ValueError(
+            f"{_option(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
+        )
+    matches = [(pattern.fullmatch(path.name), path) for path in paths[0].iterdir()]
+    found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+    if bound is not None:
+        found = [(number, path) for number, path in found if number <= bound]
+    _refuse_too_few(flag, count, len(found), str(paths[0]))
+    return [path for _, path in found[:count]]
+
+
+def _best(paths: list[Path], count: int) -> list[Path]:
+    """Return the `count` best of the files named by their metric, the best first."""
+    if len(paths) == 1 and paths[0].is_dir():
+        candidates = [path for path in sorted(paths[0].iterdir()) if BEST.fullmatch(path.name)]
+    else:
+        candidates = paths
+    _refuse_too_few("num_best_checkpoints", count, len(candidates), " ".join(map(str, paths)))
+    found = []
+    for path in candidates:
+        match = BEST.fullmatch(path.name)
+        if match is None:
+            raise ValueError(
+                f"--num-best-checkpoints needs files named checkpoint.best_METRIC_VALUE.pt; --inputs "
+                f"names {path}."
+            )
+        found.append((match[1], float(match[2]), path))
+    metrics = sorted({metric for metric, _, _ in found})
+    if len(metrics) > 1:
+        raise ValueError(
+            f"--num-best-checkpoints found the metrics {' and '.join(metrics)}, whose values do not "
+            "compare; name the files of one of them in --inputs."
+        )
+    larger_is_better = _maximizes_its_metric(load(candidates[0]))
+    found.sort(key=lambda entry: entry[1], reverse=larger_is_better)
+    return [path for _, _, path in found[:count]]
+
+
+def _maximizes_its_metric(state: dict[str, Any]) -> bool:
+    """Whether the training that saved a checkpoint had --maximize-best-checkpoint-metric."""
+    cfg = state.get("cfg") or {}
+    return bool(cfg.get("checkpoint", {}).get("maximize_best_checkpoint_metric", False))
+
+
+def _refuse_too_few(flag: str, count: int, found: int, where: str) -> None:
+    if found < count:
+        raise ValueError(
+            f"{_option(flag)} is {count}, but only {found} such files were found in {where}; lower it."
+        )
+
+
+def refuse_output(output: Path, inputs: list[Path]) -> None:
+    """Refuse an output that can not be written, or that is one of the inputs, before any work.
+
+    Raises:
+        ValueError: naming the output and the fix.
+    """
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
+    for path in inputs:
+        for target in (output, _temporary(output)):
+            if target.exists() and path.exists() and target.samefile(path):
+                raise ValueError(
+                    f"--output is {output}, which would overwrite the input {path}; give another name."
+                )
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Open a checkpoint; its tensors stay in the file until they are read.
+
+    Raises:
+        ValueError: the file is missing, torn or no fairseq checkpoint.
+    """
+    if not path.is_file():
+        raise ValueError(f"--inputs names {path}, which does not exist.")
+    try:
+        state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # torch has no exception of its own for what it can not read
+        raise ValueError(
+            f"--inputs names {path}, which is torn or no checkpoint ({_first_line(error)}); leave it out."
+        ) from error
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError(
+            f"--inputs names {path}, which holds no model; give checkpoints of fairseq."
+        )
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def average(paths: list[Path]) -> dict[str, Any]:
+    """Return the first checkpoint with the mean of all checkpoints' weights.
+
+    All files are open at once, but read tensor by tensor: what is held in memory is one averaged copy
+    of the weights. Tensors that are one in every file, such as tied embeddings, stay one.
+
+    Raises:
+        ValueError: a bad file, or two whose weights differ in name or shape.
+    """
+    states = [load(path) for path in paths]
+    models = [state["model"] for state in states]
+    for path, model in zip(paths[1:], models[1:], strict=True):
+        _refuse_other_weights(paths[0], models[0], path, model)
+    averaged: OrderedDict[str, Any] = OrderedDict()
+    done: dict[tuple, Tensor] = {}
+    for key in models[0]:
+        tensors = [model[key] for model in models]
+        if not isinstance(tensors[0], Tensor):
+            averaged[key] = tensors[0]
+            continue
+        identity = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+        if identity not in done:
+            done[identity] = mean(tensors)
+        averaged[key] = done[identity]
+    return {**states[0], "model": averaged}
+
+
+def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict) -> None:
+    for key in (*expected, *found):
+        if key not in expected or key not in found:
+            holder, lacking = (first, other) if key in expected else (other, first)
+            raise ValueError(
+                f"{holder} holds the weight {key} and {lacking} does not; average checkpoints of one "
+                "model."
+            )
+        shapes = [tuple(getattr(model[key], "shape", ())) for model in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the weight {key} has the shape {shapes[0]} in {first} and {shapes[1]} in {other}; "
+                "average checkpoints of one model."
+            )
+
+
+def mean(tensors: list[Tensor]) -> Tensor:
+    """Return the mean of tensors of one shape, in the first one's dtype.
+
+    The sum is taken in a wider type, so that the mean of equal tensors is that tensor, bit for bit;
+    integers round down, as in fairseq.
+    """
+    dtype = tensors[0].dtype
+    total = torch.zeros_like(tensors[0], dtype=_sum_dtype(dtype))
+    for tensor in tensors:
+        total += tensor
+    rounding = None if total.is_floating_point() else "floor"
+    return torch.div(total, len(tensors), rounding_mode=rounding).to(dtype)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint under a temporary name and rename it: the file is whole or what it was.
+
+    Raises:
+        ValueError: it could not be written, for example on a full disk.
+    """
+    temporary = _temporary(path)
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"--output {path} could not be written ({_first_line(error)}); make room or give another "
+            "place."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
