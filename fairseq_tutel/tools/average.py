@@ -19,9 +19,15 @@ from torch import Tensor
 
 from fairseq_tutel.safe_globals import let_checkpoints_load
 
-EPOCH = re.compile(r"checkpoint(\d+)\.pt")
-UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
-BEST = re.compile(r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt")
+# How fairseq names what each flag takes, with the number that orders the files last.
+NAMES = {
+    "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
+    "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),
+    "num_best_checkpoints": (
+        "checkpoint.best_METRIC_VALUE.pt",
+        r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt",
+    ),
+}
 
 
 def add_to(tools: Any) -> None:
@@ -82,24 +88,20 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
         ValueError: a flag that does not fit the others, or fewer checkpoints than asked for.
     """
     paths = [Path(name) for name in arguments.inputs]
-    for flag in ("num_epoch_checkpoints", "num_update_checkpoints", "num_best_checkpoints"):
-        count = getattr(arguments, flag)
-        if count is not None and count < 1:
-            raise ValueError(f"{_option(flag)} is {count}; give a number of at least 1.")
     bound = arguments.checkpoint_upper_bound
-    if arguments.num_epoch_checkpoints is not None:
-        return _last(paths, EPOCH, "num_epoch_checkpoints", arguments.num_epoch_checkpoints, bound)
-    if arguments.num_update_checkpoints is not None:
-        return _last(
-            paths, UPDATE, "num_update_checkpoints", arguments.num_update_checkpoints, bound
-        )
+    given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
+    flag, count = next(iter(given.items()), ("", 1))
+    if count < 1:
+        raise ValueError(f"{_option(flag)} is {count}; give a number of at least 1.")
+    if flag in ("num_epoch_checkpoints", "num_update_checkpoints"):
+        return _last(paths, flag, count, bound)
     if bound is not None:
         raise ValueError(
             f"--checkpoint-upper-bound is {bound}, which needs --num-epoch-checkpoints or "
             "--num-update-checkpoints; add one of them or drop it."
         )
-    if arguments.num_best_checkpoints is not None:
-        return _best(paths, arguments.num_best_checkpoints)
+    if flag == "num_best_checkpoints":
+        return _best(paths, count)
     for path in paths:
         if path.is_dir():
             raise ValueError(
@@ -113,42 +115,38 @@ def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _last(
-    paths: list[Path], pattern: re.Pattern[str], flag: str, count: int, bound: int | None
-) -> list[Path]:
+def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[Path]:
     """Return the `count` files of the one folder with the greatest numbers, greatest first."""
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
             f"{_option(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
         )
-    matches = [(pattern.fullmatch(path.name), path) for path in paths[0].iterdir()]
+    matches = [(_match(flag, path), path) for path in paths[0].iterdir()]
     found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
     if bound is not None:
         found = [(number, path) for number, path in found if number <= bound]
-    _refuse_too_few(flag, count, len(found), str(paths[0]))
+    _refuse_too_few(flag, count, len(found), bound)
     return [path for _, path in found[:count]]
 
 
 def _best(paths: list[Path], count: int) -> list[Path]:
     """Return the `count` best of the files named by their metric, the best first."""
+    flag = "num_best_checkpoints"
     if len(paths) == 1 and paths[0].is_dir():
-        candidates = [path for path in sorted(paths[0].iterdir()) if BEST.fullmatch(path.name)]
+        candidates = [path for path in sorted(paths[0].iterdir()) if _match(flag, path)]
     else:
         candidates = paths
-    _refuse_too_few("num_best_checkpoints", count, len(candidates), " ".join(map(str, paths)))
+    _refuse_too_few(flag, count, len(candidates))
     found = []
     for path in candidates:
-        match = BEST.fullmatch(path.name)
+        match = _match(flag, path)
         if match is None:
-            raise ValueError(
-                f"--num-best-checkpoints needs files named checkpoint.best_METRIC_VALUE.pt; --inputs "
-                f"names {path}."
-            )
+            raise ValueError(f"{_option(flag)} needs files named {NAMES[flag][0]}; {path} is none.")
         found.append((match[1], float(match[2]), path))
     metrics = sorted({metric for metric, _, _ in found})
     if len(metrics) > 1:
         raise ValueError(
-            f"--num-best-checkpoints found the metrics {' and '.join(metrics)}, whose values do not "
+            f"{_option(flag)} found the metrics {' and '.join(metrics)}, whose values do not "
             "compare; name the files of one of them in --inputs."
         )
     larger_is_better = _maximizes_its_metric(load(candidates[0]))
@@ -162,10 +160,16 @@ def _maximizes_its_metric(state: dict[str, Any]) -> bool:
     return bool(cfg.get("checkpoint", {}).get("maximize_best_checkpoint_metric", False))
 
 
-def _refuse_too_few(flag: str, count: int, found: int, where: str) -> None:
+def _match(flag: str, path: Path) -> re.Match[str] | None:
+    return re.fullmatch(NAMES[flag][1], path.name)
+
+
+def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None) -> None:
     if found < count:
+        limit = "" if bound is None else f" up to {bound}"
         raise ValueError(
-            f"{_option(flag)} is {count}, but only {found} such files were found in {where}; lower it."
+            f"{_option(flag)} is {count}, but --inputs holds only {found} files {NAMES[flag][0]}{limit}; "
+            "lower it, or name files."
         )
 
 
@@ -197,7 +201,7 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch has no exception of its own for what it can not read
         raise ValueError(
-            f"--inputs names {path}, which is torn or no checkpoint ({_first_line(error)}); leave it out."
+            f"--inputs names {path}, which is torn or no checkpoint ({_reason(error)}); leave it out."
         ) from error
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(
@@ -206,8 +210,10 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+def _reason(error: Exception) -> str:
+    """Return what went wrong in an error of torch, whose advice around it is not for this tool."""
+    text = str(error).split("WeightsUnpickler error: ")[-1]
+    return text.splitlines()[0].split(". ")[0].rstrip(".") if text else type(error).__name__
 
 
 def average(paths: list[Path]) -> dict[str, Any]:
@@ -285,7 +291,7 @@ def write(state: dict[str, Any], path: Path) -> None:
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"--output {path} could not be written ({_first_line(error)}); make room or give another "
+            f"--output {path} could not be written ({_reason(error)}); make room or give another "
             "place."
         ) from error
     finally:
