@@ -173,11 +173,6 @@ def _refuse_for_shared_experts(root: Any) -> None:
             f"--optimizer is {name}, whose updates look at all experts of a layer at once, and ranks "
             "hold a part of them each; use moe_adam, or --moe-expert-parallel-size 1."
         )
-    if root.common.amp:
-        raise ValueError(
-            "--amp is set where ranks hold different experts, and would skip a step on the rank that "
-            "overflowed alone; use --fp16, or --moe-expert-parallel-size 1."
-        )
 
 
 def _refuse_torn_checkpoint(root: Any) -> None:

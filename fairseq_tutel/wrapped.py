@@ -1,4 +1,4 @@
-"""All that is wrapped in fairseq: three functions, each because no registry or override reaches it.
+"""All that is wrapped in fairseq: four functions, each because no registry or override reaches it.
 
 1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
    --no-save-optimizer-state, so it is the one place where experts can be gathered.
@@ -6,9 +6,12 @@
    of GPUs, or trains N unrelated models into one folder.
 3. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
    the middle leaves a torn file.
+4. `distributed.utils.call_main`: fairseq-train takes --bf16 for a wish to run on a TPU, and reads ranks
+   and devices by that before it builds anything of ours.
 """
 
 import functools
+import importlib.util
 import inspect
 import logging
 import os
@@ -18,11 +21,12 @@ from typing import Any
 import torch
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.trainer import Trainer
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.comm import checkpoint, topology
-from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,9 @@ def consolidate_optimizer(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(self: Trainer) -> None:
+        inner = innermost_optimizer(self.optimizer)
+        if isinstance(inner, MoEOptimizerMixin):
+            inner.holds_masters = isinstance(self.optimizer, FP16Optimizer)
         place = topology.in_use()
         shared = place.expert_parallel_size > 1 and checkpoint.expert_modules(self.get_model())
         # train_step itself calls this only before it writes crash.pt: the others may be gone.
@@ -52,7 +59,7 @@ def consolidate_optimizer(original: Any) -> Any:
         elif shared:
             checkpoint.gather_experts(self.get_model(), place)
             if not self.cfg.checkpoint.no_save_optimizer_state:
-                innermost_optimizer(self.optimizer).gather_state(place)
+                inner.gather_state(place)
         original(self)
 
     return wrapper
@@ -110,14 +117,34 @@ def copy(original: Any) -> Any:
     return wrapper
 
 
+def call_main(original: Any) -> Any:
+    """Let --bf16 mean bf16 on the devices there are."""
+
+    @functools.wraps(original)
+    def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
+        if cfg.common.tpu and cfg.common.bf16 and _no_tpu():
+            for section in cfg.values():
+                if OmegaConf.is_dict(section) and "tpu" in section:
+                    section.tpu = False
+        return original(cfg, main, **kwargs)
+
+    return wrapper
+
+
+def _no_tpu() -> bool:
+    return torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
+
+
 def install() -> None:
     """Install the wrappers; called once, at import."""
     _guard(Trainer.consolidate_optimizer, ("self",))
     _guard(distributed_utils.infer_init_method, ("cfg", "force_distributed"))
     _guard(PathManager.copy, ("src_path", "dst_path", "overwrite"))
+    _guard(distributed_utils.call_main, ("cfg", "main", "kwargs"))
     Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
     distributed_utils.infer_init_method = infer_init_method(distributed_utils.infer_init_method)
     PathManager.copy = staticmethod(copy(PathManager.copy))
+    distributed_utils.call_main = call_main(distributed_utils.call_main)
 
 
 install()

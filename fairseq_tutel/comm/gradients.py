@@ -36,6 +36,20 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
         parameter.grad.div_(topology.world_size)
 
 
+def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
+    """Make an infinite or NaN expert gradient on one rank show on all, in place. Collective.
+
+    torch's GradScaler decides by a rank's own gradients whether it skips a step and lowers its scale.
+    Dense gradients are the same on all ranks by now; of the experts', each rank knows a part.
+    """
+    grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
+    finite = torch.stack([g.isfinite().all() for g in grads]).all()
+    overflow = (~finite).to(torch.float32)
+    dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+    first = grads[0][(0,) * grads[0].dim()]
+    first.copy_(torch.where(overflow > 0, torch.inf, first))
+
+
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
     """Return the L2 norm over dense parameters and the experts of all ranks, each counted once.
 

@@ -1,7 +1,7 @@
-"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters.
+"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters, and moments in fp16 if asked.
 
 A MoE model has E times the expert parameters of a dense one for the same FLOPs, so a Python loop of
-eight passes per tensor costs more than it does there.
+eight passes per tensor costs more than it does there, and two fp32 moments weigh more.
 """
 
 import math
@@ -9,11 +9,15 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from fairseq.optim import register_optimizer
+from fairseq.optim import FairseqOptimizer, register_optimizer
 from fairseq.optim.adam import Adam, FairseqAdam, FairseqAdamConfig
 from torch import Tensor
 
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 class FusedAdam(Adam):
@@ -22,11 +26,21 @@ class FusedAdam(Adam):
     fairseq adds eps to sqrt(v), AdamW to sqrt(v) / sqrt(1 - beta2^t): dividing eps by that root makes
     them the same formula. Half parameters, and gradients that are sparse or strided (the kernel does not
     look at strides), take fairseq's own loop.
+
+    With `fp16_stats` the moments are kept in fp16, each divided by a scale that brings its largest
+    element to the largest fp16 number: one scale for a dense parameter, one per expert for experts, so
+    that it does not depend on where they live. The names in the state are those of fairseq's own class,
+    which needs apex. Source: OpenAI's Jukebox, utils/fp16.py.
     """
+
+    fp16_stats = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
+        if self.fp16_stats:
+            return self._step_with_fp16_stats(closure)
+        self._leave_fp16_stats()
         if not self._can_fuse():
             return super().step(closure)
         loss = closure() if closure is not None else None
@@ -35,9 +49,40 @@ class FusedAdam(Adam):
             for p in group["params"]:
                 if p.grad is not None:
                     by_step[self._advance(p), p.device, p.dtype].append(p)
-            for (step, device, _), params in by_step.items():
-                self._fused_step(group, params, step, device)
+            for (step, _, _), params in by_step.items():
+                grads = [p.grad for p in params]
+                self._fused_step(group, params, grads, [self.state[p] for p in params], step)
         return loss
+
+    def _step_with_fp16_stats(self, closure: Any) -> Any:
+        """Update parameter by parameter: the moments of one at a time are in fp32."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                step, state = self._advance(p), self.state[p]
+                wide = {key: _widened(state, key) for key in MOMENTS}
+                # What is fp32 already is updated in place.
+                p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
+                self._fused_step(group, [p32], [grad32], [wide], step)
+                if p32 is not p:
+                    p.copy_(p32)
+                for key in MOMENTS:
+                    over = tuple(range(1, p.dim())) if is_expert(p) else tuple(range(p.dim()))
+                    largest = wide[key].abs().amax(dim=over, keepdim=is_expert(p))
+                    scale = 1e-8 + largest / FLOAT16_MAX
+                    state[key + "_scale"] = scale
+                    state[key] = (wide[key] / scale).half()
+        return loss
+
+    def _leave_fp16_stats(self) -> None:
+        """Widen moments that came from a checkpoint of a run with fp16 ones."""
+        for state in self.state.values():
+            for key in MOMENTS:
+                if key + "_scale" in state:
+                    state[key] = _widened(state, key)
+                    del state[key + "_scale"]
 
     def _can_fuse(self) -> bool:
         return all(
@@ -58,16 +103,22 @@ class FusedAdam(Adam):
         state["step"] += 1
         return int(state["step"])
 
+    @staticmethod
     def _fused_step(
-        self, group: dict[str, Any], params: list[Tensor], step: int, device: torch.device
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        step: int,
     ) -> None:
+        """Update parameters and moments in place; all on one device, of one dtype, at one step."""
         beta1, beta2 = group["betas"]
-        step_tensor = torch.tensor(float(step), device=device)
+        step_tensor = torch.tensor(float(step), device=params[0].device)
         torch._fused_adamw_(
             params,
-            [p.grad for p in params],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             [step_tensor] * len(params),
             lr=group["lr"],
@@ -80,13 +131,23 @@ class FusedAdam(Adam):
         )
 
 
+def _widened(state: dict[str, Any], key: str) -> Tensor:
+    return state[key].float() * state.get(key + "_scale", 1.0)
+
+
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
 
-    Where fairseq itself would take apex's fused class (a GPU with apex), that one is kept.
+    Where fairseq itself would take apex's fused class (a GPU with apex), that one is kept, but not for
+    --fp16-adam-stats: apex's has one scale for all the experts of a rank, which no other rank could read.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
+        if cfg.fp16_adam_stats:
+            FairseqOptimizer.__init__(self, cfg)  # stock's own would ask for apex
+            self._optimizer = FusedAdam(params, **self.optimizer_config)
+            self._optimizer.fp16_stats = True
+            return
         super().__init__(cfg, params)
         if type(self._optimizer) is Adam:
             self._optimizer = FusedAdam(params, **self.optimizer_config)

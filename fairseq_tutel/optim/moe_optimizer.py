@@ -22,6 +22,7 @@ from fairseq_tutel.comm.gradients import (
     global_grad_norm,
     is_expert,
     reduce_expert_gradients,
+    spread_overflow,
 )
 from fairseq_tutel.comm.topology import Topology
 
@@ -30,12 +31,16 @@ class MoEOptimizerMixin:
     """Goes before a FairseqOptimizer class; with one rank, or no experts, it changes nothing."""
 
     _gathered_state: dict[int, dict[str, Any]] | None = None
+    # Whether the parameters are fp32 masters of half ones: set before a checkpoint is written.
+    holds_masters: bool = False
 
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
         super().all_reduce_grads(module)  # type: ignore[misc]
         if topology.in_use().expert_parallel_size > 1:
             reduce_expert_gradients(module.parameters(), topology.in_use())
+            if self._is_scaled_by_torch():
+                spread_overflow(module.parameters(), topology.in_use())
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""
@@ -46,52 +51,78 @@ class MoEOptimizerMixin:
         clip_gradients(params, max_norm, norm)
         return norm
 
+    def _is_scaled_by_torch(self) -> bool:
+        root = self.cfg._get_root() if hasattr(self.cfg, "_get_root") else None  # type: ignore[attr-defined]
+        return root is not None and "common" in root and root.common.amp
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Take the step; what was gathered for the last checkpoint is stale and freed."""
         self._gathered_state = None
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def gather_state(self, place: Topology) -> None:
-        """Gather the experts' state tensors to rank 0, for its next `state_dict`. Collective."""
+        """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
         params = list(self.params)  # type: ignore[attr-defined]
         gathered: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(params):
-            state = self.optimizer.state.get(parameter, {})  # type: ignore[attr-defined]
             if not is_expert(parameter):
                 continue
+            state = dict(self.optimizer.state.get(parameter, {}))  # type: ignore[attr-defined]
+            if self.holds_masters:
+                state[MASTER] = parameter.data
             for key in sorted(state):
-                if torch.is_tensor(state[key]) and state[key].shape == parameter.shape:
+                if _is_per_expert(state[key], parameter, parameter.shape[0]):
                     gathered.setdefault(index, {})[key] = gather_to_first(state[key], place)
         self._gathered_state = gathered if place.rank == 0 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, the experts' gathered where `gather_state` was called."""
+        """Return the optimizer's state, the experts' gathered where `gather_state` was called.
+
+        With masters, their bits too: stock keeps the half weights alone, and a resume would start from
+        those.
+        """
         state_dict = super().state_dict()  # type: ignore[misc]
+        state = state_dict["state"]
+        if self.holds_masters:
+            for index, parameter in enumerate(self.params):  # type: ignore[attr-defined]
+                state[index] = {**state.get(index, {}), MASTER: parameter.data}
         for index, tensors in (self._gathered_state or {}).items():
-            state_dict["state"][index] = {**state_dict["state"][index], **tensors}
+            state[index] = {**state[index], **tensors}
         return state_dict
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None
     ) -> None:
-        """Load a state of all experts, keeping this rank's slice."""
+        """Load a state of all experts, keeping this rank's slice; masters go into the parameters."""
         place = topology.in_use()
+        params = list(self.params)  # type: ignore[attr-defined]
+        # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
+        state = state_dict["state"]
         if place.expert_parallel_size > 1:
-            # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
-            state = state_dict["state"]
-            for index, parameter in enumerate(self.params):  # type: ignore[attr-defined]
+            for index, parameter in enumerate(params):
                 if is_expert(parameter) and index in state:
                     state[index] = _slice(state[index], parameter, place)
+        masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
+        for index, master in masters.items():
+            params[index].data.copy_(master)
+
+
+MASTER = "fp32_master"
+
+
+def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
+    """Whether a state's value has one entry per expert on its first dimension."""
+    return torch.is_tensor(value) and value.dim() == parameter.dim() and len(value) == num_experts
 
 
 def _slice(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
     num_local = parameter.shape[0]
-    whole = (num_local * place.expert_parallel_size, *parameter.shape[1:])
+    whole = num_local * place.expert_parallel_size
     first = place.expert_rank * num_local
     return {
         key: value[first : first + num_local].clone()
-        if torch.is_tensor(value) and tuple(value.shape) == whole
+        if _is_per_expert(value, parameter, whole)
         else value
         for key, value in state.items()
     }

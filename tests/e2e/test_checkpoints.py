@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli import fairseq, refused, start, tail, wait
+from equality import same_bits
 from models import lm_args
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
@@ -54,19 +55,8 @@ def test_a_resume_on_the_same_ranks_continues_bit_for_bit(lm_data, tmp_path, ran
     _train(lm_data, tmp_path / "b", 3, ranks, 1, "--dropout", 0.1)
     _train(lm_data, tmp_path / "b", 6, ranks, 1, "--dropout", 0.1)
     a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
-    _same_bits(a["model"], b["model"])
-    _same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
-
-
-def _same_bits(expected, found):
-    assert expected.keys() == found.keys()
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            _same_bits(value, found[key])
-        elif torch.is_tensor(value):
-            assert torch.equal(value, found[key]), key
-        else:
-            assert value == found[key], key
+    same_bits(a["model"], b["model"])
+    same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
 
 
 def test_the_file_of_two_ranks_holds_all_experts_and_their_moments(lm_data, tmp_path):

@@ -1,4 +1,4 @@
-"""moe_adam is fairseq's Adam: the same 20 updates, and each reads the other's state."""
+"""moe_adam is fairseq's Adam: the same 20 updates, and each reads the other's state; fp16 moments."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from fairseq.optim.adam import Adam
 
+from fairseq_tutel.comm.gradients import mark_expert
 from fairseq_tutel.optim.moe_adam import FusedAdam
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
@@ -64,3 +65,58 @@ def test_half_parameters_take_fairseq_s_own_loop():
         _step(reference, stock, number)
     for a, b in zip(ours, stock, strict=True):
         assert torch.equal(a, b)
+
+
+def _with_fp16_stats(parameters):
+    optimizer = FusedAdam(parameters, **SETTINGS)
+    optimizer.fp16_stats = True
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp16_moments_follow_fp32_ones(dtype):
+    ours, stock = _parameters(dtype), _parameters(dtype)
+    half, reference = _with_fp16_stats(ours), Adam(stock, **SETTINGS)
+    for number in range(20):
+        _step(half, ours, number)
+        _step(reference, stock, number)
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+        assert half.state[a]["exp_avg"].dtype == torch.float16
+        # The largest element stands at the largest fp16 number, whatever the gradients' size.
+        assert half.state[a]["exp_avg_sq"].max() > 6e4
+
+
+def test_an_expert_s_fp16_moments_do_not_depend_on_its_neighbours():
+    whole, part = _parameters()[2:], [torch.nn.Parameter(_parameters()[2][1:].clone())]
+    mark_expert(whole[0])
+    mark_expert(part[0])
+    a, b = _with_fp16_stats(whole), _with_fp16_stats(part)
+    for _ in range(3):
+        whole[0].grad = torch.randn(2, 4, 3) * torch.tensor([100.0, 1.0]).view(2, 1, 1)
+        part[0].grad = whole[0].grad[1:].clone()
+        a.step()
+        b.step()
+    # Up to rounding: the kernel takes a vector's last elements by another instruction.
+    torch.testing.assert_close(whole[0][1:], part[0])
+    for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        torch.testing.assert_close(a.state[whole[0]][key][1:], b.state[part[0]][key])
+
+
+@pytest.mark.parametrize("fp16_first", [True, False])
+def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
+    make = [_with_fp16_stats, lambda params: FusedAdam(params, **SETTINGS)]
+    first, second = make if fp16_first else make[::-1]
+    through, straight = _parameters(), _parameters()
+    a, whole = first(through), FusedAdam(straight, **SETTINGS)
+    for number in range(4):
+        _step(a, through, number)
+    b = second(through)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for number in range(4, 8):
+        _step(b, through, number)
+    for number in range(8):
+        _step(whole, straight, number)
+    for x, y in zip(through, straight, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
+        assert b.state[x]["exp_avg"].dtype == (torch.float32 if fp16_first else torch.float16)

@@ -18,11 +18,14 @@ def test_a_function_of_another_signature_is_refused():
         wrapped._guard(newer, ("self",))
 
 
-def test_all_three_wrappers_are_installed_once():
+def test_all_four_wrappers_are_installed_once():
     from fairseq.distributed import utils
     from fairseq.trainer import Trainer
 
-    for function in (Trainer.consolidate_optimizer, utils.infer_init_method, PathManager.copy):
+    wrapped_functions = (
+        Trainer.consolidate_optimizer, utils.infer_init_method, PathManager.copy, utils.call_main,
+    )  # fmt: skip
+    for function in wrapped_functions:
         assert not hasattr(function.__wrapped__, "__wrapped__")
 
 

@@ -1,0 +1,112 @@
+"""Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16, amp.
+
+Covered on a CPU: what it can run, close to fp32, on two ranks and on one, the same bits after a resume
+(fp32 masters and fp16 moments included), from two ranks to one, a dense baseline, hydra. The fp16 and
+amp runs need a GPU (`pytest -m gpu`); how ranks agree on an overflow is in tests/comm/test_overflow.py.
+"""
+
+import pytest
+import torch
+from cli import USER_DIR, fairseq
+from equality import same_bits
+from models import lm_args
+
+ON_CPU = {
+    "bf16": ("--bf16",),
+    "memory-efficient bf16": ("--memory-efficient-bf16",),
+    "fp16 Adam stats": ("--fp16-adam-stats",),
+    "bf16 and fp16 Adam stats": ("--bf16", "--fp16-adam-stats"),
+}
+ON_GPU = {
+    "fp16": ("--fp16",),
+    "memory-efficient fp16": ("--memory-efficient-fp16",),
+    "amp": ("--amp",),
+    "bf16": ("--bf16",),
+}
+
+
+def _train(data, folder, *flags, updates=6, ranks=1, cpu=True):
+    """Train on two micro-batches per update, whatever the number of ranks."""
+    more = ("--update-freq", 2 // ranks, *(("--cpu",) if cpu else ()))
+    args = lm_args(data, folder, *more, *flags, updates=updates)
+    return fairseq("train", *args, ranks=ranks)
+
+
+def _load(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def fp32_loss(lm_data, tmp_path_factory):
+    run = _train(lm_data, tmp_path_factory.mktemp("fp32"))
+    return [float(s["nll_loss"]) for s in run.stats("train_inner")]
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_precision_trains_like_fp32_and_resumes_bit_for_bit(
+    precision, lm_data, fp32_loss, tmp_path
+):
+    flags, ranks = ON_CPU[precision], 2 if precision == "bf16 and fp16 Adam stats" else 1
+    run = _train(lm_data, tmp_path / "a", *flags, ranks=ranks)
+    losses = [float(s["nll_loss"]) for s in run.stats("train_inner")]
+    assert losses == pytest.approx(fp32_loss, rel=0.02)
+    _train(lm_data, tmp_path / "b", *flags, updates=3, ranks=ranks)
+    _train(lm_data, tmp_path / "b", *flags, ranks=ranks)
+    a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
+    same_bits(a["model"], b["model"])
+    same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
+
+
+def test_precision_of_masters_survives_from_two_ranks_to_one(lm_data, tmp_path):
+    flags = ("--bf16", "--fp16-adam-stats", "--moe-expert-parallel-size", 2)
+    _train(lm_data, tmp_path, *flags, updates=3, ranks=2)
+    saved = _load(tmp_path)
+    masters = {i: s["fp32_master"] for i, s in saved["last_optimizer_state"]["state"].items()}
+    weights = list(saved["model"].values())
+    assert any(m.shape == w.shape and len(m) == 4 for m in masters.values() for w in weights)
+    lost = [torch.equal(m, m.bfloat16().float()) for m in masters.values()]
+    assert not all(lost)
+    # Without an update in between, one rank writes the same masters again.
+    flags = ("--bf16", "--fp16-adam-stats", "--lr", 0.0, "--reset-lr-scheduler")
+    _train(lm_data, tmp_path, *flags, updates=4)
+    for index, state in _load(tmp_path)["last_optimizer_state"]["state"].items():
+        assert torch.equal(state["fp32_master"], masters[index])
+
+
+def test_precision_bf16_dense_baseline(lm_data, tmp_path):
+    """Stock fairseq alone takes --bf16 for a TPU."""
+    fairseq(
+        "train", lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch",
+        "transformer_lm", "--criterion", "cross_entropy", "--decoder-layers", 1,
+        "--decoder-embed-dim", 16, "--decoder-input-dim", 16, "--decoder-output-dim", 16,
+        "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2, "--tokens-per-sample", 16,
+        "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01, "--max-update", 3, "--bf16", "--cpu",
+        "--save-dir", tmp_path, "--no-epoch-checkpoints", "--num-workers", 0,
+    )  # fmt: skip
+    assert _load(tmp_path)["extra_state"]["train_iterator"]["iterations_in_epoch"] == 3
+
+
+def test_precision_bf16_through_hydra(lm_data, tmp_path):
+    fairseq(
+        "hydra-train", "--config-dir", USER_DIR + "/../configs/hydra", "--config-name", "moe_lm",
+        f"task.data={lm_data}", f"common.user_dir={USER_DIR}", "common.bf16=true", "common.cpu=true",
+        "common.log_interval=1", "model.decoder_layers=2", "model.decoder_embed_dim=16",
+        "model.decoder_ffn_embed_dim=32", "model.decoder_attention_heads=2",
+        "+optimizer.fp16_adam_stats=true", "task.tokens_per_sample=16", "optimization.max_update=3",
+        f"checkpoint.save_dir={tmp_path}", "dataset.num_workers=0",
+        cwd=tmp_path,
+    )  # fmt: skip
+    state = _load(tmp_path)["last_optimizer_state"]["state"][0]
+    assert state["step"] == 3
+    assert state.keys() >= {"fp32_master", "exp_avg_scale"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ON_GPU)
+def test_a_precision_of_a_gpu_trains_and_resumes(precision, lm_data, fp32_loss, tmp_path):
+    flags = ON_GPU[precision]
+    _train(lm_data, tmp_path, *flags, updates=3, cpu=False)
+    run = _train(lm_data, tmp_path, *flags, cpu=False)
+    (loss,) = [float(s["nll_loss"]) for s in run.stats("train_inner")][-1:]
+    assert loss == pytest.approx(fp32_loss[-1], rel=0.03)
