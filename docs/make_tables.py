@@ -24,7 +24,7 @@ def names_table() -> str:
     """Return the table of everything that is registered."""
     rows = [
         [f"architectures of `{model}`", _codes(ARCH_MODEL_INV_REGISTRY[model])]
-        for model in ("moe_transformer_lm", "moe_transformer")
+        for model in ("moe_transformer_lm", "moe_transformer", "moe_roberta", "moe_bart")
     ]
     for kind, registry in (
         ("tasks", TASK_REGISTRY),

@@ -75,6 +75,9 @@ class MoEConfig:
     expert_bias: bool = True
     activation_dropout: float = 0.0
     hidden_layer_norm: bool = False
+    init_std: float = (
+        0.0  # of the experts' weights, normal, biases zero; 0: as nn.Linear draws them
+    )
     backend: str = _option(
         "auto",
         "kernels of routing, dispatch and combine: auto takes triton on a GPU where it is installed, "
@@ -119,6 +122,10 @@ class MoEConfig:
             0.0 <= self.activation_dropout < 1.0,
             f"{_label('activation_dropout')} is {self.activation_dropout}; "
             "it is a probability, from 0 to below 1.",
+        )
+        _require(
+            0.0 <= self.init_std < float("inf"),
+            f"init_std is {self.init_std}; give a standard deviation, or 0 for nn.Linear's own rule.",
         )
         for name in ("capacity_factor", "eval_capacity_factor"):
             _require(

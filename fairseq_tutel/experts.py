@@ -80,7 +80,7 @@ class Experts(nn.Module):
         return dict(self.named_parameters(recurse=False))
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw every expert as nn.Linear does, from a generator of its own.
+        """Draw every expert as nn.Linear does, or normal by `init_std`, from a generator of its own.
 
         The generator's seed is a hash of (seed, name, global expert id, tensor), so a model has the
         same experts for every number of ranks, and layers differ from each other.
@@ -92,8 +92,11 @@ class Experts(nn.Module):
             bound = 1 / math.sqrt(fan_in)
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                values = torch.empty(parameter.shape[1:])
-                nn.init.uniform_(values, -bound, bound, generator=generator)
+                values = torch.zeros(parameter.shape[1:])
+                if self.config.init_std == 0:
+                    nn.init.uniform_(values, -bound, bound, generator=generator)
+                elif tensor.endswith("weight"):
+                    nn.init.normal_(values, std=self.config.init_std, generator=generator)
                 parameter.data[i].copy_(values)
 
     def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:

@@ -166,9 +166,10 @@ def begin_micro_batch(model: nn.Module, *_: Any) -> None:
         layer.begin_micro_batch()
 
 
-def named_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ("encoder" | "decoder", its layers) for the sides that a model has."""
+def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield ("encoder" | "decoder", qualified name, layers) for the sides that a model has."""
+    modules = dict(model.named_modules())
     for side in ("encoder", "decoder"):
-        layers = getattr(getattr(model, side, None), "layers", None)
-        if layers is not None:
-            yield side, layers
+        for name in (f"{side}.layers", f"{side}.sentence_encoder.layers"):
+            if name in modules:
+                yield side, name, modules[name]

@@ -41,8 +41,20 @@ CORE = {
     "safe_globals": "",
     "tools": "",
     "tools.average": "safe_globals",
+    "tools.run_log": "",
+    "tools.event_files": "tools.run_log",
+    "tools.run_files": "tools.event_files tools.run_log",
+    "tools.run_summary": "tools.run_log",
+    "tools.figures": "",
+    "tools.report_section": "",
+    "tools.report_curves": "tools.figures tools.report_section tools.run_log",
+    "tools.report_load": "tools.figures tools.report_section tools.run_log",
+    "tools.report": (
+        "fairseq_tutel tools.report_curves tools.report_load tools.run_files tools.run_log "
+        "tools.run_summary"
+    ),
     "tools.user_dir": "",
-    "__main__": "fairseq_tutel tools.average tools.user_dir",
+    "__main__": "fairseq_tutel tools.average tools.report tools.user_dir",
 }
 EDGE = {
     "flags": "config",
@@ -58,14 +70,24 @@ EDGE = {
     ),
     "tasks.moe_language_modeling": "flags task_mixin",
     "tasks.moe_translation": "flags task_mixin",
-    "tasks": "tasks.moe_language_modeling tasks.moe_translation",
+    "tasks.moe_masked_lm": "flags task_mixin",
+    "tasks.moe_denoising": "flags task_mixin",
+    "tasks": (
+        "tasks.moe_denoising tasks.moe_language_modeling tasks.moe_masked_lm tasks.moe_translation"
+    ),
     "criterions.gate_loss": "ffn_step losses run_config",
     "criterions.moe_cross_entropy": "criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.build": "comm.gradients comm.topology ffn_step flags kernels run_config",
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",
-    "models": "models.moe_transformer models.moe_transformer_lm plugin",
+    "models.moe_roberta": "flags models.build models.moe_transformer_lm task_mixin",
+    "models.moe_bart": (
+        "flags models.moe_roberta models.moe_transformer models.moe_transformer_lm"
+    ),
+    "models": (
+        "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
+    ),
     "wrapped": "comm.checkpoint comm.topology optim.moe_optimizer",
     "train": "comm.topology plugin",
 }

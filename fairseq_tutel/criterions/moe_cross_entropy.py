@@ -1,4 +1,4 @@
-"""moe_cross_entropy and moe_label_smoothed_cross_entropy."""
+"""moe_cross_entropy, moe_label_smoothed_cross_entropy and moe_masked_lm."""
 
 import math
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterionConfig,
 )
+from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from fairseq.logging import metrics
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions, reduce_gate_metrics
@@ -28,15 +29,35 @@ class MoECrossEntropyCriterion(GateLossMixin, CrossEntropyCriterion):
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log loss (with the balance loss), nll_loss, ppl and the expert metrics."""
-        loss_sum, nll_sum, ntokens, sample_size = (
-            sum(log.get(key, 0) for log in logging_outputs)
-            for key in ("loss", "nll_loss", "ntokens", "sample_size")
-        )
-        bits = 1 / math.log(2)
-        metrics.log_scalar("loss", loss_sum / sample_size * bits, sample_size, round=3)
-        metrics.log_scalar("nll_loss", nll_sum / ntokens * bits, ntokens, round=3)
-        metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
-        reduce_gate_metrics(logging_outputs)
+        _reduce(logging_outputs, predicted="ntokens")
+
+
+@dataclass
+class MoEMaskedLmConfig(GateLossOptions, MaskedLmConfig):
+    """Options of moe_masked_lm."""
+
+
+@register_criterion("moe_masked_lm", dataclass=MoEMaskedLmConfig)
+class MoEMaskedLmLoss(GateLossMixin, MaskedLmLoss):
+    """Masked language model loss plus the balance loss; perplexity is over the masked tokens."""
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log loss (with the balance loss), nll_loss, ppl and the expert metrics."""
+        _reduce(logging_outputs, predicted="sample_size")
+
+
+def _reduce(logging_outputs: list[dict[str, Any]], predicted: str) -> None:
+    """Log what was summed, in bits; `predicted` names the count of tokens behind nll_loss."""
+    loss, nll, tokens, sample_size = (
+        sum(log.get(key, 0) for log in logging_outputs)
+        for key in ("loss", "nll_loss", predicted, "sample_size")
+    )
+    bits = 1 / math.log(2)
+    metrics.log_scalar("loss", loss / sample_size * bits, sample_size, round=3)
+    metrics.log_scalar("nll_loss", nll / tokens * bits, tokens, round=3)
+    metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
+    reduce_gate_metrics(logging_outputs)
 
 
 @dataclass

@@ -8,4 +8,9 @@ from fairseq_tutel.plugin import register
 
 register()
 
-from fairseq_tutel.models import moe_transformer, moe_transformer_lm  # noqa: E402, F401
+from fairseq_tutel.models import (  # noqa: E402, F401
+    moe_bart,
+    moe_roberta,
+    moe_transformer,
+    moe_transformer_lm,
+)

@@ -31,14 +31,17 @@ REFUSED_MODEL_OPTIONS = {
 }
 
 
-def install_experts(model: nn.Module, cfg: Any, task: Any, freqs: dict[str, int]) -> nn.Module:
+def install_experts(
+    model: nn.Module, cfg: Any, task: Any, freqs: dict[str, int], **layer_options: Any
+) -> nn.Module:
     """Replace the FFN of the chosen layers by experts, in place, and return the model.
 
     Args:
-        model: a stock model with `encoder.layers` and / or `decoder.layers`.
+        model: a stock model with the layers that `named_stacks` knows.
         cfg: its configuration, with ModelOptions' keys.
         task: the fairseq task; its configuration may have SystemOptions' keys.
         freqs: --moe-freq of each side.
+        layer_options: fields of every layer's MoEConfig that the model's kind decides.
 
     Raises:
         ValueError: a bad option, or a run that cannot work; the message names option and fix.
@@ -49,7 +52,7 @@ def install_experts(model: nn.Module, cfg: Any, task: Any, freqs: dict[str, int]
     requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
     topology = make_topology(counts, requested) if is_training(task) else Topology()
     configs = [
-        layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn))
+        layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
         for count, (_, layer) in zip(counts, chosen, strict=True)
     ]
     complete(task, model, topology)
@@ -130,14 +133,14 @@ def _get(cfg: Any, key: str) -> Any:
 def _choose(model: nn.Module, freqs: dict[str, int]) -> list[tuple[str, nn.Module]]:
     """Return (qualified name of fc1, layer) of every MoE layer, encoder first."""
     chosen, stacks = [], []
-    for side, layers in named_stacks(model):
+    for side, name, layers in named_stacks(model):
         freq = freqs[side]
         flag = "--moe-freq" if len(freqs) == 1 else f"--{side}-moe-freq / --moe-freq"
         if freq < 0:
             raise ValueError(f"{flag} is {freq}; give a whole number of layers, at least 0.")
         stack = children_of(layers)
         stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-        chosen += [(f"{side}.layers.{i}.fc1", stack[i]) for i in chosen_layers(len(stack), freq)]
+        chosen += [(f"{name}.{i}.fc1", stack[i]) for i in chosen_layers(len(stack), freq)]
     if not chosen:
         raise ValueError(
             f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "

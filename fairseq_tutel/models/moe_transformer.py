@@ -1,6 +1,6 @@
 """moe_transformer: fairseq's encoder-decoder with experts, and its architectures."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
@@ -12,23 +12,25 @@ from fairseq_tutel.models.moe_transformer_lm import register_architectures
 from fairseq_tutel.task_mixin import attach
 
 
-@register_model("moe_transformer")
-class MoETransformerModel(TransformerModel):
-    """TransformerModel with experts in the encoder, the decoder, or both.
+class MoEEncoderDecoderMixin:
+    """Goes before an encoder-decoder model of fairseq: experts in the encoder, the decoder, or both.
 
-    As stock's, it is registered without a dataclass: fairseq-train cannot build the nested one.
+    As the stock ones, such a model is registered without a dataclass: fairseq-train cannot build the
+    nested one.
     """
+
+    layer_options: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
         """Add the stock flags and the experts'; the architecture fills in what is not given."""
-        super().add_args(parser)
+        super().add_args(parser)  # type: ignore[misc]
         gen_parser_from_dataclass(
             parser, EncoderDecoderOptions(), delete_default=True, with_prefix=""
         )
 
     @classmethod
-    def build_model(cls, args: Any, task: Any) -> "MoETransformerModel":
+    def build_model(cls, args: Any, task: Any) -> Any:
         """Build the stock model, then replace the chosen FFNs."""
         for key, value in defaults(EncoderDecoderOptions).items():
             setattr(args, key, getattr(args, key, value))
@@ -41,9 +43,14 @@ class MoETransformerModel(TransformerModel):
                 ("decoder", args.decoder_moe_freq),
             )
         }
-        install_experts(model, args, task, freqs)
+        install_experts(model, args, task, freqs, **cls.layer_options)
         attach(task, model)
         return model
+
+
+@register_model("moe_transformer")
+class MoETransformerModel(MoEEncoderDecoderMixin, TransformerModel):
+    """TransformerModel with experts."""
 
 
 register_architectures("transformer", EncoderDecoderOptions)

@@ -1,0 +1,122 @@
+"""moe_roberta and moe_bart: train, resume, validate and open, on one rank and on two.
+
+Covered: masked-LM and denoising tasks, the same bits after a resume (roberta), one process opens what two ranks
+saved, fairseq's hub interface, BERT's initialisation.
+"""
+
+import pytest
+import torch
+from cli import USER_DIR, fairseq
+from equality import same_bits
+
+SMALL_ENCODER = (
+    "--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32,
+    "--encoder-attention-heads", 2, "--dropout", 0.1, "--attention-dropout", 0.1,
+)  # fmt: skip
+SMALL_DECODER = (
+    "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32,
+    "--decoder-attention-heads", 2,
+)  # fmt: skip
+KINDS = {
+    "roberta": (
+        "--task", "moe_masked_lm", "--arch", "moe_roberta_base", "--criterion", "moe_masked_lm",
+        *SMALL_ENCODER, "--moe-freq", 2, "--moe-expert-count", 4,
+    ),
+    "bart": (
+        "--task", "moe_denoising", "--arch", "moe_bart_base", "--criterion",
+        "moe_label_smoothed_cross_entropy", "--label-smoothing", 0.1, *SMALL_ENCODER,
+        *SMALL_DECODER, "--moe-freq", 2, "--moe-expert-count", 4, "--mask", 0.3, "--mask-random", 0.1,
+        "--poisson-lambda", 3.0, "--permute-sentences", 1, "--replace-length", 1,
+    ),
+}  # fmt: skip
+
+
+def _train(kind, data, folder, updates, ranks=1, *extra):
+    return fairseq(
+        "train", data, "--user-dir", USER_DIR, *KINDS[kind], "--tokens-per-sample", 32,
+        "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 1,
+        "--max-update", updates, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
+        "--log-format", "json", "--log-interval", 1, "--required-batch-size-multiple", 1,
+        "--update-freq", 2 // ranks, *extra, ranks=ranks,
+    )  # fmt: skip
+
+
+def _load(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, lm_data, tmp_path_factory):
+    """A model that two ranks trained for 12 updates, with its run."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, _train(request.param, lm_data, folder, 12, ranks=2)
+
+
+def test_roberta_and_bart_train_and_log_the_experts(trained):
+    kind, _, run = trained
+    first, *_, last = run.stats("train_inner")
+    assert float(last["nll_loss"]) < float(first["nll_loss"])
+    assert float(first["moe_gate_loss"]) > 0.5
+    layers = {"roberta": ["encoder_1"], "bart": ["encoder_1", "decoder_1"]}[kind]
+    assert [key.removeprefix("moe_load_") for key in first if "moe_load" in key] == layers
+    assert sum(first[f"moe_load_{layers[0]}"]) == pytest.approx(4, abs=0.01)
+
+
+def test_roberta_and_bart_resume(trained, lm_data, tmp_path):
+    kind, folder, straight = trained
+    _train(kind, lm_data, tmp_path, 7, ranks=2)
+    through = _train(kind, lm_data, tmp_path, 12, ranks=2)
+    a, b = _load(folder), _load(tmp_path)
+    assert {state["step"] for state in b["last_optimizer_state"]["state"].values()} == {12}
+    if kind == "roberta":
+        same_bits(a["model"], b["model"])
+        same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
+    else:  # stock draws the noise of denoising from a generator whose state no checkpoint holds
+        losses = [
+            [float(s["nll_loss"]) for s in run.stats("train_inner")[-5:]]
+            for run in (through, straight)
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=0.1)
+
+
+def test_roberta_and_bart_are_validated_by_one_process(trained, lm_data):
+    kind, folder, run = trained
+    output = fairseq(
+        "validate", lm_data, "--user-dir", USER_DIR, "--task", KINDS[kind][1],
+        "--path", folder / "checkpoint_last.pt", "--valid-subset", "valid", "--batch-size", 4,
+        "--log-format", "json", "--required-batch-size-multiple", 1,
+    )  # fmt: skip
+    (found,) = output.stats("valid")[-1:]
+    (expected,) = run.stats("valid")[-1:]
+    # Every validation masks anew, so the numbers are close, not equal.
+    assert float(found["valid_nll_loss"]) == pytest.approx(
+        float(expected["valid_nll_loss"]), rel=0.2
+    )
+
+
+def test_roberta_opens_in_the_hub_interface(lm_data, tmp_path):
+    from fairseq_tutel import plugin
+
+    plugin.register()
+    from fairseq_tutel.models.moe_roberta import MoERobertaModel
+
+    _train("roberta", lm_data, tmp_path, 2)
+    roberta = MoERobertaModel.from_pretrained(
+        str(tmp_path), "checkpoint_last.pt", str(lm_data), bpe=None
+    )
+    roberta.eval()
+    features = roberta.extract_features(torch.tensor([[0, 5, 6, 7, 2]]))
+    assert features.shape == (1, 5, 16)
+    experts = roberta.model.encoder.sentence_encoder.layers[1].fc1.experts
+    assert experts.fc1_weight.shape == (4, 32, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_roberta_and_bart_experts_begin_as_bert_does(kind, lm_data, tmp_path):
+    _train(kind, lm_data, tmp_path, 1, 1, "--lr", 0.0)
+    weights = {k: v for k, v in _load(tmp_path)["model"].items() if ".experts." in k}
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            assert not weight.any()
+        else:
+            assert weight.std() == pytest.approx(0.02, rel=0.1)
