@@ -37,12 +37,13 @@ def _run(command, **options):
 
 
 def _modules():
-    """Return every Python file of the package, kernels/ included, as the wheel names them."""
+    """Return every file of the package, kernels/ included, as the wheel names them."""
     files = {
         *(ROOT / "fairseq_tutel").rglob("*.py"),
         *(ROOT / "fairseq_tutel/kernels").glob("*.py"),
     }
-    return {str(path.relative_to(ROOT)) for path in files} | {"fairseq_tutel/py.typed"}
+    data = {"fairseq_tutel/py.typed", "fairseq_tutel/tools/report.html.j2"}
+    return {str(path.relative_to(ROOT)) for path in files} | data
 
 
 def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):

@@ -1,0 +1,196 @@
+"""Draw the pictures of a report with matplotlib, each as one SVG text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
+
+# Okabe and Ito's palette, which the colour-blind can tell apart.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D")
+LINES = ("-", "--", ":", "-.")
+# Of a legend, its lines and gaps included.
+LINE_LETTERS = 70
+# Up to here a curve shows its points.
+FEW_POINTS = 40
+
+# The load of an expert, from a quarter of an even share to four times it, in all pictures of all
+# pages alike; white is even. What lies outside has the colour of the end.
+LOAD_NORM = LogNorm(0.25, 4, clip=True)
+LOAD_COLORS = matplotlib.colormaps["PuOr_r"].resampled(17)
+LOAD_TICKS = {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"}
+
+_STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e5e5e5",
+    "axes.edgecolor": "#666666",
+    "figure.constrained_layout.use": True,
+    # A dollar in a run's name begins no formula.
+    "text.parse_math": False,
+    # Text stays text, in the reader's fonts, and the same numbers give the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fairseq_tutel",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart; runs differ in colour, what is measured of a run in the kind of line."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    run: int = 0
+    line: int = 0
+
+
+def line_chart(
+    curves: Sequence[Curve],
+    x_label: str,
+    y_label: str,
+    *,
+    log: bool = False,
+    from_zero: bool = False,
+    references: Sequence[tuple[float, str]] = (),
+    points: int = 400,
+) -> str:
+    """Return a chart of the curves as SVG.
+
+    Args:
+        curves: they leave a gap where a value is not finite.
+        x_label: of the axis, with its unit.
+        y_label: of the axis, with its unit.
+        log: a logarithmic y axis, where the values are positive and differ five times or more.
+        from_zero: let the y axis begin at 0.
+        references: heights and names of horizontal lines to compare with.
+        points: of a curve at most; neighbours are averaged.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5, 3.2))
+        axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+        _mark(axes.xaxis)
+        for curve in curves:
+            _draw(axes, curve, points)
+        for height, name in references:
+            axes.axhline(height, color="#222222", linewidth=1.4, linestyle=":", label=name)
+        if log:
+            _make_logarithmic(axes, np.concatenate([np.asarray(c.y, dtype=float) for c in curves]))
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        longest = max(len(curve.label) for curve in curves)
+        columns = min(4, max(1, LINE_LETTERS // (longest + 7)))
+        figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
+        return _svg(figure)
+
+
+def heat_map(updates: Sequence[int], load_UE: Sequence[Sequence[float]], columns: int = 200) -> str:
+    """Return the load of every expert against updates as SVG.
+
+    A column reaches from the record before to its own, which averages over these updates.
+
+    Args:
+        updates: of the records, rising.
+        load_UE: a row for each record; 1 is an even share.
+        columns: of the picture at most; neighbours are averaged.
+    """
+    load_EU = averaged(np.asarray(load_UE, dtype=float).T, columns)
+    right = np.asarray(updates, dtype=float)
+    step = -(-len(right) // columns)
+    first = 2 * right[0] - right[1] if len(right) > 1 else 0
+    edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
+    if len(edges) == load_EU.shape[1]:  # the last block is not full
+        edges = np.append(edges, right[-1])
+    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(3.6, 2.4))
+        axes = figure.add_subplot(xlabel="updates", ylabel="expert")
+        axes.pcolormesh(
+            edges,
+            np.arange(len(load_EU) + 1) - 0.5,
+            np.clip(load_EU, LOAD_NORM.vmin, LOAD_NORM.vmax),
+            norm=LOAD_NORM,
+            cmap=LOAD_COLORS,
+            rasterized=True,
+        )
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        _mark(axes.xaxis)
+        axes.invert_yaxis()
+        return _svg(figure)
+
+
+def load_scale() -> str:
+    """Return the legend of all heat maps as SVG."""
+    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(3.6, 0.75))
+        axes = figure.add_subplot()
+        colors = matplotlib.cm.ScalarMappable(norm=LOAD_NORM, cmap=LOAD_COLORS)
+        bar = figure.colorbar(colors, cax=axes, orientation="horizontal", ticks=[*LOAD_TICKS])
+        bar.ax.set_xticks([*LOAD_TICKS], [*LOAD_TICKS.values()], minor=False)
+        bar.ax.minorticks_off()
+        bar.set_label("tokens of an expert, in even shares")
+        return _svg(figure)
+
+
+def averaged(values: np.ndarray, count: int) -> np.ndarray:
+    """Average neighbours along the last axis so that at most `count` values remain.
+
+    A value that is not finite is left out; where all of a block are, nan remains.
+    """
+    values = np.where(np.isfinite(values), values, np.nan)
+    length = values.shape[-1]
+    step = -(-length // count)
+    if step <= 1:
+        return values
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -length % step)]
+    blocks = np.pad(values, padding, constant_values=np.nan)
+    blocks = blocks.reshape(*values.shape[:-1], -1, step)
+    seen = np.isfinite(blocks).sum(axis=-1)
+    return np.where(seen > 0, np.nansum(blocks, axis=-1) / np.maximum(seen, 1), np.nan)
+
+
+def _draw(axes: Axes, curve: Curve, points: int) -> None:
+    x = averaged(np.asarray(curve.x, dtype=float), points)
+    y = averaged(np.asarray(curve.y, dtype=float), points)
+    axes.plot(
+        x,
+        y,
+        label=f" {curve.label}",  # a legend leaves out what begins with an underscore
+        color=COLORS[curve.run % len(COLORS)],
+        linestyle=LINES[curve.line % len(LINES)],
+        linewidth=1.4,
+        marker=MARKERS[curve.run // len(COLORS) % len(MARKERS)] if len(x) <= FEW_POINTS else None,
+        markersize=3,
+    )
+
+
+def _mark(axis: Axis) -> None:
+    """Give updates or times few, short numbers: 150k."""
+    axis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _make_logarithmic(axes: Axes, values: np.ndarray) -> None:
+    values = values[np.isfinite(values)]
+    if not len(values) or values.min() <= 0 or values.max() < 5 * values.min():
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_locator(LogLocator(subs=()))
+
+
+def _svg(figure: Figure) -> str:
+    file = StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", dpi=110, metadata=nothing)
+    return file.getvalue()

@@ -1,0 +1,197 @@
+"""Read what fairseq logged while it trained, and make one run of it.
+
+A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
+`[…][train_inner][INFO] - {…}` under hydra, or the JSON alone in a `--log-file`. Its one key that ends
+in `num_updates` tells the update and, by its prefix, what was measured.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+# The two records of a training: since the last one, and over an epoch. Any other is a data subset.
+SINCE_LAST, EPOCH = "train_inner", "train"
+
+# Then the layer: a list with the share of every expert, 1 if all have the same.
+LOAD = "moe_load_"
+
+_UPDATES = "num_updates"
+_PROCESS_STARTS = re.compile(r"training on (\d+) devices")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record as it was logged: what was measured, after how many updates, the numbers."""
+
+    tag: str
+    update: int
+    values: dict[str, float]
+    lists: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Log:
+    """All records in the order of logging, and what else the log tells.
+
+    `starts` holds, for every process that said so, how many records came before it; `ranks` the
+    numbers of ranks in that order, and `damaged` the numbers of the lines that could not be read.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The numbers at one update, and the seconds of training until then (nan if unknown)."""
+
+    update: int
+    seconds: float
+    values: dict[str, float]
+    lists: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: its records by tag, in order of updates, its ranks, and what the reader must know."""
+
+    records: dict[str, list[Record]]
+    ranks: list[int]
+    notes: list[str]
+
+    @property
+    def training(self) -> list[Record]:
+        """The records of the training itself: the frequent ones if there are any."""
+        return self.records.get(SINCE_LAST) or self.records.get(EPOCH, [])
+
+    @property
+    def subsets(self) -> dict[str, list[Record]]:
+        """The records of each validation subset."""
+        return {tag: r for tag, r in self.records.items() if tag not in (SINCE_LAST, EPOCH)}
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """The number of experts by the key of every MoE layer's load."""
+        lists = [item for record in self._all for item in record.lists.items()]
+        return {key: len(load) for key, load in lists if key.startswith(LOAD)}
+
+    @property
+    def seconds(self) -> float:
+        """The training time in all, nan if it is not known."""
+        known = [record.seconds for record in self._all if not math.isnan(record.seconds)]
+        return max(known, default=math.nan)
+
+    @property
+    def last_update(self) -> int:
+        """The update of the last record."""
+        return max(record.update for record in self._all)
+
+    @property
+    def _all(self) -> list[Record]:
+        return [record for records in self.records.values() for record in records]
+
+
+def read_log(lines: Iterable[str]) -> Log:
+    """Return the records in the lines of a log; a line that is no record is passed over."""
+    log, last = Log(), ""
+    for number, line in enumerate(lines, start=1):
+        if found := _PROCESS_STARTS.search(line):
+            log.starts.append(len(log.entries))
+            log.ranks.append(int(found[1]))
+        text = line[line.find('{"') :].strip() if '{"' in line else ""
+        # fairseq adds a file handler in every epoch, and each of them writes each line.
+        if not text or text == last:
+            continue
+        last = text
+        try:
+            entry = read_entry(json.loads(text))
+        except json.JSONDecodeError:
+            if text.startswith('{"epoch"'):
+                log.damaged.append(number)
+            continue
+        if entry is not None:
+            log.entries.append(entry)
+    return log
+
+
+def read_entry(stats: object) -> Entry | None:
+    """Return the record that a JSON value is, or None if it is none."""
+    if not isinstance(stats, dict):
+        return None
+    key = next((key for key in stats if key.endswith(_UPDATES)), None)
+    update = None if key is None else _number(stats[key])
+    if key is None or update is None or not math.isfinite(update):
+        return None
+    prefix = key.removesuffix(_UPDATES)
+    entry = Entry(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
+    for name, value in stats.items():
+        if isinstance(value, list):
+            numbers = [_number(x) for x in value]
+            entry.lists[name.removeprefix(prefix)] = [math.nan if x is None else x for x in numbers]
+        elif (number := _number(value)) is not None:
+            entry.values[name.removeprefix(prefix)] = number
+    return entry
+
+
+def join(log: Log) -> Run:
+    """Make one run of all that was logged, in however many processes.
+
+    A process that resumes repeats the updates since its checkpoint: the records that it makes void
+    are left out. fairseq's `wall` begins at 0 in every process; here the parts add up.
+    """
+    notes = []
+    kept: list[tuple[str, Record]] = []
+    before = seconds = 0.0  # of the processes before this one, and in all
+    last_update, last_wall = 0, math.nan
+    for index, entry in enumerate(log.entries):
+        wall = entry.values.get("wall", math.nan)
+        if index and (
+            index in log.starts or entry.update < last_update or wall < last_wall
+        ):  # no comparison with nan is true
+            before, last_wall = seconds, math.nan
+            void = sum(record.update >= entry.update for _, record in kept)
+            kept = [(tag, record) for tag, record in kept if record.update < entry.update]
+            lost = f", and {void} earlier records from there on are left out" if void else ""
+            notes.append(f"Resumed: a new process logs from update {entry.update} on{lost}.")
+        if not math.isnan(wall):
+            last_wall, seconds = wall, before + wall
+        last_update = entry.update
+        known = math.nan if math.isnan(last_wall) else seconds
+        kept.append((entry.tag, Record(entry.update, known, entry.values, entry.lists)))
+    notes += _not_finite(kept)
+    if log.damaged:
+        notes.append(
+            f"{len(log.damaged)} damaged or cut-off line(s) left out, first in line {log.damaged[0]}."
+        )
+    by_tag: dict[str, dict[int, Record]] = {}
+    for tag, record in kept:
+        by_tag.setdefault(tag, {})[record.update] = record
+    ranks = log.ranks[:1] + [after for first, after in pairwise(log.ranks) if after != first]
+    return Run({tag: list(of.values()) for tag, of in by_tag.items()}, ranks, notes)
+
+
+def _not_finite(records: list[tuple[str, Record]]) -> list[str]:
+    """Return one sentence for every key with values that are nan or infinite."""
+    updates: dict[str, list[int]] = {}
+    for tag, record in records:
+        listed = {key: [value] for key, value in record.values.items()} | record.lists
+        for key, numbers in listed.items():
+            if not all(map(math.isfinite, numbers)):
+                updates.setdefault(f"{tag} {key}", []).append(record.update)
+    return [
+        f"{name} is nan or infinite in {len(at)} record(s), first at update {at[0]}: a gap in its curve."
+        for name, at in updates.items()
+    ]
+
+
+def _number(value: object) -> float | None:
+    """Return the number that fairseq logged, often as text; None if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None

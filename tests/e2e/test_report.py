@@ -1,0 +1,292 @@
+"""`python -m fairseq_tutel report` over real trainings: a MoE model on two ranks and a dense one.
+
+Covered: the page is well-formed, accessible and needs nothing but itself; it names both runs, has the
+pictures of every section and a heat map for every MoE layer; its numbers are the log's; a dense run
+alone; one log of a resumed, broken training; what is refused; that a browser draws it.
+"""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import BytesIO
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from cli import fairseq, tail
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from models import lm_args
+
+from fairseq_tutel.__main__ import main
+from fairseq_tutel.tools import figures
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+HREF = "{http://www.w3.org/1999/xlink}href"
+
+
+class Page(HTMLParser):
+    """A parsed page; it fails at the first tag that is not closed where it should be."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.images, self.cells = [], [], [], []
+        self.addresses, self.texts = [], {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag not in VOID:
+            self.open.append((tag, attributes))
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        self.addresses += [attributes[name] for name in ("src", "href") if name in attributes]
+        if tag == "img":
+            section = next(a["id"] for t, a in reversed(self.open) if t == "section")
+            self.images.append((section, attributes["alt"], picture(attributes["src"])))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        tags = [tag for tag, _ in self.open]
+        if tags:
+            self.texts.setdefault(tags[-1], []).append(data.strip())
+        if "tbody" in tags and tags[-1] in ("th", "td"):
+            self.cells.append(data)
+
+    def pictures(self, section):
+        """Return (alternative text, SVG) of every picture of a section."""
+        return [(alt, svg) for name, alt, svg in self.images if name == section]
+
+
+def picture(address):
+    kind, data = address.split(",", 1)
+    assert kind == "data:image/svg+xml;base64"
+    return ElementTree.fromstring(base64.b64decode(data))
+
+
+def words_of(svg):
+    return {
+        " ".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")
+    }
+
+
+def report(*arguments):
+    """Run the tool in this process, which has imported torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fairseq_tutel", "report", *map(str, arguments)])
+        main()
+
+
+def page_in(file):
+    return Page(file.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def runs(lm_data, tmp_path_factory):
+    """The save-dirs of a dense run, and of a MoE run on two ranks that drops tokens."""
+    folder = tmp_path_factory.mktemp("runs")
+    dense, moe = folder / "dense", folder / "moe"
+    for save_dir in (dense, moe):
+        save_dir.mkdir()
+    moe_flags = ("--moe-capacity-factor", 1, "--record-a2a-perf-stats")
+    words = lm_args(lm_data, moe, *moe_flags, "--log-file", moe / "train.log", updates=8)
+    fairseq("train", *words, ranks=2)
+    stock = (
+        "--task", "language_modeling", "--arch", "transformer_lm", "--criterion", "cross_entropy",
+        "--log-file", dense / "train.log", "--validate-interval-updates", 4,
+    )  # fmt: skip
+    words = lm_args(lm_data, dense, *stock, updates=8)
+    at = words.index("--moe-freq")
+    fairseq("train", *words[:at], *words[at + 4 :])
+    return dense, moe
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    """The page of both runs, written as a user would."""
+    folder = tmp_path_factory.mktemp("page")
+    command = [sys.executable, "-m", "fairseq_tutel", "report", *map(str, runs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, tail(done.stderr)
+    assert done.stdout == "wrote report.html\n"
+    return page_in(folder / "report.html")
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    for address in page.addresses:
+        assert address.startswith(("data:", "#")), address
+    assert {a.removeprefix("#") for a in page.addresses if a.startswith("#")} <= set(page.ids)
+    for _, _, svg in page.images:
+        for element in svg.iter():
+            assert element.get(HREF, "#").startswith(("#", "data:"))
+        assert not re.search(r"url\((?!#)", ElementTree.tostring(svg, encoding="unicode"))
+
+
+def test_the_page_is_accessible(page):
+    assert len(page.ids) == len(set(page.ids))
+    assert page.texts["title"] == page.texts["h1"] == ["Training report: dense, moe"]
+    assert page.texts["caption"] == ["Summary"]
+    assert all(len(alt) > 30 for _, alt, _ in page.images)
+    titles = page.texts["strong"]
+    assert len(titles) == len(page.images)
+
+
+def test_every_section_has_its_pictures_and_names_both_runs(page):
+    found = {name: len(page.pictures(name)) for name in page.ids if page.pictures(name)}
+    assert found == {"loss": 6, "experts": 3, "load": 5, "speed": 2, "optimizer": 3}
+    curves = {"dense, training", "dense, valid", "moe, training", "moe, valid"}
+    (_, against_updates), *_ = page.pictures("loss")
+    assert words_of(against_updates) >= {*curves, "updates", "perplexity"}
+    assert words_of(page.pictures("loss")[3][1]) >= {*curves, "training time (s)"}
+    assert words_of(page.pictures("speed")[0][1]) >= {"dense", "moe", "tokens per second"}
+
+
+def test_the_pictures_of_experts_are_of_the_moe_run_alone(page):
+    balance, entropy, dropped = page.pictures("experts")
+    assert words_of(balance[1]) >= {"moe, training", "moe, valid"}
+    assert words_of(entropy[1]) >= {"ln 4 = 1.39", "entropy (nats)"}
+    assert words_of(dropped[1]) >= {"moe, choice 1", "moe, choice 2", "dropped (%)"}
+    for _, svg in (balance, entropy, dropped):
+        assert not any("dense" in word for word in words_of(svg))
+    (exchanges,) = page.pictures("speed")[1:]
+    assert "moe, cpu clock" in words_of(exchanges[1])
+
+
+def test_every_moe_layer_has_a_heat_map_of_training_and_validation(page):
+    colours, *maps = page.pictures("load")
+    assert words_of(colours[1]) >= {"≤ ¼", "½", "1", "2", "≥ 4"}
+    starts = [alt[: alt.index(":")] for alt, _ in maps]
+    assert starts == [
+        f"moe, {what}, decoder layer {i}" for what in ("training", "valid") for i in (0, 1)
+    ]
+    for _, svg in maps:
+        assert words_of(svg) >= {"updates", "expert", "0", "3"}
+        assert any(element.tag.endswith("image") for element in svg.iter())
+
+
+def test_the_table_holds_the_numbers_of_the_log(page, runs):
+    rows = [page.cells[:9], page.cells[9:]]
+    for name, save_dir, row in zip(("dense", "moe"), runs, rows, strict=True):
+        lines = (save_dir / "train.log").read_text().splitlines()
+        records = [json.loads(line) for line in lines if line.startswith('{"epoch"')]
+        ppl = {r["valid_num_updates"]: float(r["valid_ppl"]) for r in records if "valid_ppl" in r}
+        best = min(ppl, key=ppl.get)
+        assert row[:2] == [name, "8"]
+        assert row[3] == f"{ppl['8']:.2f}"
+        assert row[4] == f"{ppl[best]:.2f} at update {best}"
+    assert [row[7:] for row in rows] == [["none", "1"], ["2 × 4", "2"]]  # noqa: RUF001
+
+
+def test_the_same_numbers_give_the_same_page(runs, tmp_path):
+    first, second = tmp_path / "first.html", tmp_path / "second.html"
+    for output in (first, second):
+        report(runs[0] / "train.log", "--output", output)
+    assert first.read_bytes() == second.read_bytes()
+    page = page_in(first)
+    assert {name for name, _, _ in page.images} == {"loss", "speed", "optimizer"}
+    assert "Experts" not in page.texts["h2"]
+
+
+def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
+    log = tmp_path / "train.log"
+    text = (runs[1] / "train.log").read_text()
+    broken = re.sub(r'"gnorm": "[\d.]+"', '"gnorm": "nan"', text).replace(
+        '"loss": "', '"loss": "inf', 1
+    )
+    log.write_text(text + broken + '{"epoch": 1, "update": 0.9, "lo')
+    name = "<script>alert('a & b')</script> $x_{ \"quoted\""
+    report(log, "--name", name, "--output", tmp_path / "page.html")
+    page = page_in(tmp_path / "page.html")
+    assert page.texts["title"] == [f"Training report: {name}"]
+    assert "script" not in page.texts
+    notes = " ".join(page.texts["li"])
+    assert "Resumed: a new process logs from update 1 on" in notes
+    assert "train_inner gnorm is nan or infinite in 8 record(s), first at update 1" in notes
+    assert "1 damaged or cut-off line(s)" in notes
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere"], "nowhere does not exist; give a log of fairseq-train, or its --save-dir."),
+        (["empty"], "empty holds no record of a training: looked for fairseq's JSON lines in 1 file(s) "
+                    "named *.log, *.json, *.txt, and for TensorBoard's event files; train with "
+                    "--log-format json --log-file empty/train.log."),
+        (["empty/a.txt"], "empty/a.txt holds no record of a training"),
+        (["run", "run"], "two runs are named run; tell them apart with --name."),
+        (["run", "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
+        (["run", "--output", "empty"], "--output is empty; give the name of a file in an existing folder."),
+        (["run", "--output", "no/page.html"], "--output is no/page.html; give the name of a file"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_with_one_sentence(runs, tmp_path, monkeypatch, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("no record\n")
+    (tmp_path / "run").symlink_to(runs[0])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        report(*arguments)
+    assert str(ended.value).startswith(f"error: {message}")
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_what_is_not_installed_is_named(runs, tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; "
+        "from fairseq_tutel.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", code, "report", str(runs[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    expected = "error: report needs matplotlib, which is not installed; pip install"
+    assert done.stderr.strip() == f"{expected} 'fairseq-tutel[report]'."
+
+
+def test_the_colours_of_a_heat_map_tell_the_load():
+    loads = [[1.0, 0.0, 4.0, 1.0], [1.0, 0.0, 4.0, 1.0]]
+    svg = ElementTree.fromstring(figures.heat_map([10, 20], loads).encode())
+    (image,) = [element for element in svg.iter() if element.tag.endswith("image")]
+    pixels = imread(BytesIO(base64.b64decode(image.get(HREF).split(",", 1)[1])), format="png")
+    if "scale(1 -1)" in image.get("transform"):
+        pixels = pixels[::-1]
+    height, width = pixels.shape[:2]
+    even, dead, crowded, last = (
+        pixels[int(height * (row + 0.5) / 4), width // 2, :3] for row in range(4)
+    )
+    assert even.min() > 0.9
+    assert np.array_equal(even, last)
+    assert dead[2] > dead[0] > dead[1]  # violet
+    assert crowded[0] > crowded[1] > crowded[2]  # orange
+    assert dead.max() < 0.4
+    assert crowded.min() < 0.1
+
+
+def test_neighbours_are_averaged_over_what_is_finite():
+    found = figures.averaged(np.array([1.0, 3.0, np.nan, 5.0, np.inf, np.nan, 7.0]), 4)
+    assert np.array_equal(found, [2.0, 5.0, np.nan, 7.0], equal_nan=True)
+    assert np.array_equal(figures.averaged(np.array([1.0, np.inf]), 2), [1, np.nan], equal_nan=True)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium in the PATH")
+def test_a_browser_draws_the_page(runs, tmp_path):
+    report(*runs, "--output", tmp_path / "page.html")
+    picture = tmp_path / "page.png"
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}",
+        "--window-size=1200,3000", (tmp_path / "page.html").as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape == (3000, 1200, 3)
+    assert pixels.max() == 1
+    for color in (*figures.COLORS[:2], "black"):  # the curves of both runs, and text
+        assert (np.abs(pixels - to_rgb(color)).max(axis=2) < 0.05).sum() > 100, color
