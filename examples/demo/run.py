@@ -1,6 +1,6 @@
 """Train, evaluate and compare a dense and a MoE language model on this machine, from nothing.
 
-`make demo` runs this. The numbers end up in `demo/result.json`.
+`make demo` runs this. The numbers end up in `demo/result.json`, the curves in `demo/report.html`.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def main() -> None:
     dense_speed, moe_speed = steps.train(DENSE), steps.train(MOE)
     dense_ppl, moe_ppl = steps.evaluate(DENSE), steps.evaluate(MOE)
     steps.generate(MOE)
+    page = steps.report([DENSE, MOE])
 
     result = {
         "dense_ppl": dense_ppl,
@@ -49,9 +50,10 @@ def main() -> None:
             "fairseq_tutel": version("fairseq-tutel"),
         },
     }
-    report = json.dumps(result, indent=2)
-    (steps.OUT / "result.json").write_text(report + "\n", encoding="utf-8")
-    print(f"\n{steps.OUT / 'result.json'}:\n{report}")
+    text = json.dumps(result, indent=2)
+    (steps.OUT / "result.json").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{steps.OUT / 'result.json'}:\n{text}")
+    print(f"\nHow the two trainings went: open {page} in a browser.")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -41,11 +41,10 @@ def preprocess(splits: Iterable[str]) -> None:
 
 def train(recipe: Recipe) -> float:
     """Train a model; return its speed in tokens per second."""
-    statistics = OUT / f"train-{recipe.name}.json"
     arguments = [*_model(recipe), *training_flags(recipe), "--save-dir", str(OUT / recipe.name)]
-    arguments += ["--log-file", str(statistics)]
+    arguments += ["--log-file", str(_statistics(recipe))]
     run("fairseq-train", arguments, OUT / f"train-{recipe.name}.log", show=TRAINING_PROGRESS)
-    return _tokens_per_second(statistics)
+    return _tokens_per_second(_statistics(recipe))
 
 
 def evaluate(recipe: Recipe) -> float:
@@ -68,8 +67,22 @@ def generate(recipe: Recipe) -> None:
     run("fairseq-interactive", arguments, OUT / "generate.log", show=r"^D-\d+\t\S+\t(.*)")
 
 
+def report(recipes: Sequence[Recipe]) -> Path:
+    """Draw the trainings, over one another, on one page; return its place."""
+    page = OUT / "report.html"
+    arguments = ["-m", "fairseq_tutel", "report", "--output", str(page)]
+    arguments += [f"--name={recipe.name}" for recipe in recipes]
+    arguments += [str(_statistics(recipe)) for recipe in recipes]
+    run("python", arguments, OUT / "report.log", show=r"(.+)")
+    return page
+
+
 def _model(recipe: Recipe) -> list[str]:
     return [DATA, "--user-dir", "user_dir", "--task", recipe.task, "--cpu"]
+
+
+def _statistics(recipe: Recipe) -> Path:
+    return OUT / f"train-{recipe.name}.json"
 
 
 def _checkpoint(recipe: Recipe) -> str:

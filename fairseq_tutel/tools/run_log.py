@@ -146,23 +146,20 @@ def join(log: Log) -> Run:
     """
     notes = []
     kept: list[tuple[str, Record]] = []
-    before = seconds = 0.0  # of the processes before this one, and in all
-    last_update, last_wall = 0, math.nan
-    for index, entry in enumerate(log.entries):
-        wall = entry.values.get("wall", math.nan)
-        if index and (
-            index in log.starts or entry.update < last_update or wall < last_wall
-        ):  # no comparison with nan is true
-            before, last_wall = seconds, math.nan
-            void = sum(record.update >= entry.update for _, record in kept)
-            kept = [(tag, record) for tag, record in kept if record.update < entry.update]
+    seconds = 0.0
+    for entries in _processes(log):
+        first = entries[0].update
+        if kept:
+            lasting = [(tag, record) for tag, record in kept if record.update < first]
+            void = len(kept) - len(lasting)
             lost = f", and {void} earlier records from there on are left out" if void else ""
-            notes.append(f"Resumed: a new process logs from update {entry.update} on{lost}.")
-        if not math.isnan(wall):
-            last_wall, seconds = wall, before + wall
-        last_update = entry.update
-        known = math.nan if math.isnan(last_wall) else seconds
-        kept.append((entry.tag, Record(entry.update, known, entry.values, entry.lists)))
+            notes.append(f"Resumed: a new process logs from update {first} on{lost}.")
+            kept = lasting
+        before, now = seconds, math.nan
+        for entry in entries:
+            if not math.isnan(wall := entry.values.get("wall", math.nan)):
+                now = seconds = before + wall
+            kept.append((entry.tag, Record(entry.update, now, entry.values, entry.lists)))
     notes += _not_finite(kept)
     if log.damaged:
         notes.append(
@@ -173,6 +170,21 @@ def join(log: Log) -> Run:
         by_tag.setdefault(tag, {})[record.update] = record
     ranks = log.ranks[:1] + [after for first, after in pairwise(log.ranks) if after != first]
     return Run({tag: list(of.values()) for tag, of in by_tag.items()}, ranks, notes)
+
+
+def _processes(log: Log) -> list[list[Entry]]:
+    """Return the entries of each process; one begins where it says so, or updates or time go back."""
+    parts: list[list[Entry]] = []
+    last_wall = math.nan
+    for index, entry in enumerate(log.entries):
+        wall = entry.values.get("wall", math.nan)
+        goes_back = index and (entry.update < log.entries[index - 1].update or wall < last_wall)
+        if goes_back or index in log.starts or not parts:
+            parts.append([])
+            last_wall = math.nan  # no comparison with nan is true
+        parts[-1].append(entry)
+        last_wall = last_wall if math.isnan(wall) else wall
+    return parts
 
 
 def _not_finite(records: list[tuple[str, Record]]) -> list[str]:

@@ -75,10 +75,12 @@ def test_other_lines_are_passed_over():
 
 
 def test_the_copies_of_a_line_are_one_record_and_no_restart():
-    run = run_of(*[inner(10, wall=5)] * 2, *[valid(10)] * 3, *[inner(20, wall=9)] * 3)
+    nan = inner(20, loss="nan", wall=9)
+    run = run_of(*[inner(10, wall=5)] * 2, *[valid(10)] * 3, *[nan] * 3)
     assert updates(run) == [10, 20]
     assert seconds(run) == [5, 9]
-    assert run.notes == []
+    (note,) = run.notes
+    assert "nan or infinite in 1 record(s)" in note
 
 
 def test_a_cut_off_line_is_left_out_and_noted():
