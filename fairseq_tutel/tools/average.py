@@ -2,7 +2,8 @@
 
 The flags are those of fairseq's scripts/average_checkpoints.py, which its wheel does not hold. Experts
 are stacked in one ordinary file, so they are averaged like all other weights. Everything but the
-weights is the first file's; with --num-epoch- and --num-update-checkpoints that is the newest one.
+weights is the first file's; with --num-epoch- and --num-update-checkpoints that is the newest one. Its
+fp32 masters, which are weights too, are left out.
 """
 
 import argparse
@@ -28,6 +29,10 @@ NAMES = {
         r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt",
     ),
 }
+
+# Where the optimizer state of a half-precision training holds the weights in fp32 (optim/moe_optimizer.py).
+# A resume would take the first file's weights from there instead of the average.
+MASTER = "fp32_master"
 
 
 def add_to(tools: Any) -> None:
@@ -240,7 +245,15 @@ def average(paths: list[Path]) -> dict[str, Any]:
         if identity not in done:
             done[identity] = mean(tensors)
         averaged[key] = done[identity]
-    return {**states[0], "model": averaged}
+    kept = {key: _without(MASTER, part) for key, part in states[0].items() if key != "model"}
+    return {**kept, "model": averaged}
+
+
+def _without(name: str, tree: Any) -> Any:
+    """Return nested dictionaries without the entries of one name."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without(name, part) for key, part in tree.items() if key != name}
 
 
 def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict) -> None:

@@ -297,6 +297,18 @@ def test_average_is_resumed_from_on_two_ranks(averaged_lm, lm_data, tmp_path):
     same_weights(load(averaged_lm), load(tmp_path / "checkpoint_last.pt"))
 
 
+def test_average_of_a_half_precision_training_is_what_a_resume_starts_from(lm_data, tmp_path):
+    words = lm_args(lm_data, tmp_path, "--bf16", "--save-interval-updates", 2, updates=4)
+    fairseq("train", *words, "--no-last-checkpoints")
+    output = tmp_path / "mean.pt"
+    average("--inputs", tmp_path, "--num-update-checkpoints", 2, "--output", output)
+    words = ("--bf16", "--restore-file", output, "--lr", 0)
+    fairseq("train", *lm_args(lm_data, tmp_path / "on", *words, updates=5))
+    found = load(tmp_path / "on" / "checkpoint_last.pt")
+    for key, weight in load(output)["model"].items():
+        assert torch.equal(found["model"][key], weight.bfloat16().float()), key
+
+
 def test_average_of_the_best_translates(mt, mt_data, tmp_path):
     files = sorted(mt[0].glob("checkpoint.best_bleu_*.pt"), reverse=True)
     output = average(
