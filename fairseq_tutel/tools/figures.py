@@ -88,8 +88,7 @@ def line_chart(
             _make_logarithmic(axes, np.concatenate([np.asarray(c.y, dtype=float) for c in curves]))
         if from_zero:
             axes.set_ylim(bottom=0)
-        longest = max(len(curve.label) for curve in curves)
-        columns = min(4, max(1, LINE_LETTERS // (longest + 7)))
+        columns = _legend_columns([c.label for c in curves] + [name for _, name in references])
         figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
         return _svg(figure)
 
@@ -171,6 +170,13 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
         marker=MARKERS[curve.run // len(COLORS) % len(MARKERS)] if len(x) <= FEW_POINTS else None,
         markersize=3,
     )
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    """Return how many labels go in a line; the columns of a legend are filled one after the other."""
+    fitting = max(1, LINE_LETTERS // (max(map(len, labels)) + 7))
+    lines = -(-len(labels) // fitting)
+    return -(-len(labels) // lines)
 
 
 def _mark(axis: Axis) -> None:
