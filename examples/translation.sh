@@ -5,7 +5,8 @@
 #
 # DATA_DIR holds Multi30k German-English: {train,val,test_2016_flickr}.{de,en}. Reports the perplexity on
 # val and, by sacrebleu on detokenized text, the BLEU on test_2016.
-# Environment: SEEDS (default "1"), MODELS ("dense moe"), LR (0.003), OMP_NUM_THREADS (all cores).
+# Environment: SEEDS (default "1"), MODELS ("dense moe"), EXTRA (more flags of fairseq-train, which win),
+# OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
 data=${1:?usage: examples/translation.sh DATA_DIR [OUT]}
@@ -34,14 +35,13 @@ declare -A model=(
            --criterion moe_label_smoothed_cross_entropy
            --moe-freq 1 --moe-expert-count 8 --moe-top-k 2 --moe-expert-ffn-dim 256"
 )
-updates=${UPDATES:-1000}
 shared="--user-dir $root/user_dir --encoder-layers 3 --decoder-layers 3
     --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 --encoder-attention-heads 4
     --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 4
     --encoder-normalize-before --decoder-normalize-before --share-all-embeddings --dropout 0.1
     --label-smoothing 0.1 --optimizer moe_adam --adam-betas (0.9,0.98) --clip-norm 1
-    --lr ${LR:-0.003} --lr-scheduler polynomial_decay --warmup-updates 100
-    --total-num-update $updates --max-update $updates --max-tokens 2048 --num-workers 0
+    --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 100 --total-num-update 600
+    --max-update 600 --max-tokens 2048 --num-workers 0
     --no-epoch-checkpoints --log-format json --log-interval 50"
 
 for seed in ${SEEDS:-1}; do
@@ -50,7 +50,7 @@ for seed in ${SEEDS:-1}; do
         rm -rf "$run"
         mkdir -p "$run"
         # shellcheck disable=SC2086 # the flags are words
-        fairseq-train "$out/bin" ${model[$name]} $shared --seed "$seed" --save-dir "$run" \
+        fairseq-train "$out/bin" ${model[$name]} $shared ${EXTRA:-} --seed "$seed" --save-dir "$run" \
             --log-file "$run/train.log" > "$run/output.txt" 2>&1
         fairseq-generate "$out/bin" --user-dir "$root/user_dir" --path "$run/checkpoint_last.pt" \
             --gen-subset test --beam 5 --batch-size 64 --required-batch-size-multiple 1 \

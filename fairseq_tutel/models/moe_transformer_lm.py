@@ -1,6 +1,7 @@
 """moe_transformer_lm: fairseq's decoder-only language model with experts, and its architectures."""
 
 import argparse
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,11 +13,14 @@ from fairseq.models import (
     register_model_architecture,
 )
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.flags import ModelOptions, defaults
 from fairseq_tutel.models.build import install_experts, refuse_options
 from fairseq_tutel.task_mixin import attach
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,6 +35,7 @@ class MoETransformerLanguageModel(TransformerLanguageModel):
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
         """Build the stock model, then replace the chosen FFNs."""
+        _say_what_hydra_leaves_out(args)
         _fill_in(args)
         stock_args = _with_scales(args)
         refuse_options(args)
@@ -38,6 +43,18 @@ class MoETransformerLanguageModel(TransformerLanguageModel):
         install_experts(model, args, task, {"decoder": args.moe_freq})
         attach(task, model)
         return model
+
+
+def _say_what_hydra_leaves_out(args: Any) -> None:
+    """Warn where an architecture's name brings none of its sizes, as for stock's language models."""
+    name = getattr(args, "_name", None)
+    if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
+        logger.warning(
+            "fairseq-hydra-train takes no sizes from the architecture's name %s; give model.decoder_layers "
+            "and the like, or train by fairseq-train --arch %s",
+            name,
+            name,
+        )
 
 
 def _fill_in(args: Any) -> None:

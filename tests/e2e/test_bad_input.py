@@ -163,7 +163,7 @@ def test_a_frequency_of_one_side_is_refused_by_its_name(side, mt_data, tmp_path)
 )
 def test_hydra_refuses_the_same(override, sentence, lm_data, tmp_path):
     output = refused(
-        "hydra-train", "--config-dir", "configs/hydra", "--config-name", "moe_lm",
+        "hydra-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm",
         f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", override, cwd=ROOT,
         env={"PWD": str(ROOT)},
     )  # fmt: skip

@@ -143,11 +143,11 @@ def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
 @pytest.mark.parametrize(
     ("kind", "name", "options"),
     [
-        ("lm", "moe_lm", ["model.decoder_layers=2", "model.decoder_embed_dim=16"]),
+        ("lm", "tiny_lm", ["model.decoder_layers=2", "model._name=moe_transformer_lm_gpt"]),
         (
             "mt",
-            "moe_translation",
-            ["+model.encoder_layers=2", "+model.decoder_layers=2", "+model.encoder_embed_dim=32"],
+            "tiny_translation",
+            ["model.encoder_layers=2", "model.decoder_layers=2"],
         ),
     ],
 )
@@ -161,6 +161,7 @@ def test_hydra_trains_the_committed_configuration(kind, name, options, request, 
     )  # fmt: skip
     assert "done training" in run.output
     assert "expert1_balance_top" in run.output
+    assert ("takes no sizes from the architecture's name" in run.output) == (kind == "lm")
     saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
     assert any("fc1.experts.fc1_weight" in key for key in saved["model"])
     if kind == "lm":
@@ -188,7 +189,7 @@ def test_the_readme_s_first_lines_train(lm_data, tmp_path):
     ]  # fmt: skip
     run = fairseq("train", *words, *small)
     assert run.stats("train_inner")[0].keys() >= EXPERT_METRICS
-    assert "fairseq-hydra-train --config-dir configs/hydra --config-name moe_lm" in text
+    assert "fairseq-hydra-train --config-dir configs/hydra --config-name tiny_lm" in text
 
 
 def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, tmp_path):

@@ -183,9 +183,10 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
     from cli import ROOT
 
     overrides = [
-        "+model.moe_expert_ffn_dim=12", "model.moe_expert_count='4,6,8'", "+model.moe_top1_expert=true",
+        "model.moe_expert_ffn_dim=12", "model.moe_expert_count='4,6,8'", "+model.moe_top1_expert=true",
         "+model.moe_expert_type=glu", "+model.no_moe_gating_use_fp32=true", "+model.moe_gate_type=linear",
         "+model.moe_eval_capacity_factor=0.5", "+model.moe_balance_loss=none", "model.decoder_layers=6",
+        "model.decoder_input_dim=16", "model.decoder_output_dim=16",
         "+model.moe_drop_policy=position", "model.moe_capacity_factor=1.5", "model.moe_freq=2",
         "+task.moe_exchange=padded", "+task.moe_backend=reference", "+task.record_a2a_perf_stats=true",
         "+task.moe_expert_parallel_size=2", "+criterion.moe_gate_loss_combine_method=sum",
@@ -194,7 +195,7 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
         "dataset.required_batch_size_multiple=1", "optimization.max_update=1", "common.log_interval=1",
     ]  # fmt: skip
     run = fairseq(
-        "tutel-train", "--config-dir", "configs/hydra", "--config-name", "moe_lm", f"task.data={lm_data}",
+        "tutel-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"checkpoint.save_dir={tmp_path}", *overrides, cwd=ROOT, env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
     assert "4/6/8 experts, top-1, hidden 12, capacity factor 1.5 (evaluation 0.5)" in run.output

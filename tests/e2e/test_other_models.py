@@ -1,7 +1,7 @@
 """moe_roberta and moe_bart: train, resume, validate and open, on one rank and on two.
 
-Covered: masked-LM and denoising tasks, the same bits after a resume (roberta), one process opens what two ranks
-saved, fairseq's hub interface, BERT's initialisation.
+Covered: masked-LM and denoising tasks, the same bits after a resume (roberta), one process opens what
+two ranks saved, fairseq's hub interface, BERT's initialisation.
 """
 
 import pytest

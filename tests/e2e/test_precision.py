@@ -88,7 +88,7 @@ def test_precision_bf16_dense_baseline(lm_data, tmp_path):
 
 def test_precision_bf16_through_hydra(lm_data, tmp_path):
     fairseq(
-        "hydra-train", "--config-dir", USER_DIR + "/../configs/hydra", "--config-name", "moe_lm",
+        "hydra-train", "--config-dir", USER_DIR + "/../configs/hydra", "--config-name", "tiny_lm",
         f"task.data={lm_data}", f"common.user_dir={USER_DIR}", "common.bf16=true", "common.cpu=true",
         "common.log_interval=1", "model.decoder_layers=2", "model.decoder_embed_dim=16",
         "model.decoder_ffn_embed_dim=32", "model.decoder_attention_heads=2",
