@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fairseq.file_io import PathManager
 from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
@@ -66,7 +67,7 @@ def complete(task: Any, model: nn.Module, topology: Topology) -> None:
     if topology.expert_parallel_size > 1:
         _refuse_layerdrop(model)
         _refuse_for_shared_experts(root)
-    _refuse_torn_checkpoint(root)
+    _refuse_bad_checkpoint(root.checkpoint)
     _use_twin_optimizer(root)
     if root.common.fp16:
         # One flat tensor of all gradients would lose which of them are experts'.
@@ -175,18 +176,28 @@ def _refuse_for_shared_experts(root: Any) -> None:
         )
 
 
-def _refuse_torn_checkpoint(root: Any) -> None:
-    path = root.checkpoint.restore_file
-    if not os.path.isabs(path) and not os.path.exists(path):
-        path = os.path.join(root.checkpoint.save_dir, path)
+def _refuse_bad_checkpoint(cfg: Any) -> None:
+    last = os.path.join(cfg.save_dir, "checkpoint_last.pt")
+    if cfg.restore_file != "checkpoint_last.pt":
+        flag, path = "--restore-file", cfg.restore_file
+        if not PathManager.exists(path):
+            # Stock would train from scratch.
+            raise ValueError(
+                f"--restore-file is {path}, which does not exist; give a path from the current folder, or "
+                "drop it to go on from --save-dir."
+            )
+    elif cfg.finetune_from_model is not None and not os.path.exists(last):
+        flag, path = "--finetune-from-model", cfg.finetune_from_model
+    else:
+        flag, path = "--restore-file", last
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
         zipped = file.read(2) == b"PK"
     if os.path.getsize(path) == 0 or (zipped and not zipfile.is_zipfile(path)):
         raise ValueError(
-            f"--restore-file is {path}, which is torn (cut off while it was written); remove it and "
-            "give --restore-file an older checkpoint."
+            f"{flag} is {path}, which is torn (cut off while it was written); remove it and give "
+            "an older checkpoint."
         )
 
 

@@ -52,7 +52,10 @@ class MoEOptimizerMixin:
         return norm
 
     def _is_scaled_by_torch(self) -> bool:
-        root = self.cfg._get_root() if hasattr(self.cfg, "_get_root") else None  # type: ignore[attr-defined]
+        cfg = getattr(self, "cfg", None)
+        if cfg is None:  # fairseq's older optimizers keep the whole command line
+            return bool(getattr(self.args, "amp", False))  # type: ignore[attr-defined]
+        root = cfg._get_root() if hasattr(cfg, "_get_root") else None
         return root is not None and "common" in root and root.common.amp
 
     def step(self, *args: Any, **kwargs: Any) -> None:

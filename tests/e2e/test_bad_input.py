@@ -73,6 +73,10 @@ LM_CASES = {
         "--ddp-backend is slowmo, which would shard or average experts as if they were replicas",
     ),
     "fp16 on a CPU": (("--fp16",), "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop"),
+    "a missing restore file": (
+        ("--restore-file", "nowhere.pt"),
+        "--restore-file is nowhere.pt, which does not exist; give a path from the current folder",
+    ),
     "amp on a CPU": (("--amp",), "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it"),
     "quantization noise": (
         ("--quant-noise-pq", 0.1),
