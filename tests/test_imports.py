@@ -54,7 +54,6 @@ CORE = {
         "tools.run_summary"
     ),
     "tools.user_dir": "",
-    "__main__": "fairseq_tutel tools.average tools.report tools.user_dir",
 }
 EDGE = {
     "flags": "config",
@@ -90,6 +89,8 @@ EDGE = {
     ),
     "wrapped": "comm.checkpoint comm.topology optim.moe_optimizer",
     "train": "comm.topology plugin",
+    "tools.environment": "kernels",
+    "__main__": ("fairseq_tutel tools.average tools.environment tools.report tools.user_dir"),
 }
 TABLE = {**CORE, **EDGE}
 

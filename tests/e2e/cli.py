@@ -66,6 +66,8 @@ def refused(command, *args, **kwargs):
 def start(command, *args, ranks=1, env=None, cwd=None, stdin=None):
     """Start a command and return what `wait` takes: [(process, log file), …]."""
     argv = [f"fairseq-{command}", *map(str, args)]
+    if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
+        argv += ["--num-workers", "0"]  # starting a worker costs more than these few batches
     base = {"OMP_NUM_THREADS": "1", **(env or {})}
     directory = Path(_scratch())
     started = []

@@ -1,0 +1,122 @@
+"""env: print versions, devices and backends, and why each backend is chosen, for a bug report."""
+
+import argparse
+import importlib.util
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.kernels import backend_for
+
+PACKAGES = (
+    "fairseq-tutel", "torch", "fairseq-fixed", "fairseq", "numpy", "triton", "hydra-core", "omegaconf",
+    "sacrebleu", "sentencepiece", "tensorboardX", "wandb", "matplotlib",
+)  # fmt: skip
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser(
+        "env", help="print versions, devices and the backends chosen", description=__doc__
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print every section."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        "chosen here": choices(device),
+    }
+    for title, lines in sections.items():
+        print(title)
+        for name, value in lines:
+            print(f"  {name}: {value}")
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Yield (package, version) of Python and of what is installed."""
+    yield "python", platform.python_version()
+    yield "system", platform.platform()
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            if package != "fairseq":  # the same software under the name of an older upload
+                yield package, "not installed"
+    yield "apex", _apex()
+
+
+def devices() -> Iterator[tuple[str, str]]:
+    """Yield (name, description) of the CPU and of every GPU."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{torch.get_num_threads()} threads, {capability}"
+    kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        built = torch.version.hip or torch.version.cuda
+        yield (
+            "gpu",
+            f"none found ({f'torch is built for {kind}' if built else 'torch is a CPU build'})",
+        )
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        memory = facts.total_memory / 2**30
+        yield f"gpu {index}", f"{facts.name}, {memory:.0f} GiB, {kind}"
+    backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
+    yield "torch.distributed", ", ".join(backends)
+
+
+def choices(device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield (what, the backend chosen and why) for a run on `device` without further flags."""
+    on_gpu = device.type == "cuda"
+    backend, reason = backend_for("auto", device)
+    yield "kernels (--moe-backend auto)", f"{backend}, since: {reason}"
+    if on_gpu:
+        yield "ranks talk by", "nccl, since there is a GPU"
+    else:
+        yield "ranks talk by", "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
+    adam, norm = _fairseq_classes(on_gpu)
+    yield "moe_adam", adam
+    yield "LayerNorm", norm
+    if on_gpu:
+        yield "precisions", "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"
+    else:
+        yield (
+            "precisions",
+            "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU",
+        )
+
+
+def _apex() -> str:
+    if importlib.util.find_spec("apex") is None:
+        return "not installed"
+    if importlib.util.find_spec("amp_C") is None:
+        return "a package of that name without NVIDIA's extensions (PyPI's apex is another project)"
+    return "NVIDIA's"
+
+
+def _fairseq_classes(on_gpu: bool) -> tuple[str, str]:
+    """Say which Adam and LayerNorm fairseq will use; it looks for apex itself."""
+    try:
+        from fairseq.modules.layer_norm import has_fused_layernorm
+        from fairseq.optim.fused_adam import get_fused_adam_class
+    except ImportError:
+        return ("fairseq is not installed",) * 2
+    if on_gpu and get_fused_adam_class() is not None:
+        adam = (
+            "apex's FusedAdam, since it can be imported; torch's fused AdamW with --fp16-adam-stats"
+        )
+    else:
+        why = "no apex" if on_gpu else "apex needs a GPU"
+        adam = (
+            f"torch's fused AdamW for fp32 and fp64, fairseq's loop for half weights, since: {why}"
+        )
+    if on_gpu and has_fused_layernorm:
+        return adam, "apex's FusedLayerNorm, since it can be imported"
+    return adam, f"torch's, since: {'no apex' if on_gpu else 'apex needs a GPU'}"

@@ -1,0 +1,48 @@
+"""`python -m fairseq_tutel env`: what it says here, without fairseq, and beside another project's apex."""
+
+import os
+import subprocess
+import sys
+
+import torch
+from cli import ROOT
+
+import fairseq_tutel
+
+
+def _env(*, path=None, before=""):
+    code = f"import sys; sys.argv[1:] = ['env']; {before}\nfrom fairseq_tutel.__main__ import main\nmain()"
+    paths = [str(ROOT), *([str(path)] if path else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = (line.partition(": ") for line in done.stdout.splitlines() if line.startswith("  "))
+    return {name.strip(): value for name, _, value in lines}
+
+
+def test_env_prints_versions_devices_and_reasons():
+    facts = _env()
+    assert facts["fairseq-tutel"] == fairseq_tutel.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["fairseq-fixed"].startswith("0.12.")
+    assert "gloo" in facts["torch.distributed"]
+    if not torch.cuda.is_available():
+        assert facts["gpu"].startswith("none found")
+        assert facts["kernels (--moe-backend auto)"] == "reference, since: tensors on cpu"
+        assert facts["ranks talk by"].startswith("gloo")
+        assert facts["moe_adam"].startswith("torch's fused AdamW")
+        assert "not --fp16" in facts["precisions"]
+
+
+def test_env_works_without_fairseq():
+    facts = _env(before="sys.modules['fairseq'] = None")
+    assert facts["moe_adam"] == "fairseq is not installed"
+
+
+def test_env_tells_another_apex_from_nvidia_s(tmp_path):
+    assert _env()["apex"] == "not installed"
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    assert _env(path=tmp_path)["apex"].startswith("a package of that name without NVIDIA's")
