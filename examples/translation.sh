@@ -4,7 +4,7 @@
 #   examples/translation.sh DATA_DIR [OUT]
 #
 # DATA_DIR holds Multi30k German-English: {train,val,test_2016_flickr}.{de,en}. Reports the perplexity on
-# val and, by sacrebleu on detokenized text, the BLEU on test_2016.
+# val and, by sacrebleu on the text as it is, the BLEU on test_2016.
 # Environment: SEEDS (default "1"), MODELS ("dense moe"), EXTRA (more flags of fairseq-train, which win),
 # OMP_NUM_THREADS (all cores).
 set -euo pipefail
@@ -58,7 +58,7 @@ for seed in ${SEEDS:-1}; do
         grep '^D-' "$run/generate.txt" | sort -V | cut -f 3 > "$run/test.en"
         echo "$name seed $seed:" \
             "dev perplexity $(grep -o '"valid_ppl": "[0-9.]*"' "$run/output.txt" | tail -n 1 | cut -d'"' -f 4)," \
-            "BLEU $(sacrebleu "$data/test_2016_flickr.en" -i "$run/test.en" -b -w 2)," \
+            "BLEU $(sacrebleu "$data/test_2016_flickr.en" -i "$run/test.en" --force -b -w 2)," \
             "$(grep -o '"train_wall": "[0-9]*"' "$run/output.txt" | tail -n 1 | cut -d'"' -f 4) s of training"
     done
 done

@@ -17,6 +17,7 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
 from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.ffn_step import named_stacks
 from fairseq_tutel.optim.moe_optimizer import twin_name
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,19 @@ def device_of(root: Any) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def complete(task: Any, model: nn.Module, topology: Topology) -> None:
-    """Refuse what cannot work, and set what experts need of the run; every change is logged once."""
-    root = root_of(task)
-    if root is None or not is_training(task):
-        return
+def complete(root: Any, model: nn.Module, topology: Topology) -> None:
+    """Refuse what cannot work, and set what experts need of the run; every change is logged once.
+
+    Args:
+        root: the FairseqConfig of a training.
+        model: the stock model, before its FFNs are replaced.
+        topology: where experts will live.
+    """
     world = root.distributed_training.distributed_world_size
+    # On the command line fairseq itself concludes this; under hydra the run would be in fp32.
+    for precision in ("fp16", "bf16"):
+        if root.common[f"memory_efficient_{precision}"]:
+            _set(root.common, precision, True)
     _refuse_unrelated_trainings()
     _refuse_run(root, world, on_gpu=device_of(root).type == "cuda")
     if topology.expert_parallel_size > 1:
@@ -152,10 +160,8 @@ def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
 
 
 def _refuse_layerdrop(model: nn.Module) -> None:
-    for side in ("encoder", "decoder"):
-        value = getattr(getattr(model, side, None), "encoder_layerdrop", 0.0) or getattr(
-            getattr(model, side, None), "decoder_layerdrop", 0.0
-        )
+    for side, _, layers in named_stacks(model):
+        value = getattr(layers, "p", 0.0)  # a LayerDropModuleList has it
         if value > 0:
             raise ValueError(
                 f"--{side}-layerdrop is {value}: ranks would drop different layers and wait for each "
@@ -177,10 +183,13 @@ def _refuse_for_shared_experts(root: Any) -> None:
 
 
 def _refuse_bad_checkpoint(cfg: Any) -> None:
-    last = os.path.join(cfg.save_dir, "checkpoint_last.pt")
+    suffix = f"{cfg.checkpoint_suffix or ''}.pt"
+    last = os.path.join(cfg.save_dir, "checkpoint_last" + suffix)
     if cfg.restore_file != "checkpoint_last.pt":
-        flag, path = "--restore-file", cfg.restore_file
-        if not PathManager.exists(path):
+        flag, path = "--restore-file", cfg.restore_file.replace(".pt", suffix)
+        # Scripts that start a job again name the last checkpoint on the first start too.
+        is_last = os.path.abspath(path) == os.path.abspath(last)
+        if not is_last and not PathManager.exists(path):
             # Stock would train from scratch.
             raise ValueError(
                 f"--restore-file is {path}, which does not exist; give a path from the current folder, or "

@@ -31,8 +31,8 @@ class MoETaskMixin:
             )
         if self._has_experts and not hasattr(criterion, "gate_loss") and _is_first_rank():
             logger.warning(
-                "criterion %s trains the experts without a balance loss; moe_cross_entropy and "
-                "moe_label_smoothed_cross_entropy have one",
+                "criterion %s trains the experts without a balance loss; moe_cross_entropy, "
+                "moe_label_smoothed_cross_entropy and moe_masked_lm have one",
                 type(criterion).__name__,
             )
         return criterion

@@ -63,7 +63,7 @@ EDGE = {
     "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.topology",
     "optim.moe_adam": "comm.gradients optim.moe_optimizer",
     "optim": "optim.moe_adam optim.moe_optimizer",
-    "run_config": "comm.topology optim.moe_optimizer",
+    "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
         "comm.all_to_all comm.checkpoint comm.topology elastic_iterator ffn_step run_config"
     ),

@@ -43,6 +43,8 @@ def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> N
     Dense gradients are the same on all ranks by now; of the experts', each rank knows a part.
     """
     grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
+    if not grads:  # a criterion's parameters, say; the same on all ranks
+        return
     finite = torch.stack([g.isfinite().all() for g in grads]).all()
     overflow = (~finite).to(torch.float32)
     dist.all_reduce(overflow, op=dist.ReduceOp.MAX)

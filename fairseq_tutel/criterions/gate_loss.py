@@ -164,13 +164,15 @@ LOAD_PREFIX = "moe_load_"
 
 def _load(layers: list[MoEFeedForward]) -> dict[str, Tensor]:
     """Return how many (token, choice) pairs chose each expert [E], for every layer."""
-    zeros = {n: torch.zeros(n, dtype=torch.int64) for n in {x.config.num_experts for x in layers}}
     return {
-        LOAD_PREFIX + layer.label: layer.record.assigned_E
-        if layer.seen
-        else zeros[layer.config.num_experts]
+        LOAD_PREFIX + layer.label: layer.record.assigned_E if layer.seen else _no_load(layer)
         for layer in layers
     }
+
+
+def _no_load(layer: MoEFeedForward) -> Tensor:
+    device = layer.experts.fc1_weight.device
+    return torch.zeros(layer.config.num_experts, dtype=torch.int64, device=device)
 
 
 def _nothing_seen(layers: list[MoEFeedForward]) -> dict[str, Any]:

@@ -48,15 +48,15 @@ def install_experts(
     """
     chosen = _choose(model, freqs)
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
-    task_cfg = config_of(task)
+    task_cfg, root, training = config_of(task), root_of(task), is_training(task)
     requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
-    topology = make_topology(counts, requested) if is_training(task) else Topology()
+    topology = make_topology(counts, requested) if training else Topology()
     configs = [
         layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
         for count, (_, layer) in zip(counts, chosen, strict=True)
     ]
-    complete(task, model, topology)
-    root = root_of(task)
+    if training:
+        complete(root, model, topology)
     backend, reason = backend_for(configs[0].backend, device_of(root))
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):

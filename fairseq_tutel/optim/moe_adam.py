@@ -48,7 +48,7 @@ class FusedAdam(Adam):
             by_step: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    by_step[self._advance(p), p.device, p.dtype].append(p)
+                    by_step[self._advance(p, group), p.device, p.dtype].append(p)
             for (step, _, _), params in by_step.items():
                 grads = [p.grad for p in params]
                 self._fused_step(group, params, grads, [self.state[p] for p in params], step)
@@ -61,8 +61,8 @@ class FusedAdam(Adam):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                step, state = self._advance(p), self.state[p]
-                wide = {key: _widened(state, key) for key in MOMENTS}
+                step, state = self._advance(p, group), self.state[p]
+                wide = {key: _widened(state, key, p.device) for key in MOMENTS}
                 # What is fp32 already is updated in place.
                 p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
                 self._fused_step(group, [p32], [grad32], [wide], step)
@@ -78,10 +78,10 @@ class FusedAdam(Adam):
 
     def _leave_fp16_stats(self) -> None:
         """Widen moments that came from a checkpoint of a run with fp16 ones."""
-        for state in self.state.values():
+        for p, state in self.state.items():
             for key in MOMENTS:
                 if key + "_scale" in state:
-                    state[key] = _widened(state, key)
+                    state[key] = _widened(state, key, p.device)
                     del state[key + "_scale"]
 
     def _can_fuse(self) -> bool:
@@ -96,12 +96,13 @@ class FusedAdam(Adam):
             for group in self.param_groups
         )
 
-    def _advance(self, p: Tensor) -> int:
+    def _advance(self, p: Tensor, group: dict[str, Any]) -> int:
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        state["step"] += 1
-        return int(state["step"])
+        # apex's newer Adam keeps one count, beside the group's options.
+        state["step"] = int(state.get("step", group.get("step", 0))) + 1
+        return state["step"]
 
     @staticmethod
     def _fused_step(
@@ -113,7 +114,8 @@ class FusedAdam(Adam):
     ) -> None:
         """Update parameters and moments in place; all on one device, of one dtype, at one step."""
         beta1, beta2 = group["betas"]
-        step_tensor = torch.tensor(float(step), device=params[0].device)
+        # Filled on the device: a copy from the host would wait for it.
+        step_tensor = torch.full((), float(step), device=params[0].device)
         torch._fused_adamw_(
             params,
             grads,
@@ -131,8 +133,10 @@ class FusedAdam(Adam):
         )
 
 
-def _widened(state: dict[str, Any], key: str) -> Tensor:
-    return state[key].float() * state.get(key + "_scale", 1.0)
+def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
+    """Return a moment in fp32; fairseq's memory-efficient wrapper leaves a file's tensors on the host."""
+    scale = torch.as_tensor(state.get(key + "_scale", 1.0), device=device)
+    return state[key].to(device, torch.float32) * scale
 
 
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):

@@ -33,6 +33,9 @@ class MoEOptimizerMixin:
     _gathered_state: dict[int, dict[str, Any]] | None = None
     # Whether the parameters are fp32 masters of half ones: set before a checkpoint is written.
     holds_masters: bool = False
+    # Under --amp fairseq unscales the gradients of torch's optimizer, and hands this object to
+    # GradScaler.step, which would unscale them again; with this, it leaves found_inf here instead.
+    _step_supports_amp_scaling: bool = True
 
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
@@ -52,15 +55,18 @@ class MoEOptimizerMixin:
         return norm
 
     def _is_scaled_by_torch(self) -> bool:
-        cfg = getattr(self, "cfg", None)
-        if cfg is None:  # fairseq's older optimizers keep the whole command line
-            return bool(getattr(self.args, "amp", False))  # type: ignore[attr-defined]
-        root = cfg._get_root() if hasattr(cfg, "_get_root") else None
-        return root is not None and "common" in root and root.common.amp
+        # fairseq's older optimizers keep it under this name, or the whole command line.
+        cfg = self.cfg if hasattr(self, "cfg") else self.args  # type: ignore[attr-defined]
+        if not hasattr(cfg, "_get_root"):
+            return bool(getattr(cfg, "amp", False))
+        root = cfg._get_root()
+        return "common" in root and root.common.amp
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Take the step; what was gathered for the last checkpoint is stale and freed."""
         self._gathered_state = None
+        if getattr(self, "found_inf", None) is not None and self.found_inf.item() > 0:
+            return  # torch's GradScaler, see above
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def gather_state(self, place: Topology) -> None:
@@ -85,8 +91,8 @@ class MoEOptimizerMixin:
         those.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
-        state = state_dict["state"]
-        if self.holds_masters:
+        state = state_dict.get("state", {})  # a composite optimizer has one of each group's
+        if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):  # type: ignore[attr-defined]
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
         for index, tensors in (self._gathered_state or {}).items():
@@ -100,7 +106,7 @@ class MoEOptimizerMixin:
         place = topology.in_use()
         params = list(self.params)  # type: ignore[attr-defined]
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
-        state = state_dict["state"]
+        state = state_dict.get("state", {})
         if place.expert_parallel_size > 1:
             for index, parameter in enumerate(params):
                 if is_expert(parameter) and index in state:

@@ -1,7 +1,7 @@
 """An overflow in one rank's experts: every rank skips the step and lowers the loss scale alike.
 
-Covered: fairseq's FP16Optimizer around moe_adam, torch's GradScaler after `spread_overflow`; an
-infinity, a NaN, none.
+Covered: fairseq's FP16Optimizer and AMPOptimizer around the moe_ optimizers of both generations; an
+infinity, a NaN, none; the size of a step under amp.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairseq_tutel import make_topology
-from fairseq_tutel.comm.gradients import mark_expert, spread_overflow
+from fairseq_tutel.comm.gradients import mark_expert
 
 
 def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:
@@ -25,10 +25,9 @@ def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:
     return dense, expert
 
 
-def fp16(poison: float) -> tuple[bool, float]:
+def _config(optimizer: str):
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.optim.adam import FairseqAdamConfig
-    from fairseq.optim.fp16_optimizer import FP16Optimizer
     from omegaconf import OmegaConf
 
     from fairseq_tutel import plugin
@@ -36,9 +35,19 @@ def fp16(poison: float) -> tuple[bool, float]:
     plugin.register()
     make_topology([2], 2)
     cfg = OmegaConf.structured(FairseqConfig)
-    cfg.optimizer = OmegaConf.structured(FairseqAdamConfig)
-    cfg.optimizer._name = "moe_adam"
+    if optimizer == "moe_sgd":  # of the older generation, without a dataclass
+        cfg.optimizer = OmegaConf.create({"lr": [0.1], "momentum": 0.0, "weight_decay": 0.0})
+    else:
+        cfg.optimizer = OmegaConf.structured(FairseqAdamConfig)
+    OmegaConf.update(cfg.optimizer, "_name", optimizer, force_add=True)
     cfg.optimization.lr = [0.1]
+    return cfg
+
+
+def fp16(poison: float) -> tuple[bool, float]:
+    from fairseq.optim.fp16_optimizer import FP16Optimizer
+
+    cfg = _config("moe_adam")
     cfg.common.fp16_no_flatten_grads = True
     params = _parameters(poison)
     optimizer = FP16Optimizer.build_optimizer(cfg, list(params))
@@ -55,16 +64,35 @@ def fp16(poison: float) -> tuple[bool, float]:
     return skipped, optimizer.scaler.loss_scale
 
 
+def _amp_step(name: str, poison: float) -> tuple[list[float], float]:
+    """Take one step of lr 0.1 from weights of 1 on gradients of 1, as fairseq's trainer does."""
+    from fairseq.optim.amp_optimizer import AMPOptimizer
+
+    cfg = _config(name)
+    cfg.common.amp = True
+    dense, expert = params = _parameters(poison)
+    optimizer = AMPOptimizer.build_optimizer(cfg, list(params))
+    optimizer._grad_scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer.scaler.scale(torch.zeros(()))  # the scaler makes its state when it is first used
+    dense.grad *= 16.0
+    expert.grad *= 16.0 * 2  # a sum over two ranks, to be divided by their number
+    module = nn.ParameterList(params)
+    module.all_reduce_grads = lambda: None  # fairseq's data-parallel wrapper has it
+    optimizer.all_reduce_grads(module)
+    optimizer.clip_grad_norm(0.0)
+    optimizer.step()
+    return dense.tolist(), optimizer.scaler.get_scale()
+
+
 def amp(poison: float) -> tuple[bool, float]:
-    params = _parameters(poison)
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    scaler.scale(torch.zeros(()))  # the scaler makes its state when it is first used
-    spread_overflow(params, make_topology([2], 2))
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    return bool((params[0] == 1).all()), scaler.get_scale()
+    weights, scale = _amp_step("moe_adam", poison)
+    return weights == [1.0] * 3, scale
+
+
+def test_a_step_under_amp_is_as_long_as_without(ranks):
+    for weights, scale in ranks(2).run(_amp_step, "moe_sgd", 1.0):
+        assert weights == pytest.approx([0.9] * 3)
+        assert scale == 16.0
 
 
 @pytest.mark.parametrize("mode", [fp16, amp])

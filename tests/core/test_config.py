@@ -42,6 +42,8 @@ BAD = [
     ("activation", "gelo", ("--activation-fn", "'gelo'", "choose one of relu, ")),
     ("activation_dropout", 1.0, ("--activation-dropout", "is 1.0", "from 0 to below 1")),
     ("activation_dropout", -0.1, ("--activation-dropout", "is -0.1", "from 0 to below 1")),
+    ("init_std", -0.1, ("init_std is -0.1", "standard deviation")),
+    ("init_std", float("nan"), ("init_std is nan", "standard deviation")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
 ]

@@ -172,3 +172,8 @@ def test_hydra_refuses_the_same(override, sentence, lm_data, tmp_path):
         env={"PWD": str(ROOT)},
     )  # fmt: skip
     assert sentence in output
+
+
+def test_a_job_that_always_names_its_last_checkpoint_starts(lm_data, tmp_path):
+    words = lm_args(lm_data, tmp_path, "--restore-file", tmp_path / "checkpoint_last.pt", updates=1)
+    assert "done training" in fairseq("train", *words).output

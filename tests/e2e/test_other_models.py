@@ -6,7 +6,7 @@ two ranks saved, fairseq's hub interface, BERT's initialisation.
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq
+from cli import USER_DIR, fairseq, refused
 from equality import same_bits
 
 SMALL_ENCODER = (
@@ -31,8 +31,8 @@ KINDS = {
 }  # fmt: skip
 
 
-def _train(kind, data, folder, updates, ranks=1, *extra):
-    return fairseq(
+def _train(kind, data, folder, updates, ranks=1, *extra, command=fairseq):
+    return command(
         "train", data, "--user-dir", USER_DIR, *KINDS[kind], "--tokens-per-sample", 32,
         "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 1,
         "--max-update", updates, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
@@ -120,3 +120,9 @@ def test_roberta_and_bart_experts_begin_as_bert_does(kind, lm_data, tmp_path):
             assert not weight.any()
         else:
             assert weight.std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_roberta_with_layerdrop_is_refused_where_ranks_share_experts(lm_data, tmp_path):
+    extra = ("--encoder-layerdrop", 0.5)
+    output = _train("roberta", lm_data, tmp_path, 1, 2, *extra, command=refused)
+    assert "--encoder-layerdrop is 0.5: ranks would drop different layers" in output

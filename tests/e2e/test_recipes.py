@@ -20,6 +20,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fairseq_tutel.flags import key_of
 from fairseq_tutel.plugin import register
 
 register()
@@ -99,6 +100,13 @@ def test_a_recipe_builds_the_same_model_of_its_size_in_both_forms(recipe):
 def test_a_recipe_says_the_same_of_the_training_in_both_forms(recipe):
     by_args = OmegaConf.to_container(_from_args(recipe), enum_to_str=True)
     cfg = OmegaConf.load(HYDRA / f"{recipe}.yaml")
+    given = {
+        {"_name": {"model": "arch"}.get(section, section)}.get(key, key)
+        for section in set(cfg) - {"hydra"}
+        for key in cfg[section]
+    }
+    flags = {key_of(word) for word in _words(recipe) if word.startswith("--")}
+    assert flags == given - {"data"}
     sections = set(cfg) - {"hydra", "model"}
     assert sections >= {"task", "criterion", "optimizer", "lr_scheduler", "optimization", "dataset"}
     for section in sections:

@@ -8,6 +8,7 @@ from fairseq.optim.adam import Adam
 
 from fairseq_tutel.comm.gradients import mark_expert
 from fairseq_tutel.optim.moe_adam import FusedAdam
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
 
@@ -120,3 +121,40 @@ def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
     for x, y in zip(through, straight, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
         assert b.state[x]["exp_avg"].dtype == (torch.float32 if fp16_first else torch.float16)
+
+
+def test_a_state_of_a_composite_optimizer_passes_through():
+    class Composite:
+        """Has a state for each group, as fairseq's composite optimizer."""
+
+        params = ()
+
+        def state_dict(self):
+            return {"encoder": {"state": {}}, "decoder": {"state": {}}}
+
+        def load_state_dict(self, state_dict, optimizer_overrides=None):
+            self.loaded = state_dict
+
+    class Twin(MoEOptimizerMixin, Composite):
+        pass
+
+    twin = Twin()
+    twin.holds_masters = True
+    twin.load_state_dict(twin.state_dict())
+    assert twin.loaded == Composite().state_dict()
+
+
+def test_a_count_of_steps_that_stands_in_the_group_is_taken_up():
+    """apex's newer Adam keeps one there, and none per parameter."""
+    ours, straight = _parameters()[:1], _parameters()[:1]
+    whole, resumed = FusedAdam(straight, **SETTINGS), FusedAdam(ours, **SETTINGS)
+    _step(whole, straight, 0)
+    state = copy.deepcopy(whole.state_dict())
+    del state["state"][0]["step"]
+    state["param_groups"][0]["step"] = 1
+    with torch.no_grad():
+        ours[0].copy_(straight[0])
+    resumed.load_state_dict(state)
+    _step(whole, straight, 1)
+    _step(resumed, ours, 1)
+    assert torch.equal(ours[0], straight[0])
