@@ -8,6 +8,8 @@ command-line flags and hydra keys from this dataclass.
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fairseq_tutel.drop_policies import POLICIES
+
 ACTIVATIONS = (
     "relu",
     "relu_squared",
@@ -52,17 +54,45 @@ class MoEConfig:
     )
     drop_policy: str = _option(
         "position",
-        "which tokens lose their place when an expert is full: position keeps the earliest ones",
+        "who keeps a place when an expert is full: position the earliest tokens, bpr (batch-prioritised "
+        "routing) those with the largest probability, rts (random token selection) random ones, in "
+        "evaluation the earliest, probability the copies with the largest probability, whatever choice",
         flag="--moe-drop-policy",
-        choices=("position",),
+        choices=POLICIES,
     )
     gate_type: str = _option(
-        "linear", "how tokens are scored", flag="--moe-gate-type", choices=("linear",)
+        "linear",
+        "how tokens are scored: linear, or cosine between a projection and one direction per expert",
+        flag="--moe-gate-type",
+        choices=("linear", "cosine"),
+    )
+    gate_projection_dim: int = _option(
+        256, "dimension of the cosine gate's projection", flag="--moe-gate-projection-dim"
+    )
+    gate_temperature: float = _option(
+        0.5,
+        "temperature that the cosine gate begins with and learns from; at least 0.01",
+        flag="--moe-gate-temperature",
+    )
+    gate_noise: float = _option(
+        0.0,
+        "standard deviation, times the number of experts, of gaussian noise on the logits in training",
+        flag="--moe-gate-noise",
+    )
+    input_jitter: float = _option(
+        0.0,
+        "in training the gate sees every element times a number uniform in 1 - j to 1 + j",
+        flag="--moe-input-jitter",
+    )
+    input_dropout: float = _option(
+        0.0, "dropout of what the gate sees, a probability", flag="--moe-input-dropout"
     )
     gate_fp32: bool = True
     balance_loss: str = _option(
         "gshard:1",
-        "balance losses of a layer with their relative weights, name:weight separated by commas, or none",
+        "balance losses of a layer with their relative weights, name:weight separated by commas, or none; "
+        "gshard (load of first choices times mean probability), gshard_all (load of all choices), switch "
+        "(the same as gshard), z (squared log of the sum of exponentials of the logits)",
         flag="--moe-balance-loss",
     )
     expert_type: str = _option(
@@ -127,6 +157,24 @@ class MoEConfig:
             0.0 <= self.init_std < float("inf"),
             f"init_std is {self.init_std}; give a standard deviation, or 0 for nn.Linear's own rule.",
         )
+        _require(
+            self.gate_projection_dim >= 1,
+            f"{_label('gate_projection_dim')} is {self.gate_projection_dim}; give at least 1.",
+        )
+        _require(
+            0.01 <= self.gate_temperature < float("inf"),
+            f"{_label('gate_temperature')} is {self.gate_temperature}; give at least 0.01, which is "
+            "where the gate stops it.",
+        )
+        _require(
+            0.0 <= self.gate_noise < float("inf"),
+            f"{_label('gate_noise')} is {self.gate_noise}; give a finite number, 0 for no noise.",
+        )
+        for name in ("input_jitter", "input_dropout"):
+            _require(
+                0.0 <= getattr(self, name) < 1.0,
+                f"{_label(name)} is {getattr(self, name)}; give a number from 0 to below 1.",
+            )
         for name in ("capacity_factor", "eval_capacity_factor"):
             _require(
                 abs(getattr(self, name)) < float("inf"),
@@ -135,7 +183,7 @@ class MoEConfig:
         parse_balance_loss(self.balance_loss)
 
 
-BALANCE_LOSSES = ("gshard",)
+BALANCE_LOSSES = ("gshard", "gshard_all", "switch", "z")
 
 
 def parse_balance_loss(text: str) -> dict[str, float]:

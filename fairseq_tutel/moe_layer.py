@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel import exchange, losses, routing
+from fairseq_tutel import exchange, exploration, losses, routing
 from fairseq_tutel.comm.all_to_all import ExchangeTimer
 from fairseq_tutel.comm.gradients import mark_expert
 from fairseq_tutel.comm.topology import Topology
@@ -108,11 +108,14 @@ class MoELayer(nn.Module):
             _check_mask(padding_mask, x, time_first)
             padding_mask = (padding_mask.t() if time_first else padding_mask).reshape(-1)
 
-        logits_TE = self.gate(x_TD)
+        seen_TD = exploration.gate_input(x_TD, self.config, self.training)
+        logits_TE = exploration.noisy_logits(self.gate(seen_TD), self.config, self.training)
         assignment = routing.assign(
             logits_TE,
             self.config.top_k if top_k is None else top_k,
             capacity_factor,
+            drop_policy=self.config.drop_policy,
+            training=self.training,
             real_T=None if padding_mask is None else ~padding_mask,
             time_first=(x.shape[0], x.shape[1]) if time_first else None,
         )
@@ -121,7 +124,7 @@ class MoELayer(nn.Module):
         rows_RD = dispatch(x_TD, decision, self.config.backend)
         rows_RD = exchange.run(rows_RD, decision.counts_E, self.experts, plan)
         y_TD = combine(rows_RD, decision, self.config.backend)
-        return y_TD.view(x.shape), self._output(decision)
+        return y_TD.view(x.shape), self._output(decision, logits_TE)
 
     def _plan(self) -> exchange.ExchangePlan:
         # Experts that were gathered everywhere need nobody else.
@@ -138,8 +141,8 @@ class MoELayer(nn.Module):
             return None
         return exchange.agreed_capacity(assignment.counts_E, plan)
 
-    def _output(self, decision: routing.Routing) -> MoEOutput:
-        named = losses.balance_losses(self.balance_weights, decision)
+    def _output(self, decision: routing.Routing, logits_TE: Tensor) -> MoEOutput:
+        named = losses.balance_losses(self.balance_weights, decision, logits_TE)
         total = torch.zeros((), device=decision.probs_TE.device, dtype=decision.probs_TE.dtype)
         for name, loss in named.items():
             total = total + self.balance_weights[name] * loss

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fairseq_tutel.drop_policies import slot_order
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -66,6 +68,8 @@ def assign(
     top_k: int,
     capacity_factor: float = 0.0,
     *,
+    drop_policy: str = "position",
+    training: bool = False,
     real_T: Tensor | None = None,
     time_first: tuple[int, int] | None = None,
 ) -> Assignment:
@@ -76,6 +80,8 @@ def assign(
         top_k: experts per token, 1 to E.
         capacity_factor: f > 0: C = K * ceil(f * T_real / E); 0: nothing is dropped; f < 0: as |f|
             (how much of it is needed only sizes buffers, see `lay_out`).
+        drop_policy: who keeps a place when an expert is full, see `drop_policies.slot_order`.
+        training: whether a policy may draw random numbers.
         real_T: [T] bool, False for padding; None when every token is real.
         time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
             slots are then given in (sentence, time) order all the same.
@@ -97,7 +103,12 @@ def assign(
     if top_k > 1:
         total_T1 = weights_TK.sum(dim=1, keepdim=True)
         weights_TK = weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).eps)
-    slots_TK, assigned_KE = assign_slots(expert_ids_TK, num_experts, real_T, time_first)
+    if drop_policy == "position" or capacity_factor == 0.0:  # nobody is dropped: any order will do
+        slots_TK, assigned_KE = assign_slots(expert_ids_TK, num_experts, real_T, time_first)
+    else:
+        position_T = sentence_order(len(logits_TE), time_first, logits_TE.device)
+        order_N = slot_order(drop_policy, probs_TE.detach(), expert_ids_TK, position_T, training)
+        slots_TK, assigned_KE = assign_slots_by(order_N, expert_ids_TK, num_experts, real_T)
     num_tokens = assigned_KE[0].sum()
     totals_E = assigned_KE.sum(dim=0)
     kept_TK = slots_TK >= 0
@@ -215,6 +226,41 @@ def assign_slots(
         time, batch = time_first
         slots_KT = slots_KT.reshape(top_k, batch, time).transpose(1, 2).reshape(top_k, num_tokens)
     return slots_KT.t().contiguous(), assigned_KE
+
+
+def sentence_order(
+    num_tokens: int, time_first: tuple[int, int] | None, device: torch.device
+) -> Tensor:
+    """Return the tokens [T] int64 in (sentence, time) order."""
+    tokens_T = torch.arange(num_tokens, device=device)
+    return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)
+
+
+def assign_slots_by(
+    order_N: Tensor, expert_ids_TK: Tensor, num_experts: int, real_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Number the copies of each expert in a given order; returns what `assign_slots` does.
+
+    Args:
+        order_N: [K * T] int64, the copies in the order in which they take slots; copy j * T + t is
+            token t's choice j.
+        expert_ids_TK: [T, K] int64.
+        num_experts: E.
+        real_T: [T] bool, False for padding, which takes no slot.
+    """
+    num_tokens, top_k = expert_ids_TK.shape
+    ids_KT = expert_ids_TK.t()
+    if real_T is not None:
+        ids_KT = torch.where(real_T, ids_KT, num_experts)  # padding sorts behind every expert
+    ids_KT = ids_KT.contiguous()
+    assigned_KE = ids_KT.new_zeros(top_k, num_experts + 1)
+    assigned_KE.scatter_add_(1, ids_KT, torch.ones_like(ids_KT))
+    sorted_N, where_N = ids_KT.flatten()[order_N].sort(stable=True)
+    starts_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
+    places_N = torch.arange(len(sorted_N), device=sorted_N.device) - starts_E[sorted_N]
+    places_N = torch.where(sorted_N < num_experts, places_N, -1)
+    slots_N = torch.empty_like(places_N).scatter_(0, order_N[where_N], places_N)
+    return slots_N.view(top_k, num_tokens).t().contiguous(), assigned_KE[:, :num_experts]
 
 
 def _capacity(factor: float, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:

@@ -16,26 +16,28 @@ PACKAGE = Path(__file__).parents[1] / "fairseq_tutel"
 
 # The package's own __init__ is "fairseq_tutel"; all other names are relative to it.
 CORE = {
-    "config": "",
+    "drop_policies": "",
+    "config": "drop_policies",
     "allocator": "",
     "kernels.reference": "",
     "kernels.triton_dispatch": "",
     "kernels": "kernels.reference kernels.triton_dispatch",
     "kernels.build": "kernels.triton_dispatch",
     "gates": "config",
-    "routing": "",
+    "routing": "drop_policies",
     "losses": "routing",
     "dispatch": "kernels routing",
     "comm": "",
     "comm.topology": "",
     "comm.all_to_all": "",
     "comm.gradients": "comm.topology",
+    "exploration": "config",
     "exchange": "comm.all_to_all",
     "experts": "config",
     "comm.checkpoint": "comm.topology experts",
     "moe_layer": (
-        "comm.all_to_all comm.gradients comm.topology config dispatch exchange experts gates losses "
-        "routing"
+        "comm.all_to_all comm.gradients comm.topology config dispatch exchange experts exploration gates "
+        "losses routing"
     ),
     "fairseq_tutel": "comm.topology config dispatch losses moe_layer routing",
     "safe_globals": "",

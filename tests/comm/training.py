@@ -33,11 +33,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is computed (the first three) and how."""
+    """What is computed (the first five) and how."""
 
     optimizer: str
     top_k: int
     capacity_factor: float
+    drop_policy: str = "position"
+    gate: str = "linear"
     exchange: str = "ragged"
     parallel: int = 0
     recompute: str = "no"
@@ -55,6 +57,10 @@ class Model(nn.Module):
             num_experts=EXPERTS,
             top_k=training.top_k,
             capacity_factor=training.capacity_factor,
+            drop_policy=training.drop_policy,
+            gate_type=training.gate,
+            gate_projection_dim=3,
+            balance_loss="gshard:1,gshard_all:0.5,z:0.1",
             exchange=training.exchange,
         )
         self.first = MoELayer(config, topology, seed=1, name="first").double()

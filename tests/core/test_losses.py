@@ -1,7 +1,8 @@
 """Balance loss and metrics.
 
-Covered: gshard by hand, at uniform load, at collapse, over real tokens only, before dropping, without
-tokens, its gradient, its dtype; Meta's metrics against a direct computation.
+Covered: gshard by hand, over all choices, z by loops, gradients by finite differences; at uniform load,
+at collapse, over real tokens only, before dropping, without tokens, dtypes; Meta's metrics against a
+direct computation.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import gshard_loss, route, routing_metrics
-from fairseq_tutel.losses import balance_losses
+from fairseq_tutel.losses import balance_losses, gshard_all_loss, z_loss
 
 
 def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
@@ -74,10 +75,43 @@ def test_gshard_of_a_half_precision_gate_stays_within_its_rounding(dtype):
 
 def test_losses_come_by_name():
     routing = route(logits(6, 3), 1)
-    assert balance_losses({}, routing) == {}
-    named = balance_losses({"gshard": 0.5}, routing)
-    assert list(named) == ["gshard"]
+    assert balance_losses({}, routing, logits(6, 3)) == {}
+    named = balance_losses({"gshard": 0.5, "switch": 2.0}, routing, logits(6, 3))
+    assert list(named) == ["gshard", "switch"]
     assert torch.equal(named["gshard"], gshard_loss(routing))  # unweighted
+    assert torch.equal(named["switch"], named["gshard"])  # one formula
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 5))
+def test_gshard_over_all_choices_counts_every_choice(top_k):
+    logits_TE, real = logits(9, 5), [t % 4 != 2 for t in range(9)]
+    routing = route(logits_TE, top_k, real_T=torch.tensor(real))
+    probs, ids = torch.softmax(logits_TE, 1).tolist(), routing.expert_ids_TK.tolist()
+    tokens = [t for t in range(9) if real[t]]
+    expected = 0.0
+    for e in range(5):
+        share = sum(ids[t].count(e) for t in tokens) / (top_k * len(tokens))
+        expected += 5 * share * sum(probs[t][e] for t in tokens) / len(tokens)
+    assert float(gshard_all_loss(routing)) == pytest.approx(expected)
+    if top_k == 5:  # every expert is chosen by all
+        assert float(gshard_all_loss(routing)) == pytest.approx(1.0)
+
+
+def test_z_is_the_mean_squared_log_of_the_partition_function():
+    logits_TE, real = logits(7, 3) * 4, [t != 2 for t in range(7)]
+    routing = route(logits_TE, 1, real_T=torch.tensor(real))
+    tokens = [row.tolist() for row, r in zip(logits_TE, real, strict=True) if r]
+    expected = sum(math.log(sum(math.exp(z) for z in row)) ** 2 for row in tokens) / 6
+    assert float(z_loss(routing, logits_TE)) == pytest.approx(expected)
+    nobody = route(logits_TE, 1, real_T=torch.zeros(7, dtype=torch.bool))
+    assert float(z_loss(nobody, logits_TE)) == 0.0
+
+
+def test_the_losses_gradients_are_finite_differences():
+    inputs = (logits(5, 4).requires_grad_(),)
+    real_T = torch.tensor([True, True, False, True, True])
+    assert torch.autograd.gradcheck(lambda x: z_loss(route(x, 2, real_T=real_T), x), inputs)
+    assert torch.autograd.gradcheck(lambda x: gshard_all_loss(route(x, 2, real_T=real_T)), inputs)
 
 
 def direct_metrics(routing, real: list[bool]) -> dict[str, float]:

@@ -37,11 +37,11 @@ LM_CASES = {
     "frequency zero": (("--moe-freq", 0), "no layer becomes a MoE layer"),
     "unknown gate": (
         ("--moe-gate-type", "cosmic"),
-        "gate_type (--moe-gate-type) is 'cosmic'; choose one of linear",
+        "argument --moe-gate-type: invalid choice: 'cosmic' (choose from 'linear', 'cosine')",
     ),
     "unknown drop policy": (
         ("--moe-drop-policy", "luck"),
-        "drop_policy (--moe-drop-policy) is 'luck'; choose one of position",
+        "argument --moe-drop-policy: invalid choice: 'luck' (choose from 'position', 'bpr'",
     ),
     "unknown balance loss": (
         ("--moe-balance-loss", "gshard:1,zz:2"),

@@ -23,6 +23,10 @@ CASES = {
     "translation-glu-capacity": (
         "mt", *SGD, "--moe-expert-type", "glu", "--moe-capacity-factor", -0.7,
     ),
+    "bpr-cosine-z": (
+        "lm", *SGD, "--moe-drop-policy", "bpr", "--moe-capacity-factor", 0.6, "--moe-gate-type", "cosine",
+        "--moe-gate-projection-dim", 8, "--moe-balance-loss", "gshard_all:1,z:0.1",
+    ),
     "adam-top3": ("lm", "--moe-top-k", 3, "--moe-expert-count", 8),
 }  # fmt: skip
 

@@ -45,6 +45,8 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
         "balance_loss": "none",
     }
     values |= {"expert_type": "glu", "backend": "reference", "exchange": "padded"}
+    values |= {"gate_type": "cosine", "gate_projection_dim": 7, "gate_temperature": 0.25}
+    values |= {"gate_noise": 1.5, "input_jitter": 0.1, "input_dropout": 0.2, "drop_policy": "rts"}
     words = {"model": [], "system": []}
     for scope, given in words.items():
         for option in options_of_scope(scope):
@@ -55,8 +57,7 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
     config = layer_config(model, system, 4, **LAYER)
     assert config == MoEConfig(num_experts=4, gate_fp32=True, **values, **LAYER)
     covered = {o.name for scope in words for o in options_of_scope(scope)}
-    only_choice_so_far = {"gate_type", "drop_policy"}
-    assert covered - only_choice_so_far == set(values)
+    assert covered == set(values)
 
 
 def test_layer_config_defaults_to_moe_config_s_own():
