@@ -120,7 +120,8 @@ def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
         ),
         (
             not on_gpu and common.fp16,
-            "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop it.",
+            f"--{'memory-efficient-' if common.memory_efficient_fp16 else ''}fp16 is set on a CPU, where "
+            "fairseq's fp16 needs a GPU; drop it.",
         ),
         (
             not on_gpu and common.amp,
@@ -199,6 +200,8 @@ def _refuse_bad_checkpoint(cfg: Any) -> None:
         flag, path = "--finetune-from-model", cfg.finetune_from_model
     else:
         flag, path = "--restore-file", last
+    if os.path.isdir(path):
+        raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:

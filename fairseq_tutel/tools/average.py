@@ -122,6 +122,8 @@ def _option(key: str) -> str:
 
 def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[Path]:
     """Return the `count` files of the one folder with the greatest numbers, greatest first."""
+    if len(paths) == 1 and not paths[0].exists():
+        raise ValueError(f"--inputs is {paths[0]}, which does not exist; give a folder.")
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
             f"{_option(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
@@ -174,7 +176,7 @@ def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None)
         limit = "" if bound is None else f" up to {bound}"
         raise ValueError(
             f"{_option(flag)} is {count}, but --inputs holds only {found} files {NAMES[flag][0]}{limit}; "
-            "lower it, or name files."
+            "lower it, or name other files."
         )
 
 
@@ -186,6 +188,8 @@ def refuse_output(output: Path, inputs: list[Path]) -> None:
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
+    if output.exists() and not output.is_file():  # a device, which a rename would replace
+        raise ValueError(f"--output is {output}, which is no ordinary file; give another name.")
     for path in inputs:
         for target in (output, _temporary(output)):
             if target.exists() and path.exists() and target.samefile(path):
@@ -218,7 +222,8 @@ def load(path: Path) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     """Return what went wrong in an error of torch, whose advice around it is not for this tool."""
     text = str(error).split("WeightsUnpickler error: ")[-1]
-    return text.splitlines()[0].split(". ")[0].rstrip(".") if text else type(error).__name__
+    lines = text.strip().splitlines()
+    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
 
 
 def average(paths: list[Path]) -> dict[str, Any]:

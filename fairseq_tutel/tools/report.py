@@ -38,18 +38,33 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the page that the command line asks for; end with one sentence if that cannot be done."""
     try:
         output = arguments.output
-        if output.is_dir() or not output.parent.is_dir():
-            raise ValueError(
-                f"--output is {output}; give the name of a file in an existing folder."
-            )
+        refuse_output(output)
         names = chosen_names(arguments.names, arguments.runs)
         logs = [find_log(path) for path in arguments.runs]
         runs = {name: join(log) for name, (log, _) in zip(names, logs, strict=True)}
         files = {name: list(map(str, of)) for name, (_, of) in zip(names, logs, strict=True)}
-        output.write_text(page(runs, files), encoding="utf-8")
+        text = page(runs, files)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        sys.exit(f"error: --output is {output}, which can not be written: {error.strerror}.")
     print(f"wrote {output}")
+
+
+def refuse_output(output: Path) -> None:
+    """Refuse to write where no page can or should be: a log or a checkpoint is easily named by mistake.
+
+    Raises:
+        ValueError: naming the output and the fix.
+    """
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
+    if output.exists() and output.suffix != ".html":
+        raise ValueError(
+            f"--output is {output}, which exists and is no .html file; give another name."
+        )
 
 
 def chosen_names(names: list[str] | None, paths: list[Path]) -> list[str]:
@@ -65,7 +80,9 @@ def chosen_names(names: list[str] | None, paths: list[Path]) -> list[str]:
         )
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two runs are named {name}; tell them apart with --name.")
+            raise ValueError(
+                f"two runs are named {name}; tell them apart with --name, or drop one that is given twice."
+            )
     return names
 
 

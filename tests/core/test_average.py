@@ -199,6 +199,14 @@ REFUSED = {
         ("FOLDER/sum.pt.tmp", "--output", "FOLDER/sum.pt"),
         "--output is FOLDER/sum.pt, which would overwrite the input FOLDER/sum.pt.tmp",
     ),
+    "output is a device": (
+        ("GOOD", "--output", "/dev/null"),
+        "--output is /dev/null, which is no ordinary file; give another name",
+    ),
+    "folder that is not there": (
+        ("FOLDER/nowhere", "--num-epoch-checkpoints", 2),
+        "--inputs is FOLDER/nowhere, which does not exist; give a folder",
+    ),
     "output in no folder": (
         ("GOOD", "--output", "FOLDER/none/mean.pt"),
         "--output is FOLDER/none/mean.pt; give the name of a file in an existing folder",

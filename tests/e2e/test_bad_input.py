@@ -73,6 +73,15 @@ LM_CASES = {
         "--ddp-backend is slowmo, which would shard or average experts as if they were replicas",
     ),
     "fp16 on a CPU": (("--fp16",), "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop"),
+    "a folder as restore file": (("--restore-file", "tests"), "--restore-file is tests, a folder; name"),
+    "a folder to finetune from": (
+        ("--finetune-from-model", "tests"),
+        "--finetune-from-model is tests, a folder; name a checkpoint file in it",
+    ),
+    "memory-efficient fp16 on a CPU": (
+        ("--memory-efficient-fp16",),
+        "--memory-efficient-fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop it",
+    ),
     "a missing restore file": (
         ("--restore-file", "nowhere.pt"),
         "--restore-file is nowhere.pt, which does not exist; give a path from the current folder",
