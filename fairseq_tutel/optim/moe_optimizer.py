@@ -27,6 +27,10 @@ from fairseq_tutel.comm.gradients import (
 from fairseq_tutel.comm.topology import Topology
 
 
+# Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
+MASTER = "fp32_master"
+
+
 class MoEOptimizerMixin:
     """Goes before a FairseqOptimizer class; with one rank, or no experts, it changes nothing."""
 
@@ -115,9 +119,6 @@ class MoEOptimizerMixin:
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
         for index, master in masters.items():
             params[index].data.copy_(master)
-
-
-MASTER = "fp32_master"
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
