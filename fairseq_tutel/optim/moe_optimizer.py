@@ -26,7 +26,6 @@ from fairseq_tutel.comm.gradients import (
 )
 from fairseq_tutel.comm.topology import Topology
 
-
 # Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
 MASTER = "fp32_master"
 
