@@ -5,12 +5,16 @@ PIP    := $(BIN)/python -m pip
 # Written last, so that an interrupted set-up starts again; holds the seconds that it took.
 STAMP  := $(VENV)/setup-seconds
 
-.PHONY: help setup demo test test-long lint format clean
+.PHONY: help setup link demo test test-long lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv with everything that the other targets need
+setup: link $(STAMP) ## create .venv with everything that the other targets need
+
+# Archives and some checkouts turn a symbolic link into a text file.
+link:
+	@test -d fairseq_tutel/kernels || ln -sfn ../kernels fairseq_tutel/kernels
 
 # The order matters. fairseq asks for any torch, so the wanted one goes first; fairseq's extensions are
 # then compiled against it, without the build isolation that would download a second torch. They are
