@@ -134,6 +134,12 @@ def defaults(options: type) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
 
 
+def fill_in(args: Any, options: type) -> None:
+    """Give a model's arguments the default of every option that they lack, in place."""
+    for key, value in defaults(options).items():
+        setattr(args, key, getattr(args, key, value))
+
+
 def expert_counts(text: str, num_layers: int) -> list[int]:
     """Read --moe-expert-count for `num_layers` MoE layers.
 

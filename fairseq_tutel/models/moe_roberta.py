@@ -6,7 +6,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 from fairseq.models.roberta import RobertaModel
 
-from fairseq_tutel.flags import ModelOptions, defaults
+from fairseq_tutel.flags import ModelOptions, fill_in
 from fairseq_tutel.models.build import install_experts, refuse_options
 from fairseq_tutel.models.moe_transformer_lm import register_architectures
 from fairseq_tutel.task_mixin import attach
@@ -28,8 +28,7 @@ class MoERobertaModel(RobertaModel):
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MoERobertaModel":
         """Build the stock model, then replace the chosen FFNs."""
-        for key, value in defaults(ModelOptions).items():
-            setattr(args, key, getattr(args, key, value))
+        fill_in(args, ModelOptions)
         refuse_options(args)
         model = super().build_model(args, task)
         install_experts(model, args, task, {"encoder": args.moe_freq}, **BERT_INIT)

@@ -6,7 +6,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModel
 
-from fairseq_tutel.flags import EncoderDecoderOptions, defaults
+from fairseq_tutel.flags import EncoderDecoderOptions, fill_in
 from fairseq_tutel.models.build import install_experts, refuse_options
 from fairseq_tutel.models.moe_transformer_lm import register_architectures
 from fairseq_tutel.task_mixin import attach
@@ -32,8 +32,7 @@ class MoEEncoderDecoderMixin:
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
         """Build the stock model, then replace the chosen FFNs."""
-        for key, value in defaults(EncoderDecoderOptions).items():
-            setattr(args, key, getattr(args, key, value))
+        fill_in(args, EncoderDecoderOptions)
         refuse_options(args)
         model = super().build_model(args, task)
         freqs = {

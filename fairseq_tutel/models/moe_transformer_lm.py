@@ -16,7 +16,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.flags import ModelOptions, defaults
+from fairseq_tutel.flags import ModelOptions, fill_in
 from fairseq_tutel.models.build import install_experts, refuse_options
 from fairseq_tutel.task_mixin import attach
 
@@ -84,8 +84,7 @@ def moe_architecture(stock: Callable[[Any], None], options: type) -> Callable[[A
     """Return an architecture function: the stock one, and the experts' options by default."""
 
     def architecture(args: Any) -> None:
-        for key, value in defaults(options).items():
-            setattr(args, key, getattr(args, key, value))
+        fill_in(args, options)
         stock(args)
 
     return architecture

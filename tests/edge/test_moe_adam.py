@@ -41,20 +41,37 @@ def test_twenty_updates_equal_fairseq_s():
         assert fused.state[a]["step"] == reference.state[b]["step"]
 
 
+def _plain(kind):
+    return lambda parameters: kind(parameters, **SETTINGS)
+
+
+def _resumed(first, second):
+    """Take four steps with each of two optimizers; return the parameters and the second one."""
+    parameters = _parameters()
+    a = first(parameters)
+    for number in range(4):
+        _step(a, parameters, number)
+    b = second(parameters)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for number in range(4, 8):
+        _step(b, parameters, number)
+    return parameters, b
+
+
+def _uninterrupted(make):
+    """Return the parameters after the same eight steps with one optimizer."""
+    parameters = _parameters()
+    optimizer = make(parameters)
+    for number in range(8):
+        _step(optimizer, parameters, number)
+    return parameters
+
+
 @pytest.mark.parametrize("first", [Adam, FusedAdam])
 def test_each_resumes_the_other_s_state(first):
     second = FusedAdam if first is Adam else Adam
-    through, straight = _parameters(), _parameters()
-    a, whole = first(through, **SETTINGS), first(straight, **SETTINGS)
-    for number in range(4):
-        _step(a, through, number)
-    b = second(through, **SETTINGS)
-    b.load_state_dict(copy.deepcopy(a.state_dict()))
-    for number in range(4, 8):
-        _step(b, through, number)
-    for number in range(8):
-        _step(whole, straight, number)
-    for x, y in zip(through, straight, strict=True):
+    through, _ = _resumed(_plain(first), _plain(second))
+    for x, y in zip(through, _uninterrupted(_plain(first)), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -106,19 +123,9 @@ def test_an_expert_s_fp16_moments_do_not_depend_on_its_neighbours():
 
 @pytest.mark.parametrize("fp16_first", [True, False])
 def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
-    make = [_with_fp16_stats, lambda params: FusedAdam(params, **SETTINGS)]
-    first, second = make if fp16_first else make[::-1]
-    through, straight = _parameters(), _parameters()
-    a, whole = first(through), FusedAdam(straight, **SETTINGS)
-    for number in range(4):
-        _step(a, through, number)
-    b = second(through)
-    b.load_state_dict(copy.deepcopy(a.state_dict()))
-    for number in range(4, 8):
-        _step(b, through, number)
-    for number in range(8):
-        _step(whole, straight, number)
-    for x, y in zip(through, straight, strict=True):
+    make = [_with_fp16_stats, _plain(FusedAdam)]
+    through, b = _resumed(*(make if fp16_first else make[::-1]))
+    for x, y in zip(through, _uninterrupted(_plain(FusedAdam)), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
         assert b.state[x]["exp_avg"].dtype == (torch.float32 if fp16_first else torch.float16)
 
