@@ -7,7 +7,8 @@ dispatch, exchange, experts, moe_layer.
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.dispatch import combine, dispatch
-from fairseq_tutel.losses import gshard_loss, routing_metrics
+from fairseq_tutel.losses import gshard_loss
+from fairseq_tutel.metrics import routing_metrics
 from fairseq_tutel.moe_layer import MoELayer, MoEOutput
 from fairseq_tutel.routing import Routing, route
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fairseq_tutel.comm import checkpoint
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.losses import routing_metrics
+from fairseq_tutel.metrics import routing_metrics
 from fairseq_tutel.moe_layer import MoELayer, MoEOutput
 
 logger = logging.getLogger(__name__)

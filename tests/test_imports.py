@@ -26,6 +26,7 @@ CORE = {
     "gates": "config",
     "routing": "drop_policies",
     "losses": "routing",
+    "metrics": "routing",
     "dispatch": "kernels routing",
     "comm": "",
     "comm.topology": "",
@@ -39,7 +40,7 @@ CORE = {
         "comm.all_to_all comm.gradients comm.topology config dispatch exchange experts exploration gates "
         "losses routing"
     ),
-    "fairseq_tutel": "comm.topology config dispatch losses moe_layer routing",
+    "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing",
     "safe_globals": "",
     "tools": "",
     "tools.average": "safe_globals",
@@ -60,7 +61,7 @@ CORE = {
 EDGE = {
     "flags": "config",
     "plugin": "allocator flags safe_globals",
-    "ffn_step": "comm.checkpoint comm.topology config losses moe_layer",
+    "ffn_step": "comm.checkpoint comm.topology config metrics moe_layer",
     "elastic_iterator": "",
     "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.topology",
     "optim.moe_adam": "comm.gradients optim.moe_optimizer",
@@ -76,7 +77,7 @@ EDGE = {
     "tasks": (
         "tasks.moe_denoising tasks.moe_language_modeling tasks.moe_masked_lm tasks.moe_translation"
     ),
-    "criterions.gate_loss": "ffn_step losses run_config",
+    "criterions.gate_loss": "ffn_step metrics run_config",
     "criterions.moe_cross_entropy": "criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.build": "comm.gradients comm.topology ffn_step flags kernels run_config",

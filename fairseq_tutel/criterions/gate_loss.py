@@ -14,7 +14,7 @@ from fairseq.logging import metrics
 from torch import Tensor, nn
 
 from fairseq_tutel.ffn_step import MoEFeedForward, moe_layers
-from fairseq_tutel.losses import metric_names
+from fairseq_tutel.metrics import metric_names
 from fairseq_tutel.run_config import root_of
 
 logger = logging.getLogger(__name__)
