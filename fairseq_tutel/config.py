@@ -5,9 +5,13 @@ how it is computed and may change between two runs on one checkpoint. The fairse
 command-line flags and hydra keys from this dataclass.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fairseq_tutel.balance_weights import NEED_GATE_NOISE, parse_balance_loss
+from fairseq_tutel.custom import is_custom
 from fairseq_tutel.drop_policies import POLICIES
 
 ACTIVATIONS = (
@@ -20,6 +24,30 @@ ACTIVATIONS = (
     "linear",
     "swish",
 )
+GATE_TYPES = ("linear", "cosine", "hash")
+EXPERT_TYPES = ("ffn", "glu")
+
+# A rule: what must hold of a value, and how the sentence that refuses it ends.
+Rule = tuple[Callable[[Any], bool], str]
+AT_LEAST_1: Rule = (lambda v: isinstance(v, int) and v >= 1, "give a whole number, at least 1")
+AT_LEAST_0: Rule = (lambda v: isinstance(v, int) and v >= 0, "give a whole number, at least 0")
+FINITE: Rule = (math.isfinite, "give a finite number")
+NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
+POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
+PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
+TEMPERATURE: Rule = (
+    lambda v: 0.01 <= v < math.inf,
+    "give at least 0.01, which is where the gate stops it",
+)
+
+
+def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
+    """Return the rule of a name from a list, or, where that is allowed, of a class of the user's."""
+    classes = ", or package.module.Class" if or_class else ""
+    return (
+        lambda v: v in names or (or_class and is_custom(v)),
+        f"choose one of {', '.join(names)}{classes}",
+    )
 
 
 def _option(
@@ -29,13 +57,18 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
+def _plain(default: Any, rule: Rule | None = None) -> Any:
+    """A field that the fairseq edge fills from the stock model's own options."""
+    return field(default=default, metadata={"rule": rule})
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """Configuration of one MoE layer; a bad value raises ValueError naming option, value and fix."""
 
-    model_dim: int
-    hidden_dim: int
-    num_experts: int
+    model_dim: int = field(metadata={"rule": AT_LEAST_1})
+    hidden_dim: int = field(metadata={"rule": AT_LEAST_1})
+    num_experts: int = field(metadata={"rule": AT_LEAST_1})
     top_k: int = _option(
         2, "experts per token, from 1 to the number of experts", flag="--moe-top-k"
     )
@@ -45,12 +78,33 @@ class MoEConfig:
         "top_k * ceil(f * tokens / experts) places, 0 drops nothing, f < 0 takes as many places as "
         "needed but at most those of |f|",
         flag="--moe-capacity-factor",
+        rule=FINITE,
     )
     eval_capacity_factor: float = _option(
         0.0,
         "capacity factor in evaluation and generation, same rule; 0 drops nothing, so that an output "
         "never depends on what else is in the batch",
         flag="--moe-eval-capacity-factor",
+        rule=FINITE,
+    )
+    eval_capacity_token_fraction: float = _option(
+        0.0,
+        "places per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below 0: "
+        "capacity as in training; 0: by --moe-eval-capacity-factor",
+        flag="--moe-eval-capacity-token-fraction",
+        rule=FINITE,
+    )
+    min_capacity: int = _option(
+        0,
+        "places per expert at least, where the capacity is limited; in tokens",
+        flag="--moe-min-capacity",
+        rule=AT_LEAST_0,
+    )
+    capacity_multiple: int = _option(
+        1,
+        "a limited capacity is rounded up to a multiple of this; in tokens",
+        flag="--moe-capacity-multiple",
+        rule=AT_LEAST_1,
     )
     drop_policy: str = _option(
         "position",
@@ -60,54 +114,159 @@ class MoEConfig:
         flag="--moe-drop-policy",
         choices=POLICIES,
     )
+    choice: str = _option(
+        "tokens",
+        "who chooses: tokens their experts, or experts their tokens (expert choice: every expert takes "
+        "the top_k * ceil(f * tokens / experts) tokens that score highest, f = 1 where the capacity "
+        "factor is 0; a token's experts then depend on later tokens, so it is not for causal models)",
+        flag="--moe-choice",
+        choices=("tokens", "experts"),
+    )
     gate_type: str = _option(
         "linear",
-        "how tokens are scored: linear, or cosine between a projection and one direction per expert",
+        "how tokens are scored: linear, cosine (between a projection and one direction per expert), hash "
+        "(of the token's id, without parameters), or package.module.Class of your own; several, "
+        "separated by commas, are gates on the same experts",
         flag="--moe-gate-type",
-        choices=("linear", "cosine"),
+    )
+    gate_index: int = _option(
+        0,
+        "which of several gates is used, from 0",
+        flag="--moe-gate-index",
+        rule=AT_LEAST_0,
     )
     gate_projection_dim: int = _option(
-        256, "dimension of the cosine gate's projection", flag="--moe-gate-projection-dim"
+        256,
+        "dimension of the cosine gate's projection",
+        flag="--moe-gate-projection-dim",
+        rule=AT_LEAST_1,
     )
     gate_temperature: float = _option(
         0.5,
         "temperature that the cosine gate begins with and learns from; at least 0.01",
         flag="--moe-gate-temperature",
+        rule=TEMPERATURE,
+    )
+    score_function: str = _option(
+        "softmax",
+        "what makes scores of logits: softmax over the experts, or sigmoid of each",
+        flag="--moe-score-function",
+        choices=("softmax", "sigmoid"),
+    )
+    normalize_gate: str = _option(
+        "before",
+        "divide the weights of a token's experts by their sum, where top_k > 1: before dropping, after "
+        "it (over those that are left), or none",
+        flag="--moe-normalize-gate",
+        choices=("before", "after", "none"),
+    )
+    routed_scaling_factor: float = _option(
+        1.0,
+        "what all weights are multiplied with in the end",
+        flag="--moe-routed-scaling-factor",
+        rule=POSITIVE,
+    )
+    prescore: bool = _option(
+        False, "weights multiply what experts read, not what they give", flag="--moe-prescore"
+    )
+    expert_groups: int = _option(
+        1,
+        "groups of neighbouring experts; a token chooses its groups first (by the sum of the best "
+        "top_k / groups-per-token scores in each), then experts in them alone",
+        flag="--moe-expert-groups",
+        rule=AT_LEAST_1,
+    )
+    groups_per_token: int = _option(
+        1,
+        "groups of experts that a token may choose from",
+        flag="--moe-groups-per-token",
+        rule=AT_LEAST_1,
+    )
+    second_expert_policy: str = _option(
+        "all",
+        "every choice after the first: all by its score, sampling from the other experts' scores in "
+        "training, random takes it in training with a probability of top_k times its weight",
+        flag="--moe-second-expert-policy",
+        choices=("all", "sampling", "random"),
+    )
+    rsample: bool = _option(
+        False,
+        "in training choose experts by sampling (Gumbel noise on the choice); weights stay without noise",
+        flag="--moe-rsample",
     )
     gate_noise: float = _option(
         0.0,
         "standard deviation, times the number of experts, of gaussian noise on the logits in training",
         flag="--moe-gate-noise",
+        rule=NOT_NEGATIVE,
     )
     input_jitter: float = _option(
         0.0,
         "in training the gate sees every element times a number uniform in 1 - j to 1 + j",
         flag="--moe-input-jitter",
+        rule=PROBABILITY,
     )
     input_dropout: float = _option(
-        0.0, "dropout of what the gate sees, a probability", flag="--moe-input-dropout"
+        0.0,
+        "dropout of what the gate sees, a probability",
+        flag="--moe-input-dropout",
+        rule=PROBABILITY,
     )
     gate_fp32: bool = True
     balance_loss: str = _option(
         "gshard:1",
         "balance losses of a layer with their relative weights, name:weight separated by commas, or none; "
-        "gshard (load of first choices times mean probability), gshard_all (load of all choices), switch "
-        "(the same as gshard), z (squared log of the sum of exponentials of the logits)",
+        "gshard (load of first choices times mean probability), gshard_all (load of all choices), "
+        "gshard_sequence (that, sentence by sentence), gshard_global (that, with the load of all "
+        "ranks), switch (the same as gshard), load_importance (variation of the experts' summed "
+        "probabilities and of their load; needs --moe-gate-noise), load_importance_tutel (the same in "
+        "Tutel's form), z (squared log of the sum of exponentials of the logits)",
         flag="--moe-balance-loss",
+    )
+    balance_bias: bool = _option(
+        False,
+        "balance by a bias on the choice, not on the weights, that rises for idle experts and falls "
+        "for busy ones after every update",
+        flag="--moe-balance-bias",
+    )
+    bias_update_rate: float = _option(
+        0.001,
+        "step of the balance bias per update, in units of scores; 0 freezes it",
+        flag="--moe-bias-update-rate",
+        rule=NOT_NEGATIVE,
     )
     expert_type: str = _option(
         "ffn",
-        "ffn: two linear maps with an activation between; glu: SwiGLU, silu(x W1) * (x W3) then W2",
+        "ffn: two linear maps with an activation between; glu: SwiGLU, silu(x W1) * (x W3) then W2; or "
+        "package.module.Class of your own, a torch module that is one expert",
         flag="--moe-expert-type",
-        choices=("ffn", "glu"),
+        rule=one_of(EXPERT_TYPES, or_class=True),
     )
-    activation: str = "relu"
-    expert_bias: bool = True
-    activation_dropout: float = 0.0
-    hidden_layer_norm: bool = False
-    init_std: float = (
-        0.0  # of the experts' weights, normal, biases zero; 0: as nn.Linear draws them
+    shared_experts: int = _option(
+        0,
+        "experts that every token goes through beside its own, added to their output",
+        flag="--moe-shared-experts",
+        rule=AT_LEAST_0,
     )
+    residual: bool = _option(
+        False,
+        "residual MoE: beside the experts a dense feed-forward network of their size, the two outputs "
+        "mixed by a learned softmax",
+        flag="--moe-residual",
+    )
+    expert_grad_norm: str = _option(
+        "world_size",
+        "what the experts' summed gradients are divided by on several ranks: world_size, as all others, "
+        "or sqrt_world_size",
+        flag="--moe-normalize-expert-grad",
+        choices=("world_size", "sqrt_world_size"),
+    )
+    activation: str = _plain("relu", one_of(ACTIVATIONS))
+    expert_bias: bool = _plain(True)
+    activation_dropout: float = _plain(0.0, PROBABILITY)
+    hidden_layer_norm: bool = _plain(False)
+    # Of the experts' weights, normal, biases zero; 0: as nn.Linear draws them.
+    init_std: float = _plain(0.0, NOT_NEGATIVE)
     backend: str = _option(
         "auto",
         "kernels of routing, dispatch and combine: auto takes triton on a GPU where it is installed, "
@@ -126,95 +285,97 @@ class MoEConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("model_dim", "hidden_dim", "num_experts"):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, int) and value >= 1,
-                f"{_label(name)} is {value}; it must be a whole number, at least 1.",
-            )
+        for item in fields(self):
+            choices, value = item.metadata.get("choices"), getattr(self, item.name)
+            rule = one_of(choices) if choices else item.metadata.get("rule")
+            shown = repr(value) if isinstance(value, str) else value
+            if rule is not None and not rule[0](value):
+                raise ValueError(f"{label_of(item.name)} is {shown}; {rule[1]}.")
+        self._check_gates()
+        self._check_choice()
+        self._check_expert_choice()
+        self._check_balance()
+
+    @property
+    def gate_types(self) -> list[str]:
+        """The gates by name, in the order of their index."""
+        return [name.strip() for name in self.gate_type.split(",")]
+
+    def _check_gates(self) -> None:
+        rule = one_of(GATE_TYPES, or_class=True)
+        for name in self.gate_types:
+            _require(rule[0](name), f"{label_of('gate_type')} is {self.gate_type!r}; {rule[1]}.")
+        _require(
+            self.gate_index < len(self.gate_types),
+            f"{label_of('gate_index')} is {self.gate_index} but there are {len(self.gate_types)} gates; "
+            f"choose from 0 to {len(self.gate_types) - 1}.",
+        )
+
+    def _check_choice(self) -> None:
         _require(
             1 <= self.top_k <= self.num_experts,
-            f"{_label('top_k')} is {self.top_k} but there are {self.num_experts} experts; "
+            f"{label_of('top_k')} is {self.top_k} but there are {self.num_experts} experts; "
             f"choose a value from 1 to {self.num_experts}.",
         )
-        for item in fields(self):
-            choices = item.metadata.get("choices")
-            value = getattr(self, item.name)
+        _require(
+            self.num_experts % self.expert_groups == 0,
+            f"{label_of('expert_groups')} is {self.expert_groups}, which does not divide the "
+            f"{self.num_experts} experts; give a divisor.",
+        )
+        reachable = self.groups_per_token * (self.num_experts // self.expert_groups)
+        _require(
+            self.groups_per_token <= self.expert_groups and reachable >= self.top_k,
+            f"{label_of('groups_per_token')} is {self.groups_per_token} of {self.expert_groups} groups of "
+            f"{self.num_experts // self.expert_groups} experts; give at most {self.expert_groups}, and "
+            f"enough for {self.top_k} experts per token.",
+        )
+        _require(
+            self.eval_capacity_token_fraction == 0 or self.eval_capacity_factor == 0,
+            f"{label_of('eval_capacity_token_fraction')} is {self.eval_capacity_token_fraction} beside "
+            "--moe-eval-capacity-factor; give one of them.",
+        )
+
+    def _check_expert_choice(self) -> None:
+        if self.choice != "experts":
+            return
+        for name, only in (
+            ("drop_policy", "position"),
+            ("second_expert_policy", "all"),
+            ("rsample", False),
+            ("balance_bias", False),
+            ("expert_groups", 1),
+        ):
+            value = getattr(self, name)
             _require(
-                choices is None or value in choices,
-                f"{_label(item.name)} is {value!r}; choose one of {', '.join(choices or ())}.",
+                value == only,
+                f"{label_of(name)} is {value} but experts choose their tokens (--moe-choice experts), "
+                f"which leaves it nothing to do; drop one of the two.",
             )
         _require(
-            self.activation in ACTIVATIONS,
-            f"{_label('activation')} is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}.",
+            "hash" not in self.gate_types,
+            f"{label_of('gate_type')} is {self.gate_type!r} but experts choose their tokens (--moe-choice "
+            "experts), and a hash has no scores to choose by; give a gate that has.",
         )
-        _require(
-            0.0 <= self.activation_dropout < 1.0,
-            f"{_label('activation_dropout')} is {self.activation_dropout}; "
-            "it is a probability, from 0 to below 1.",
-        )
-        _require(
-            0.0 <= self.init_std < float("inf"),
-            f"init_std is {self.init_std}; give a standard deviation, or 0 for nn.Linear's own rule.",
-        )
-        _require(
-            self.gate_projection_dim >= 1,
-            f"{_label('gate_projection_dim')} is {self.gate_projection_dim}; give at least 1.",
-        )
-        _require(
-            0.01 <= self.gate_temperature < float("inf"),
-            f"{_label('gate_temperature')} is {self.gate_temperature}; give at least 0.01, which is "
-            "where the gate stops it.",
-        )
-        _require(
-            0.0 <= self.gate_noise < float("inf"),
-            f"{_label('gate_noise')} is {self.gate_noise}; give a finite number, 0 for no noise.",
-        )
-        for name in ("input_jitter", "input_dropout"):
+
+    def _check_balance(self) -> None:
+        for name in NEED_GATE_NOISE:
             _require(
-                0.0 <= getattr(self, name) < 1.0,
-                f"{_label(name)} is {getattr(self, name)}; give a number from 0 to below 1.",
+                name not in parse_balance_loss(self.balance_loss) or self.gate_noise > 0,
+                f"{label_of('balance_loss')} is {self.balance_loss!r} but there is no noise to weigh a "
+                "load by; set --moe-gate-noise, such as 1.",
             )
-        for name in ("capacity_factor", "eval_capacity_factor"):
             _require(
-                abs(getattr(self, name)) < float("inf"),
-                f"{_label(name)} is {getattr(self, name)}; it must be a finite number.",
+                name not in parse_balance_loss(self.balance_loss) or "hash" not in self.gate_types,
+                f"{label_of('balance_loss')} is {self.balance_loss!r} but the gate is a hash, which has no "
+                "logits to weigh a load by; choose gshard or none.",
             )
-        parse_balance_loss(self.balance_loss)
-
-
-BALANCE_LOSSES = ("gshard", "gshard_all", "switch", "z")
-
-
-def parse_balance_loss(text: str) -> dict[str, float]:
-    """Read "gshard:1,z:0.1" into {"gshard": 1.0, "z": 0.1}; "none" and "" give {}.
-
-    Raises:
-        ValueError: unknown name, repeated name or a weight that is no finite number.
-    """
-    weights: dict[str, float] = {}
-    if text.strip() in ("", "none"):
-        return weights
-    for part in text.split(","):
-        name, _, weight = part.strip().partition(":")
+        sampled = self.rsample or self.second_expert_policy == "sampling"
         _require(
-            name in BALANCE_LOSSES and name not in weights,
-            f"{_label('balance_loss')} is {text!r}: {name!r} is unknown or given twice; "
-            f"use none or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1.",
+            not (self.balance_bias and sampled),
+            f"{label_of('balance_bias')} is True but choices are sampled (--moe-rsample or "
+            "--moe-second-expert-policy sampling), which a bias on scores does not reach; drop one of "
+            "them.",
         )
-        weights[name] = _finite(weight or "1", text)
-    return weights
-
-
-def _finite(weight: str, text: str) -> float:
-    label = _label("balance_loss")
-    message = f"{label} is {text!r}: {weight!r} is no weight; write name:number, at least 0."
-    try:
-        value = float(weight)
-    except ValueError:
-        raise ValueError(message) from None
-    _require(0 <= value < float("inf"), message)
-    return value
 
 
 FLAG_OF_FIELD = {
@@ -227,7 +388,8 @@ FLAG_OF_FIELD = {
 }
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
+    """Return how messages name an option: its field, and its flag where it has one."""
     flag = FLAG_OF_FIELD.get(name)
     return f"{name} ({flag})" if flag else name
 

@@ -4,8 +4,6 @@ R rows, D model_dim, H hidden_dim, e local experts. Rows are expert-major: exper
 counts[i] rows.
 """
 
-import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import MoEConfig, label_of
+from fairseq_tutel.custom import is_custom, load_class
+from fairseq_tutel.custom_experts import CustomExperts
+from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.initial import draw_linear, seeded_generator
 
 
 def _relu_squared(x: Tensor) -> Tensor:
@@ -42,21 +44,15 @@ ACTIVATION_FNS = {
 }
 
 
-class Experts(nn.Module):
-    """The local slice of a layer's experts: `ffn` or `glu`, weights stacked on dimension 0.
+class Experts(ExpertStack):
+    """Two kinds: `ffn` and `glu`.
 
     Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]; glu adds
     fc3_weight [e, H, D], fc3_bias [e, H]. Each expert's matrices have nn.Linear's layout.
-
-    A state dict holds all E experts by global id: `load_state_dict` takes the local slice out of it,
-    and `state_dict` gives the whole after `comm.checkpoint` gathered it, else the local slice.
     """
 
     def __init__(self, config: MoEConfig, num_local: int | None = None, first: int = 0) -> None:
-        super().__init__()
-        self.config = config
-        self.num_local = config.num_experts if num_local is None else num_local
-        self.first = first
+        super().__init__(config, num_local, first)
         shapes = {"fc1": (config.hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
             shapes["fc3"] = (config.hidden_dim, config.model_dim)
@@ -72,15 +68,10 @@ class Experts(nn.Module):
         self.hidden_layer_norm = (
             nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
         )
-        self.gathered: dict[str, Tensor] | None = None
-        self.everywhere: dict[str, Tensor] | None = None
 
-    def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the stacked parameters by name, without the layer norm that all experts share."""
-        return dict(self.named_parameters(recurse=False))
-
+    @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw every expert as nn.Linear does, or normal by `init_std`, from a generator of its own.
+        """Draw every expert as nn.Linear does, or normal by `init_std`.
 
         The generator's seed is a hash of (seed, name, global expert id, tensor), so a model has the
         same experts for every number of ranks, and layers differ from each other.
@@ -89,15 +80,10 @@ class Experts(nn.Module):
             if parameter.is_meta:
                 continue
             fan_in = getattr(self, tensor.split("_")[0] + "_weight").shape[2]
-            bound = 1 / math.sqrt(fan_in)
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                values = torch.zeros(parameter.shape[1:])
-                if self.config.init_std == 0:
-                    nn.init.uniform_(values, -bound, bound, generator=generator)
-                elif tensor.endswith("weight"):
-                    nn.init.normal_(values, std=self.config.init_std, generator=generator)
-                parameter.data[i].copy_(values)
+                kind = tensor.split("_")[1]
+                draw_linear(parameter[i], fan_in, kind, self.config.init_std, generator)
 
     def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
         """Run expert i on its counts[i] rows; `counts` is on the host and sums to R."""
@@ -112,36 +98,16 @@ class Experts(nn.Module):
         return self._linear("fc2", hidden_RH, counts)
 
     def _linear(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        tensors = self.everywhere or self.expert_parameters()
+        tensors = self.tensors()
         return grouped_linear(rows, counts, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in (self.gathered or {}).items():
-            destination[prefix + name] = tensor
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, parameter in self.expert_parameters().items():
-            tensor = state_dict.get(prefix + name)
-            if tensor is not None:
-                state_dict[prefix + name] = self._local_slice(prefix + name, tensor, parameter)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _local_slice(self, key: str, tensor: Tensor, parameter: Tensor) -> Tensor:
-        expected = (self.config.num_experts, *parameter.shape[1:])
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
-                f"{expected}; give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
-                "(a first number below the expert count is a crash file that holds one rank's part)."
-            )
-        return tensor[self.first : self.first + self.num_local]
-
-
-def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
-    """Return a CPU generator seeded by a hash of its arguments."""
-    digest = hashlib.sha256(f"{seed}/{name}/{expert}/{tensor}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+def build_experts(config: MoEConfig, num_local: int, first: int) -> ExpertStack:
+    """Return the local experts that `config.expert_type` names, ours or of the user's class."""
+    if is_custom(config.expert_type):
+        kind = load_class(label_of("expert_type"), config.expert_type)
+        return CustomExperts(config, kind, num_local, first)
+    return Experts(config, num_local, first)
 
 
 def grouped_linear(

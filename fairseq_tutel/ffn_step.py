@@ -44,6 +44,7 @@ class MoEFeedForward(MoELayer):
         super().__init__(config, topology, seed=seed, name=name)
         self.label = label_of(name)
         self.padding_mask: Tensor | None = None
+        self.token_ids: Tensor | None = None  # [batch, time], where a hash gate asks for them
         self.skip_tokens = False
         self.record: MoERecord | None = None  # of the last micro-batch that came through here
         self.coefficient: Tensor | None = None
@@ -58,7 +59,8 @@ class MoEFeedForward(MoELayer):
         mask = self.padding_mask
         if self.skip_tokens:
             mask = torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
-        y, output = super().forward(x, mask, time_first=True)
+        self.counts_load = not self.seen
+        y, output = super().forward(x, mask, time_first=True, token_ids=self.token_ids)
         if not self.seen:
             self.seen = True
             self.record = _record(output)
@@ -157,6 +159,28 @@ def _keep_padding_mask(layer: nn.Module, args: tuple, kwargs: dict) -> None:
     else:
         mask = kwargs.get("encoder_padding_mask", args[1] if len(args) > 1 else None)
     layer.fc1.padding_mask = mask
+
+
+def hand_out_token_ids(model: nn.Module) -> None:
+    """Let every MoE layer of a model see the ids of its tokens, which hash gates choose by.
+
+    The embedding sees them last: generation calls encoder and decoder by `forward`, past their hooks.
+    A layer takes them when it is first called, since a recompute comes after the other side's embedding.
+    """
+    last_seen: list[Tensor] = []
+
+    def keep(embedding: nn.Module, args: tuple) -> None:
+        last_seen[:] = args[:1]
+
+    def hand_out(layer: nn.Module, args: tuple) -> None:
+        layer.fc1.token_ids = last_seen[0]
+
+    for _, name, layers in named_stacks(model):
+        side: Any = model.get_submodule(name.rpartition(".")[0])
+        side.embed_tokens.register_forward_pre_hook(keep)
+        for layer in children_of(layers):
+            if isinstance(layer.fc1, MoEFeedForward):
+                layer.register_forward_pre_hook(hand_out)
 
 
 def begin_micro_batch(model: nn.Module, *_: Any) -> None:

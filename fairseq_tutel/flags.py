@@ -10,7 +10,7 @@ from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
-from fairseq_tutel.config import MoEConfig, options_of_scope
+from fairseq_tutel.config import FLAG_OF_FIELD, MoEConfig, options_of_scope
 
 
 def key_of(flag: str) -> str:
@@ -75,6 +75,30 @@ class _ModelOptions(FairseqDataclass):
     no_moe_gating_use_fp32: bool = field(
         default=False,
         metadata={"help": "gate and softmax in the model's own dtype [default: off]"},
+    )
+    moe_batch_prioritized_routing: bool = field(
+        default=False, metadata={"help": "the same as --moe-drop-policy bpr [default: off]"}
+    )
+    moe_normalize_gate_prob_before_dropping: bool = field(
+        default=False,
+        metadata={
+            "help": "the same as --moe-normalize-gate before: already the default, accepted for older "
+            "command lines [default: off, before all the same]"
+        },
+    )
+    use_moe_pad_mask: bool = field(
+        default=False,
+        metadata={
+            "help": "do not route padding: always so, accepted for older command lines "
+            "[default: off, not routed all the same]"
+        },
+    )
+    num_workers_valid: int = field(
+        default=-1,
+        metadata={
+            "help": "accepted for older command lines; validation loads by --num-workers processes "
+            "[default: -1]"
+        },
     )
 
 
@@ -193,8 +217,23 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
         raise ValueError(
             "--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one of them."
         )
+    for key, name, value in (
+        ("moe_batch_prioritized_routing", "drop_policy", "bpr"),
+        ("moe_normalize_gate_prob_before_dropping", "normalize_gate", "before"),
+    ):
+        if getattr(model_cfg, key, False):
+            values[name] = _alias(key, name, value, str(values[name]))
     values["gate_fp32"] = not model_cfg.no_moe_gating_use_fp32
     values["hidden_dim"] = model_cfg.moe_expert_ffn_dim or layer.pop("hidden_dim")
     layer.pop("hidden_dim", None)
     values = {key: str(v) if isinstance(v, str) else v for key, v in values.items()}
     return MoEConfig(num_experts=num_experts, **values, **layer)
+
+
+def _alias(key: str, name: str, value: str, given: str) -> str:
+    """Return the value that an older name stands for; refuse it beside another one."""
+    if given not in (value, getattr(MoEConfig, name)):
+        raise ValueError(
+            f"--{key.replace('_', '-')} and {FLAG_OF_FIELD[name]} {given} are both given; drop one of them."
+        )
+    return value

@@ -4,12 +4,14 @@ T tokens, D model_dim, E experts.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import MoEConfig, label_of
+from fairseq_tutel.custom import is_custom, load_class
 
 
 class LinearGate(nn.Module):
@@ -81,9 +83,78 @@ class CosineGate(nn.Module):
         return F.linear(projected_TP, directions_EP) * scale
 
 
-GATES = {"linear": LinearGate, "cosine": CosineGate}
+class HashGate(nn.Module):
+    """Choose experts by a hash of the token's id: no parameters, a baseline that learns nothing.
+
+    Of K experts per token all weigh 1 / K: their logits are 0, those of the others -inf.
+
+    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that never collide.
+    """
+
+    salt: Tensor
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        # Saved, so that a model routes alike whatever seed it is opened with.
+        self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw what tells this layer's hash from another's."""
+        self.salt.copy_(torch.randint(2**62, (), generator=generator))
+
+    def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
+        """Return logits_TE in fp32 from ids [T] int64."""
+        experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
+        hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
+        chosen_TK = hashes_TE.topk(top_k, dim=1).indices
+        logits_TE = torch.full(hashes_TE.shape, -math.inf, device=token_ids_T.device)
+        return logits_TE.scatter_(1, chosen_TK, 0.0)
 
 
-def build_gate(config: MoEConfig) -> nn.Module:
-    """Return the gate that `config.gate_type` names."""
-    return GATES[config.gate_type](config)
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int64 numbers one to one: splitmix64's finalizer, on wrapping arithmetic."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ _shifted(x, shift)) * factor
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right without copying the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
+
+
+def build_gate(config: MoEConfig, kind: str) -> nn.Module:
+    """Return a gate by name, or of the user's class, built as Class(config).
+
+    A class of the user's maps x_TD to logits_TE; `reset_parameters(generator)` is called where it has
+    one, so that it can draw the same weights on every rank.
+    """
+    if is_custom(kind):
+        return load_class(label_of("gate_type"), kind)(config)
+    return GATES[kind](config)
+
+
+def reset_gate(gate: Any, generator: torch.Generator) -> None:
+    """Draw a gate's parameters; one of the user's without `reset_parameters` keeps its own."""
+    if hasattr(gate, "reset_parameters"):
+        gate.reset_parameters(generator)
+
+
+def gate_logits(gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int) -> Tensor:
+    """Return a gate's logits_TE.
+
+    Raises:
+        ValueError: a hash gate was called without token ids, or a gate of the user's gave another shape.
+    """
+    if not isinstance(gate, HashGate):
+        return gate(x_TD)
+    if token_ids_T is None:
+        raise ValueError(
+            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "
+            "or choose linear or cosine."
+        )
+    return gate(token_ids_T, top_k)

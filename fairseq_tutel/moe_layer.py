@@ -3,19 +3,27 @@
 T tokens, D model_dim, E experts (e local), K top_k, R rows.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fairseq_tutel import exchange, exploration, losses, routing
+from fairseq_tutel.balance_bias import BalanceBias
+from fairseq_tutel.balance_weights import parse_balance_loss
+from fairseq_tutel.beside import Beside
+from fairseq_tutel.capacity import capacity_of
 from fairseq_tutel.comm.all_to_all import ExchangeTimer
-from fairseq_tutel.comm.gradients import mark_expert
+from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.config import MoEConfig, parse_balance_loss
+from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.dispatch import combine, dispatch
-from fairseq_tutel.experts import Experts, seeded_generator
-from fairseq_tutel.gates import build_gate
+from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.experts import build_experts
+from fairseq_tutel.gates import build_gate, gate_logits, reset_gate
+from fairseq_tutel.initial import seeded_generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,7 @@ class MoELayer(nn.Module):
     3. dispatch: x_TD -> rows_RD, expert-major
     4. exchange: rows cross to the ranks that own their experts, run, and come back
     5. combine: rows_RD -> y_TD, weighted
+    6. beside: shared and residual experts are added, where there are any
 
     Args:
         config: what to compute and how.
@@ -48,6 +57,11 @@ class MoELayer(nn.Module):
         seed: seeds the layer's own generators; None draws one from torch's global generator, which
             must then be seeded alike on every rank.
         name: tells layers of one seed apart.
+        gate_configs: a configuration for each of several gates on these experts, which `gate_index`
+            chooses from; they may differ in all that is decided before dispatch. None makes one for
+            every name in `config.gate_type`.
+        gates: gates that are built already, one for each configuration.
+        experts: experts that are built already, instead of those that `config` names.
     """
 
     def __init__(
@@ -57,24 +71,47 @@ class MoELayer(nn.Module):
         *,
         seed: int | None = None,
         name: str = "",
+        gate_configs: Sequence[MoEConfig] | None = None,
+        gates: Sequence[nn.Module] | None = None,
+        experts: ExpertStack | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.topology = topology or Topology()
+        self.gate_configs = list(gate_configs or [config] * len(config.gate_types))
+        if gates is None:
+            kinds = (
+                config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
+            )
+            gates = [build_gate(c, kind) for c, kind in zip(self.gate_configs, kinds, strict=True)]
+        self.gate = gates[0]
+        self.other_gates = nn.ModuleList(gates[1:])
         local = self.topology.local_experts(config.num_experts)
-        self.gate = build_gate(config)
-        self.experts = Experts(config, len(local), local.start)
-        if self.topology.expert_parallel_size > 1:
-            for parameter in self.experts.expert_parameters().values():
+        self.experts = experts or build_experts(config, len(local), local.start)
+        for parameter in self.experts.expert_parameters().values():
+            if self.topology.expert_parallel_size > 1:
                 mark_expert(parameter)
+            if config.expert_grad_norm == "sqrt_world_size":
+                mark_root_scaled(parameter)
+        has_beside = config.shared_experts > 0 or config.residual
+        self.beside = Beside(config) if has_beside else None
+        self.balance_bias = (
+            BalanceBias(config.num_experts, config.bias_update_rate)
+            if config.balance_bias
+            else None
+        )
         self.timer: ExchangeTimer | None = None
+        self.counts_load = True  # off in a recompute, which is no new micro-batch
         self.balance_weights = parse_balance_loss(config.balance_loss)
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialise gate and experts from generators seeded by (seed, name): alike for every W."""
-        self.gate.reset_parameters(seeded_generator(seed, name, -1, "gate"))  # type: ignore[operator]
+        """Initialise everything from generators seeded by (seed, name): alike for every W."""
+        for i, gate in enumerate([self.gate, *self.other_gates]):
+            reset_gate(gate, seeded_generator(seed, name, -1, f"gate{i or ''}"))
         self.experts.reset_parameters(seed, name)
+        if self.beside is not None:
+            self.beside.reset_parameters(seed, name)
 
     def forward(
         self,
@@ -84,6 +121,8 @@ class MoELayer(nn.Module):
         time_first: bool = False,
         capacity_factor: float | None = None,
         top_k: int | None = None,
+        gate_index: int | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, MoEOutput]:
         """Route every token of x through its experts.
 
@@ -93,38 +132,72 @@ class MoELayer(nn.Module):
                 without D, or [batch, time] with `time_first`.
             time_first: x is laid out time first, as fairseq does; dropping still goes by
                 (sentence, time).
-            capacity_factor: overrides the configured one for this call; 0 drops nothing.
+            capacity_factor: overrides the configured rule for this call; 0 drops nothing.
             top_k: overrides the configured one for this call.
+            gate_index: overrides the configured one for this call.
+            token_ids: int64 of padding_mask's shape; a hash gate needs them.
 
         Returns:
             y: the shape and dtype of x (autocast's dtype under autocast).
             output: balance losses and routing.
-        """
-        if capacity_factor is None:
-            training, config = self.training, self.config
-            capacity_factor = config.capacity_factor if training else config.eval_capacity_factor
-        x_TD = x.reshape(-1, x.shape[-1])
-        if padding_mask is not None:
-            _check_mask(padding_mask, x, time_first)
-            padding_mask = (padding_mask.t() if time_first else padding_mask).reshape(-1)
 
-        seen_TD = exploration.gate_input(x_TD, self.config, self.training)
-        logits_TE = exploration.noisy_logits(self.gate(seen_TD), self.config, self.training)
+        Raises:
+            ValueError: a mask, index or number that does not fit.
+        """
+        x_TD = x.reshape(-1, x.shape[-1])
+        batch = routing.MicroBatch(
+            real_T=_flat(padding_mask, "padding_mask", torch.bool, x, time_first),
+            time_first=(x.shape[0], x.shape[1]) if time_first else None,
+            training=self.training,
+        )
+        if batch.real_T is not None:
+            batch = dataclasses.replace(batch, real_T=~batch.real_T)
+        ids_T = _flat(token_ids, "token_ids", torch.int64, x, time_first)
+        gate, config = self._gate(gate_index)
+        top_k = config.top_k if top_k is None else top_k
+
+        seen_TD = exploration.gate_input(x_TD, config, self.training)
+        clean_TE = gate_logits(gate, seen_TD, ids_T, top_k)
+        logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
         assignment = routing.assign(
             logits_TE,
-            self.config.top_k if top_k is None else top_k,
-            capacity_factor,
-            drop_policy=self.config.drop_policy,
-            training=self.training,
-            real_T=None if padding_mask is None else ~padding_mask,
-            time_first=(x.shape[0], x.shape[1]) if time_first else None,
+            top_k,
+            capacity_of(config, self.training, capacity_factor),
+            routing.Rules.of(config),
+            batch,
+            None if self.balance_bias is None else self.balance_bias.bias,
         )
+        if self.balance_bias is not None and self.training and self.counts_load:
+            self.balance_bias.count(assignment.assigned_KE)
         plan = self._plan()
         decision = routing.lay_out(assignment, self._buffer_capacity(assignment, plan))
-        rows_RD = dispatch(x_TD, decision, self.config.backend)
+        rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
         rows_RD = exchange.run(rows_RD, decision.counts_E, self.experts, plan)
-        y_TD = combine(rows_RD, decision, self.config.backend)
-        return y_TD.view(x.shape), self._output(decision, logits_TE)
+        y_TD = combine(rows_RD, decision, config.backend, config.prescore)
+        if self.beside is not None:
+            y_TD = self.beside(x_TD, y_TD, batch.real_T)
+        return y_TD.view(x.shape), self._output(
+            decision,
+            losses.GateOutput(
+                logits_TE=logits_TE,
+                clean_TE=clean_TE,
+                noise=config.gate_noise / config.num_experts,
+                sentences=_sentences(x, time_first),
+                time_first=time_first,
+                num_ranks=self.topology.world_size if self.training else 1,
+            ),
+        )
+
+    def _gate(self, index: int | None) -> tuple[nn.Module, MoEConfig]:
+        """Return the gate of this call, and the configuration that goes with it."""
+        index = self.config.gate_index if index is None else index
+        if not 0 <= index < len(self.gate_configs):
+            raise ValueError(
+                f"gate_index is {index} but there are {len(self.gate_configs)} gates; choose from 0 to "
+                f"{len(self.gate_configs) - 1}."
+            )
+        gate = self.gate if index == 0 else self.other_gates[index - 1]
+        return gate, self.gate_configs[index]
 
     def _plan(self) -> exchange.ExchangePlan:
         # Experts that were gathered everywhere need nobody else.
@@ -141,18 +214,36 @@ class MoELayer(nn.Module):
             return None
         return exchange.agreed_capacity(assignment.counts_E, plan)
 
-    def _output(self, decision: routing.Routing, logits_TE: Tensor) -> MoEOutput:
-        named = losses.balance_losses(self.balance_weights, decision, logits_TE)
+    def _output(self, decision: routing.Routing, gate: losses.GateOutput) -> MoEOutput:
+        named = losses.balance_losses(self.balance_weights, decision, gate)
         total = torch.zeros((), device=decision.probs_TE.device, dtype=decision.probs_TE.dtype)
         for name, loss in named.items():
             total = total + self.balance_weights[name] * loss
         return MoEOutput(balance_loss=total, losses=named, routing=decision)
 
 
-def _check_mask(padding_mask: Tensor, x: Tensor, time_first: bool) -> None:
+def _flat(
+    values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
+) -> Tensor | None:
+    """Return one value per token [T], in the tokens' order.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    if values is None:
+        return None
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
-    if tuple(padding_mask.shape) != expected or padding_mask.dtype != torch.bool:
+    if tuple(values.shape) != expected or values.dtype != dtype:
+        meaning = ", True for padding" if dtype == torch.bool else ""
         raise ValueError(
-            f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}; give torch.bool "
-            f"of shape {expected}, True for padding."
+            f"{name} is {values.dtype} of shape {tuple(values.shape)}; give {dtype} of shape "
+            f"{expected}{meaning}."
         )
+    return (values.t() if time_first else values).reshape(-1)
+
+
+def _sentences(x: Tensor, time_first: bool) -> tuple[int, int] | None:
+    """Return (sentences, time) of the tokens; None for a flat list of them, which is one sentence."""
+    if time_first:
+        return x.shape[1], x.shape[0]
+    return None if x.dim() < 3 else (x.shape[:-2].numel(), x.shape[-2])

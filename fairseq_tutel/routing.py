@@ -5,12 +5,24 @@ T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the ex
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_tutel.capacity import Capacity
+from fairseq_tutel.choice import (
+    asked_at_random,
+    choose_experts,
+    experts_choose,
+    mask_groups,
+    sampling_keys,
+    scores_of,
+)
+from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.drop_policies import slot_order
+from fairseq_tutel.slots import asking_ids, assign_slots, assign_slots_by, sentence_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +32,13 @@ class Routing:
     Attributes:
         expert_ids_TK: [T, K] int64, the experts of each token, best first.
         weights_TK: [T, K], what the copies' outputs are multiplied with; differentiable.
-        slots_TK: [T, K] int64, place within the expert; -1 for padding tokens.
+        slots_TK: [T, K] int64, place within the expert; -1 for copies that asked for none: padding
+            tokens', and choices that a token left out.
         counts_E: [E] int64, rows kept by each expert.
         assigned_KE: [K, E] int64, assignments of each choice before dropping.
         dropped_K: [K] int64, assignments of each choice that found their expert full.
         num_tokens: [] int64, tokens that are not padding.
-        probs_TE: [T, E], softmax of the logits; differentiable.
+        probs_TE: [T, E], the scores of every expert, summing to 1 for a token; differentiable.
         real_T: [T] bool, False for padding tokens; None when there is no padding.
         row_of_TK: [T, K] int64, the row of each copy; -1 = dropped.
         source_of_R: [R] int64, the copy that fills each row; -1 = padding row.
@@ -61,77 +74,210 @@ class Assignment:
     num_tokens: Tensor
     probs_TE: Tensor
     real_T: Tensor | None
+    max_rows: int  # of the compact layout, known without asking the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How experts are chosen, weighed and filled; each field as the MoEConfig field of its name."""
+
+    score_function: str = "softmax"
+    normalize_gate: str = "before"
+    routed_scaling_factor: float = 1.0
+    choice: str = "tokens"
+    drop_policy: str = "position"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    second_expert_policy: str = "all"
+    rsample: bool = False
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> "Rules":
+        """Return the rules that a layer's configuration holds."""
+        return cls(**{item.name: getattr(config, item.name) for item in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What routing must know of the tokens.
+
+    Attributes:
+        real_T: [T] bool, False for padding; None when every token is real.
+        time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
+            slots are then given in (sentence, time) order all the same.
+        training: whether random numbers may be drawn.
+    """
+
+    real_T: Tensor | None = None
+    time_first: tuple[int, int] | None = None
+    training: bool = False
 
 
 def assign(
     logits_TE: Tensor,
     top_k: int,
-    capacity_factor: float = 0.0,
-    *,
-    drop_policy: str = "position",
-    training: bool = False,
-    real_T: Tensor | None = None,
-    time_first: tuple[int, int] | None = None,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+    bias_E: Tensor | None = None,
 ) -> Assignment:
     """Choose experts and slots for every token.
 
     Args:
         logits_TE: [T, E] gate logits.
         top_k: experts per token, 1 to E.
-        capacity_factor: f > 0: C = K * ceil(f * T_real / E); 0: nothing is dropped; f < 0: as |f|
-            (how much of it is needed only sizes buffers, see `lay_out`).
-        drop_policy: who keeps a place when an expert is full, see `drop_policies.slot_order`.
-        training: whether a policy may draw random numbers.
-        real_T: [T] bool, False for padding; None when every token is real.
-        time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
-            slots are then given in (sentence, time) order all the same.
+        capacity: how many places an expert has.
+        rules: how experts are chosen, weighed and filled.
+        batch: what the tokens are.
+        bias_E: [E], added to the scores for the choice alone.
 
     Raises:
-        ValueError: `top_k` is not in 1 .. E.
+        ValueError: `top_k` is not in 1 .. E, or more than the groups of a token hold.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
-    num_experts = logits_TE.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(
-            f"top_k is {top_k} but there are {num_experts} experts; "
-            f"choose a value from 1 to {num_experts}."
-        )
-    probs_TE = torch.softmax(logits_TE, dim=1)
-    expert_ids_TK = choose_experts(probs_TE.detach(), top_k)
-    weights_TK = probs_TE.gather(1, expert_ids_TK)
-    if top_k > 1:
-        total_T1 = weights_TK.sum(dim=1, keepdim=True)
-        weights_TK = weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).eps)
-    if drop_policy == "position" or capacity_factor == 0.0:  # nobody is dropped: any order will do
-        slots_TK, assigned_KE = assign_slots(expert_ids_TK, num_experts, real_T, time_first)
+    _check_top_k(top_k, logits_TE.shape[1], rules)
+    scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+    if rules.choice == "experts":
+        return _assign_by_experts(scores_TE, probs_TE, top_k, capacity, rules, batch)
+    num_tokens, num_experts = logits_TE.shape
+    expert_ids_TK = _choose(logits_TE.detach(), scores_TE.detach(), top_k, rules, batch, bias_E)
+    weights_TK = scores_TE.gather(1, expert_ids_TK)
+    if rules.normalize_gate == "before" and top_k > 1:
+        weights_TK = _normalized(weights_TK)
+    asked_TK = None
+    if rules.second_expert_policy == "random" and batch.training and top_k > 1:
+        asked_TK = asked_at_random(weights_TK)
+    ids_KT = asking_ids(expert_ids_TK, num_experts, batch.real_T, asked_TK)
+    # Where nobody is dropped, any order will do.
+    if rules.drop_policy == "position" or not capacity.is_limited:
+        slots_TK, assigned_KE = assign_slots(ids_KT, num_experts, batch.time_first)
     else:
-        position_T = sentence_order(len(logits_TE), time_first, logits_TE.device)
-        order_N = slot_order(drop_policy, probs_TE.detach(), expert_ids_TK, position_T, training)
-        slots_TK, assigned_KE = assign_slots_by(order_N, expert_ids_TK, num_experts, real_T)
-    num_tokens = assigned_KE[0].sum()
-    totals_E = assigned_KE.sum(dim=0)
+        position_T = sentence_order(num_tokens, batch.time_first, logits_TE.device)
+        order_N = slot_order(
+            rules.drop_policy, scores_TE.detach(), expert_ids_TK, position_T, batch.training
+        )
+        slots_TK, assigned_KE = assign_slots_by(order_N, ids_KT, num_experts)
+    real_tokens = assigned_KE[0].sum()
+    counts_E = assigned_KE.sum(dim=0)
     kept_TK = slots_TK >= 0
     dropped_K = torch.zeros_like(assigned_KE[:, 0])
-    counts_E = totals_E
-    if capacity_factor != 0.0:
-        limit = _capacity(capacity_factor, top_k, num_experts, num_tokens)
+    if capacity.is_limited:
+        limit = capacity.places(top_k, num_experts, real_tokens)
         full_TK = slots_TK >= limit
         dropped_K = full_TK.sum(dim=0)
         kept_TK = kept_TK & ~full_TK
-        counts_E = torch.minimum(totals_E, limit)
+        counts_E = torch.minimum(counts_E, limit)
+    if rules.normalize_gate == "after" and top_k > 1:
+        weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
     return Assignment(
         expert_ids_TK=expert_ids_TK,
-        weights_TK=weights_TK,
+        weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
         kept_TK=kept_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
         dropped_K=dropped_K,
-        num_tokens=num_tokens,
+        num_tokens=real_tokens,
+        probs_TE=probs_TE,
+        real_T=batch.real_T,
+        max_rows=num_tokens * top_k,
+    )
+
+
+def _assign_by_experts(
+    scores_TE: Tensor,
+    probs_TE: Tensor,
+    top_k: int,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+) -> Assignment:
+    """Let every expert choose; a token's K' columns are the experts that took it, lower ids first.
+
+    K' is the largest number of experts that took one token on CPU, and E elsewhere, since it would
+    need a device-to-host read. Choice 1 stands for all in `assigned_KE` and `dropped_K`: the copies that
+    experts took, and the real tokens that none took.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    if not capacity.is_limited:
+        capacity = replace(capacity, factor=1.0)
+    real_T = batch.real_T
+    real_tokens = (
+        torch.as_tensor(num_tokens, device=scores_TE.device) if real_T is None else real_T.sum()
+    )
+    limit = capacity.places(top_k, num_experts, real_tokens)
+    position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
+    slots_TE = experts_choose(scores_TE.detach(), limit, position_T, real_T)
+    taken_TE = slots_TE >= 0
+    on_cpu = scores_TE.device.type == "cpu"
+    columns = int(taken_TE.sum(dim=1).amax()) if on_cpu and num_tokens else num_experts
+    columns = max(columns, top_k)
+    ids_TK = taken_TE.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :columns]
+    slots_TK = slots_TE.gather(1, ids_TK)
+    kept_TK = slots_TK >= 0
+    weights_TK = scores_TE.gather(1, ids_TK).masked_fill(~kept_TK, 0.0)
+    if rules.normalize_gate == "after":
+        weights_TK = _normalized(weights_TK)
+    counts_E = taken_TE.sum(dim=0)
+    assigned_KE = counts_E.new_zeros(top_k, num_experts)
+    assigned_KE[0] = counts_E
+    dropped_K = counts_E.new_zeros(top_k)
+    dropped_K[0] = real_tokens - taken_TE.any(dim=1).sum()
+    most = min(capacity.most_places(top_k, num_experts, num_tokens), num_tokens)
+    return Assignment(
+        expert_ids_TK=ids_TK,
+        weights_TK=_scaled(weights_TK, rules),
+        slots_TK=slots_TK,
+        kept_TK=kept_TK,
+        counts_E=counts_E,
+        assigned_KE=assigned_KE,
+        dropped_K=dropped_K,
+        num_tokens=real_tokens,
         probs_TE=probs_TE,
         real_T=real_T,
+        max_rows=most * num_experts,
     )
+
+
+def _check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
+    most = num_experts // rules.expert_groups * rules.groups_per_token
+    if not 1 <= top_k <= most:
+        groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
+        raise ValueError(
+            f"top_k is {top_k} but there are {most} experts{groups}; choose a value from 1 to {most}."
+        )
+
+
+def _choose(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    top_k: int,
+    rules: Rules,
+    batch: MicroBatch,
+    bias_E: Tensor | None,
+) -> Tensor:
+    """Return every token's experts [T, K]; all arguments are detached."""
+    if bias_E is not None:
+        scores_TE = scores_TE + bias_E
+    sampled = rules.rsample or (rules.second_expert_policy == "sampling" and top_k > 1)
+    keys_TE = scores_TE
+    if sampled and batch.training:
+        keys_TE = sampling_keys(logits_TE, rules.score_function)
+        if not rules.rsample:  # the first choice is not sampled
+            keys_TE.scatter_(1, choose_experts(scores_TE, 1), math.inf)
+    keys_TE = mask_groups(keys_TE, scores_TE, rules.expert_groups, rules.groups_per_token, top_k)
+    return choose_experts(keys_TE, top_k)
+
+
+def _normalized(weights_TK: Tensor) -> Tensor:
+    total_T1 = weights_TK.sum(dim=1, keepdim=True)
+    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).eps)
+
+
+def _scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
+    factor = rules.routed_scaling_factor
+    return weights_TK if factor == 1 else weights_TK * factor
 
 
 def lay_out(assignment: Assignment, capacity: int | None = None) -> Routing:
@@ -149,7 +295,7 @@ def lay_out(assignment: Assignment, capacity: int | None = None) -> Routing:
         offsets_E = a.counts_E.cumsum(0) - a.counts_E
         row_of_TK = offsets_E[a.expert_ids_TK] + a.slots_TK
         on_cpu = a.counts_E.device.type == "cpu"
-        num_rows = int(a.counts_E.sum()) if on_cpu else num_tokens * top_k
+        num_rows = int(a.counts_E.sum()) if on_cpu else a.max_rows
     else:
         row_of_TK = a.expert_ids_TK * capacity + a.slots_TK
         num_rows = a.counts_E.shape[0] * capacity
@@ -173,97 +319,29 @@ def lay_out(assignment: Assignment, capacity: int | None = None) -> Routing:
     )
 
 
-def route(logits_TE: Tensor, top_k: int, capacity_factor: float = 0.0, **options) -> Routing:
-    """Assign and lay out in the compact layout; same arguments as `assign`."""
-    return lay_out(assign(logits_TE, top_k, capacity_factor, **options))
-
-
-def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Return the ids [T, K] int64 of the K largest scores, largest first; ties: the lower id.
-
-    torch.topk leaves ties open, so it is not used: two runs must choose alike on every device.
-    """
-    if top_k > 4:
-        return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
-    scores_TE = scores_TE.clone() if top_k > 1 else scores_TE
-    chosen = []
-    for _ in range(top_k):
-        ids_T1 = scores_TE.argmax(dim=1, keepdim=True)
-        chosen.append(ids_T1)
-        if len(chosen) < top_k:
-            scores_TE.scatter_(1, ids_T1, -math.inf)
-    return torch.cat(chosen, dim=1)
-
-
-def assign_slots(
-    expert_ids_TK: Tensor,
-    num_experts: int,
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    capacity_factor: float = 0.0,
+    *,
+    training: bool = False,
     real_T: Tensor | None = None,
     time_first: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Number the copies of each expert: all first choices before all second ones, then token order.
-
-    Returns:
-        slots_TK: [T, K] int64, -1 for padding tokens.
-        assigned_KE: [K, E] int64, how many tokens made e their j-th choice.
-    """
-    num_tokens, top_k = expert_ids_TK.shape
-    ids_KT = expert_ids_TK.t()
-    if real_T is not None:
-        ids_KT = torch.where(real_T, ids_KT, num_experts)  # padding sorts behind every expert
-    if time_first is not None:
-        ids_KT = ids_KT.reshape(top_k, *time_first).transpose(1, 2).reshape(top_k, num_tokens)
-    sorted_KT, order_KT = ids_KT.contiguous().sort(dim=1, stable=True)
-    edges = torch.arange(num_experts + 1, device=ids_KT.device).expand(top_k, -1).contiguous()
-    starts_KE = torch.searchsorted(sorted_KT, edges)  # [K, E + 1]
-    assigned_KE = starts_KE.diff(dim=1)
-    earlier_KE = assigned_KE.cumsum(0) - assigned_KE
-    base_KE = torch.nn.functional.pad(earlier_KE, (0, 1)) - starts_KE
-    places_KT = torch.arange(num_tokens, device=ids_KT.device) + base_KE.gather(1, sorted_KT)
-    places_KT = torch.where(sorted_KT < num_experts, places_KT, -1)
-    slots_KT = torch.empty_like(places_KT).scatter_(1, order_KT, places_KT)
-    if time_first is not None:
-        time, batch = time_first
-        slots_KT = slots_KT.reshape(top_k, batch, time).transpose(1, 2).reshape(top_k, num_tokens)
-    return slots_KT.t().contiguous(), assigned_KE
-
-
-def sentence_order(
-    num_tokens: int, time_first: tuple[int, int] | None, device: torch.device
-) -> Tensor:
-    """Return the tokens [T] int64 in (sentence, time) order."""
-    tokens_T = torch.arange(num_tokens, device=device)
-    return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)
-
-
-def assign_slots_by(
-    order_N: Tensor, expert_ids_TK: Tensor, num_experts: int, real_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Number the copies of each expert in a given order; returns what `assign_slots` does.
+    bias_E: Tensor | None = None,
+    **rules: Any,
+) -> Routing:
+    """Assign and lay out in the compact layout.
 
     Args:
-        order_N: [K * T] int64, the copies in the order in which they take slots; copy j * T + t is
-            token t's choice j.
-        expert_ids_TK: [T, K] int64.
-        num_experts: E.
-        real_T: [T] bool, False for padding, which takes no slot.
+        logits_TE: [T, E] gate logits.
+        top_k: experts per token.
+        capacity_factor: see `Capacity`.
+        training: see `MicroBatch`, as the next two.
+        real_T: [T] bool or None.
+        time_first: (time, batch) or None.
+        bias_E: [E], added to the scores for the choice alone.
+        rules: fields of `Rules`.
     """
-    num_tokens, top_k = expert_ids_TK.shape
-    ids_KT = expert_ids_TK.t()
-    if real_T is not None:
-        ids_KT = torch.where(real_T, ids_KT, num_experts)  # padding sorts behind every expert
-    ids_KT = ids_KT.contiguous()
-    assigned_KE = ids_KT.new_zeros(top_k, num_experts + 1)
-    assigned_KE.scatter_add_(1, ids_KT, torch.ones_like(ids_KT))
-    sorted_N, where_N = ids_KT.flatten()[order_N].sort(stable=True)
-    starts_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
-    places_N = torch.arange(len(sorted_N), device=sorted_N.device) - starts_E[sorted_N]
-    places_N = torch.where(sorted_N < num_experts, places_N, -1)
-    slots_N = torch.empty_like(places_N).scatter_(0, order_N[where_N], places_N)
-    return slots_N.view(top_k, num_tokens).t().contiguous(), assigned_KE[:, :num_experts]
-
-
-def _capacity(factor: float, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
-    """Places per expert, K * ceil(|f| * T / E), as an int64 scalar on the tokens' device."""
-    share = num_tokens.double() * abs(factor) / num_experts
-    return share.ceil().long() * top_k
+    batch = MicroBatch(real_T=real_T, time_first=time_first, training=training)
+    capacity = Capacity(factor=capacity_factor)
+    return lay_out(assign(logits_TE, top_k, capacity, Rules(**rules), batch, bias_E))

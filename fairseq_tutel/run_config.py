@@ -57,13 +57,14 @@ def device_of(root: Any) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def complete(root: Any, model: nn.Module, topology: Topology) -> None:
+def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = False) -> None:
     """Refuse what cannot work, and set what experts need of the run; every change is logged once.
 
     Args:
         root: the FairseqConfig of a training.
         model: the stock model, before its FFNs are replaced.
         topology: where experts will live.
+        in_step: whether layers talk across ranks even where each holds all experts.
     """
     world = root.distributed_training.distributed_world_size
     # On the command line fairseq itself concludes this; under hydra the run would be in fp32.
@@ -72,8 +73,9 @@ def complete(root: Any, model: nn.Module, topology: Topology) -> None:
             _set(root.common, precision, True)
     _refuse_unrelated_trainings()
     _refuse_run(root, world, on_gpu=device_of(root).type == "cuda")
-    if topology.expert_parallel_size > 1:
+    if topology.expert_parallel_size > 1 or (in_step and topology.world_size > 1):
         _refuse_layerdrop(model)
+    if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root)
     _refuse_bad_checkpoint(root.checkpoint)
     _use_twin_optimizer(root)
@@ -166,7 +168,8 @@ def _refuse_layerdrop(model: nn.Module) -> None:
         if value > 0:
             raise ValueError(
                 f"--{side}-layerdrop is {value}: ranks would drop different layers and wait for each "
-                "other's experts for ever; set it to 0, or --moe-expert-parallel-size to 1."
+                "other for ever; set it to 0, or --moe-expert-parallel-size to 1 and no gshard_global in "
+                "--moe-balance-loss."
             )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fairseq_tutel.comm import checkpoint, topology
 from fairseq_tutel.comm.all_to_all import ExchangeTimer
+from fairseq_tutel.comm.balance import update_biases
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
 from fairseq_tutel.run_config import config_of
@@ -67,6 +68,11 @@ class MoETaskMixin:
                 "saved checkpoint is from before it."
             )
         return result
+
+    def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
+        """Take the step, then let the balance biases take theirs, by the load of all ranks."""
+        super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
+        update_biases(model, topology.in_use().world_size)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""

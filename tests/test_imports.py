@@ -17,14 +17,20 @@ PACKAGE = Path(__file__).parents[1] / "fairseq_tutel"
 # The package's own __init__ is "fairseq_tutel"; all other names are relative to it.
 CORE = {
     "drop_policies": "",
-    "config": "drop_policies",
+    "balance_weights": "",
+    "custom": "",
+    "config": "balance_weights custom drop_policies",
     "allocator": "",
     "kernels.reference": "",
     "kernels.triton_dispatch": "",
     "kernels": "kernels.reference kernels.triton_dispatch",
     "kernels.build": "kernels.triton_dispatch",
-    "gates": "config",
-    "routing": "drop_policies",
+    "gates": "config custom",
+    "capacity": "config",
+    "choice": "",
+    "slots": "",
+    "routing": "capacity choice config drop_policies slots",
+    "balance_bias": "",
     "losses": "routing",
     "metrics": "routing",
     "dispatch": "kernels routing",
@@ -34,11 +40,16 @@ CORE = {
     "comm.gradients": "comm.topology",
     "exploration": "config",
     "exchange": "comm.all_to_all",
-    "experts": "config",
-    "comm.checkpoint": "comm.topology experts",
+    "initial": "",
+    "expert_stack": "config",
+    "custom_experts": "config expert_stack initial",
+    "experts": "config custom custom_experts expert_stack initial",
+    "beside": "config custom experts initial",
+    "comm.checkpoint": "comm.topology expert_stack",
+    "comm.balance": "balance_bias",
     "moe_layer": (
-        "comm.all_to_all comm.gradients comm.topology config dispatch exchange experts exploration gates "
-        "losses routing"
+        "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
+        "dispatch exchange expert_stack experts exploration gates initial losses routing"
     ),
     "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing",
     "safe_globals": "",
@@ -68,7 +79,7 @@ EDGE = {
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
-        "comm.all_to_all comm.checkpoint comm.topology elastic_iterator ffn_step run_config"
+        "comm.all_to_all comm.balance comm.checkpoint comm.topology elastic_iterator ffn_step run_config"
     ),
     "tasks.moe_language_modeling": "flags task_mixin",
     "tasks.moe_translation": "flags task_mixin",
@@ -80,7 +91,7 @@ EDGE = {
     "criterions.gate_loss": "ffn_step metrics run_config",
     "criterions.moe_cross_entropy": "criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
-    "models.build": "comm.gradients comm.topology ffn_step flags kernels run_config",
+    "models.build": "balance_weights comm.gradients comm.topology ffn_step flags kernels run_config",
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",
     "models.moe_roberta": "flags models.build models.moe_transformer_lm task_mixin",

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.experts import Experts
+from fairseq_tutel.expert_stack import ExpertStack
 
 
-def expert_modules(model: nn.Module) -> list[Experts]:
+def expert_modules(model: nn.Module) -> list[ExpertStack]:
     """Return the model's expert stacks in module order, the same on every rank."""
-    return [m for m in model.modules() if isinstance(m, Experts)]
+    return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
 def gather_to_first(tensor: Tensor, topology: Topology) -> Tensor | None:

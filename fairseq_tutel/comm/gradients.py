@@ -19,6 +19,18 @@ def mark_expert(parameter: nn.Parameter) -> None:
     parameter.expert = True  # type: ignore[attr-defined]
 
 
+def mark_root_scaled(parameter: nn.Parameter) -> None:
+    """Let an expert's summed gradient be divided by sqrt(W) instead of W (Meta's sqrt_world_size)."""
+    parameter.root_scaled = True  # type: ignore[attr-defined]
+
+
+def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
+    """Multiply the gradients that `mark_root_scaled` chose by sqrt(W), in place, after the division."""
+    for parameter in parameters:
+        if getattr(parameter, "root_scaled", False) and parameter.grad is not None:
+            parameter.grad.mul_(world_size**0.5)
+
+
 def is_expert(parameter: Tensor) -> bool:
     """Whether `mark_expert` was called on this parameter, or on the one it is an fp32 copy of."""
     return getattr(parameter, "expert", False)

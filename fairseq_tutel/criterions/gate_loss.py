@@ -171,7 +171,7 @@ def _load(layers: list[MoEFeedForward]) -> dict[str, Tensor]:
 
 
 def _no_load(layer: MoEFeedForward) -> Tensor:
-    device = layer.experts.fc1_weight.device
+    device = next(layer.parameters()).device
     return torch.zeros(layer.config.num_experts, dtype=torch.int64, device=device)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.ffn_step import (
@@ -12,6 +13,7 @@ from fairseq_tutel.ffn_step import (
     begin_micro_batch,
     children_of,
     chosen_layers,
+    hand_out_token_ids,
     layer_facts,
     named_stacks,
     replace_ffn,
@@ -56,11 +58,14 @@ def install_experts(
         for count, (_, layer) in zip(counts, chosen, strict=True)
     ]
     if training:
-        complete(root, model, topology)
+        talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
+        complete(root, model, topology, in_step=talks)
     backend, reason = backend_for(configs[0].backend, device_of(root))
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):
         replace_ffn(layer, config, topology, seed, name)
+    if "hash" in configs[0].gate_types:
+        hand_out_token_ids(model)
     model.register_forward_pre_hook(begin_micro_batch)
     model.register_load_state_dict_pre_hook(_say_what_differs)
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
@@ -82,6 +87,11 @@ def install_experts(
         backend,
         reason,
     )
+    if first.choice == "experts" and any("decoder" in name for name, _ in chosen):
+        logger.warning(
+            "--moe-choice experts lets a token's experts depend on later tokens: a decoder trained by it "
+            "sees what it is to predict, and generates otherwise than it was trained"
+        )
     if first.expert_type == "glu" and first.activation not in ("swish", "relu"):
         logger.warning(
             "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",

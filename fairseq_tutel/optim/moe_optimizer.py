@@ -22,6 +22,7 @@ from fairseq_tutel.comm.gradients import (
     global_grad_norm,
     is_expert,
     reduce_expert_gradients,
+    rescale_expert_gradients,
     spread_overflow,
 )
 from fairseq_tutel.comm.topology import Topology
@@ -43,10 +44,13 @@ class MoEOptimizerMixin:
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
         super().all_reduce_grads(module)  # type: ignore[misc]
-        if topology.in_use().expert_parallel_size > 1:
-            reduce_expert_gradients(module.parameters(), topology.in_use())
+        place = topology.in_use()
+        if place.world_size > 1:
+            rescale_expert_gradients(module.parameters(), place.world_size)
+        if place.expert_parallel_size > 1:
+            reduce_expert_gradients(module.parameters(), place)
             if self._is_scaled_by_torch():
-                spread_overflow(module.parameters(), topology.in_use())
+                spread_overflow(module.parameters(), place)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""

@@ -8,12 +8,8 @@ import dataclasses
 
 import pytest
 
-from fairseq_tutel.config import (
-    BALANCE_LOSSES,
-    MoEConfig,
-    options_of_scope,
-    parse_balance_loss,
-)
+from fairseq_tutel.balance_weights import BALANCE_LOSSES, parse_balance_loss
+from fairseq_tutel.config import MoEConfig, options_of_scope
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 
@@ -28,7 +24,32 @@ BAD = [
     ("capacity_factor", float("nan"), ("--moe-capacity-factor", "is nan", "finite number")),
     ("eval_capacity_factor", float("-inf"), ("--moe-eval-capacity-factor", "is -inf", "finite")),
     ("drop_policy", "luck", ("--moe-drop-policy", "'luck'", "choose one of position, bpr")),
+    (
+        "eval_capacity_token_fraction",
+        float("nan"),
+        ("--moe-eval-capacity-token-fraction", "finite"),
+    ),
+    ("min_capacity", -1, ("--moe-min-capacity", "is -1", "at least 0")),
+    ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "at least 1")),
+    ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
     ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, cosine")),
+    ("gate_type", "linear,,hash", ("--moe-gate-type", "'linear,,hash'", "package.module.Class")),
+    ("gate_index", 1, ("--moe-gate-index", "is 1", "1 gates", "from 0 to 0")),
+    ("gate_index", -1, ("--moe-gate-index", "is -1", "at least 0")),
+    ("score_function", "relu", ("--moe-score-function", "'relu'", "softmax, sigmoid")),
+    ("normalize_gate", "yes", ("--moe-normalize-gate", "'yes'", "before, after, none")),
+    ("routed_scaling_factor", 0.0, ("--moe-routed-scaling-factor", "is 0.0", "above 0")),
+    ("expert_groups", 3, ("--moe-expert-groups", "is 3", "4 experts", "give a divisor")),
+    ("groups_per_token", 2, ("--moe-groups-per-token", "is 2 of 1 groups", "at most 1")),
+    ("second_expert_policy", "any", ("--moe-second-expert-policy", "'any'", "all, sampling")),
+    ("balance_loss", "load_importance", ("--moe-balance-loss", "no noise", "--moe-gate-noise")),
+    ("bias_update_rate", -0.1, ("--moe-bias-update-rate", "is -0.1", "at least 0")),
+    ("shared_experts", -1, ("--moe-shared-experts", "is -1", "at least 0")),
+    (
+        "expert_grad_norm",
+        "W",
+        ("--moe-normalize-expert-grad", "'W'", "world_size, sqrt_world_size"),
+    ),
     ("gate_projection_dim", 0, ("--moe-gate-projection-dim", "is 0", "at least 1")),
     ("gate_temperature", 0.001, ("--moe-gate-temperature", "is 0.001", "at least 0.01")),
     ("gate_noise", -1.0, ("--moe-gate-noise", "is -1.0", "finite number")),
@@ -44,12 +65,12 @@ BAD = [
     ("balance_loss", "gshard:x", ("--moe-balance-loss", "'x'", "name:number")),
     ("balance_loss", "gshard:inf", ("--moe-balance-loss", "'inf'", "name:number")),
     ("balance_loss", "gshard:nan", ("--moe-balance-loss", "'nan'", "name:number")),
-    ("expert_type", "cnn", ("--moe-expert-type", "'cnn'", "choose one of ffn, glu")),
+    ("expert_type", "cnn", ("--moe-expert-type", "'cnn'", "choose one of ffn, glu, or package")),
     ("activation", "gelo", ("--activation-fn", "'gelo'", "choose one of relu, ")),
     ("activation_dropout", 1.0, ("--activation-dropout", "is 1.0", "from 0 to below 1")),
     ("activation_dropout", -0.1, ("--activation-dropout", "is -0.1", "from 0 to below 1")),
-    ("init_std", -0.1, ("init_std is -0.1", "standard deviation")),
-    ("init_std", float("nan"), ("init_std is nan", "standard deviation")),
+    ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
+    ("init_std", float("nan"), ("init_std is nan", "at least 0")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
 ]
@@ -68,7 +89,43 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
 
 def test_every_option_that_can_be_wrong_is_in_the_list():
     free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}  # bool: nothing to check
+    free |= {"prescore", "rsample", "residual", "balance_bias"}
     assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
+
+
+# What contradicts another option, and what the sentence must say.
+CONTRADICTIONS = [
+    ({"groups_per_token": 1, "expert_groups": 4, "top_k": 2}, ("--moe-groups-per-token", "enough")),
+    (
+        {"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
+        ("--moe-eval-capacity-token-fraction", "give one of them"),
+    ),
+    ({"choice": "experts", "drop_policy": "bpr"}, ("--moe-drop-policy", "--moe-choice experts")),
+    ({"choice": "experts", "second_expert_policy": "random"}, ("--moe-second-expert-policy",)),
+    ({"choice": "experts", "rsample": True}, ("--moe-rsample", "drop one")),
+    ({"choice": "experts", "balance_bias": True}, ("--moe-balance-bias", "drop one")),
+    ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "drop one")),
+    ({"choice": "experts", "gate_type": "hash"}, ("--moe-gate-type", "no scores")),
+    ({"balance_bias": True, "rsample": True}, ("--moe-balance-bias", "--moe-rsample")),
+    (
+        {"balance_bias": True, "second_expert_policy": "sampling"},
+        ("--moe-balance-bias", "sampling"),
+    ),
+    (
+        {"balance_loss": "load_importance", "gate_noise": 1.0, "gate_type": "hash"},
+        ("--moe-balance-loss", "hash", "gshard or none"),
+    ),
+]
+
+
+@pytest.mark.parametrize("options, parts", CONTRADICTIONS, ids=str)
+def test_contradicting_options_are_refused_by_one_sentence(options, parts):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(**{**GOOD, "top_k": 1, **options})
+    message = str(error.value)
+    assert message.endswith(".") and "\n" not in message and ". " not in message
+    for part in parts:
+        assert part in message
 
 
 def test_the_defaults_are_good():

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import gshard_loss, route
-from fairseq_tutel.losses import balance_losses, gshard_all_loss, z_loss
+from fairseq_tutel.losses import GateOutput, balance_losses, gshard_all_loss, z_loss
 
 
 def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def gate(logits_TE: Tensor) -> GateOutput:
+    return GateOutput(logits_TE=logits_TE, clean_TE=logits_TE)
 
 
 def test_gshard_by_hand():
@@ -74,8 +78,8 @@ def test_gshard_of_a_half_precision_gate_stays_within_its_rounding(dtype):
 
 def test_losses_come_by_name():
     routing = route(logits(6, 3), 1)
-    assert balance_losses({}, routing, logits(6, 3)) == {}
-    named = balance_losses({"gshard": 0.5, "switch": 2.0}, routing, logits(6, 3))
+    assert balance_losses({}, routing, gate(logits(6, 3))) == {}
+    named = balance_losses({"gshard": 0.5, "switch": 2.0}, routing, gate(logits(6, 3)))
     assert list(named) == ["gshard", "switch"]
     assert torch.equal(named["gshard"], gshard_loss(routing))  # unweighted
     assert torch.equal(named["switch"], named["gshard"])  # one formula
@@ -101,13 +105,13 @@ def test_z_is_the_mean_squared_log_of_the_partition_function():
     routing = route(logits_TE, 1, real_T=torch.tensor(real))
     tokens = [row.tolist() for row, r in zip(logits_TE, real, strict=True) if r]
     expected = sum(math.log(sum(math.exp(z) for z in row)) ** 2 for row in tokens) / 6
-    assert float(z_loss(routing, logits_TE)) == pytest.approx(expected)
+    assert float(z_loss(routing, gate(logits_TE))) == pytest.approx(expected)
     nobody = route(logits_TE, 1, real_T=torch.zeros(7, dtype=torch.bool))
-    assert float(z_loss(nobody, logits_TE)) == 0.0
+    assert float(z_loss(nobody, gate(logits_TE))) == 0.0
 
 
 def test_the_losses_gradients_are_finite_differences():
     inputs = (logits(5, 4).requires_grad_(),)
     real_T = torch.tensor([True, True, False, True, True])
-    assert torch.autograd.gradcheck(lambda x: z_loss(route(x, 2, real_T=real_T), x), inputs)
+    assert torch.autograd.gradcheck(lambda x: z_loss(route(x, 2, real_T=real_T), gate(x)), inputs)
     assert torch.autograd.gradcheck(lambda x: gshard_all_loss(route(x, 2, real_T=real_T)), inputs)

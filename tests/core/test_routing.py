@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import Routing, route
-from fairseq_tutel.routing import assign, choose_experts, lay_out
+from fairseq_tutel.capacity import Capacity
+from fairseq_tutel.choice import choose_experts
+from fairseq_tutel.routing import MicroBatch, Rules, assign, lay_out
 
 E = 5
 
@@ -223,7 +225,13 @@ def test_time_first_drops_the_same_tokens_as_batch_first(top_k, padded):
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("spare", (0, 3))
 def test_the_padded_layout_gives_every_expert_its_own_block(top_k, factor, spare):
-    assignment = assign(logits(17, seed=2), top_k, factor, real_T=some_padding(17))
+    assignment = assign(
+        logits(17, seed=2),
+        top_k,
+        Capacity(factor=factor),
+        Rules(),
+        MicroBatch(real_T=some_padding(17)),
+    )
     capacity = int(assignment.counts_E.max()) + spare
     r = lay_out(assignment, capacity)
     assert r.source_of_R.shape == (E * capacity,)

@@ -47,11 +47,25 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
     values |= {"expert_type": "glu", "backend": "reference", "exchange": "padded"}
     values |= {"gate_type": "cosine", "gate_projection_dim": 7, "gate_temperature": 0.25}
     values |= {"gate_noise": 1.5, "input_jitter": 0.1, "input_dropout": 0.2, "drop_policy": "rts"}
+    values |= {"eval_capacity_factor": 0.0, "eval_capacity_token_fraction": 0.25, "min_capacity": 4}
+    values |= {
+        "capacity_multiple": 8,
+        "choice": "tokens",
+        "gate_index": 0,
+        "score_function": "sigmoid",
+    }
+    values |= {"normalize_gate": "after", "routed_scaling_factor": 2.5, "prescore": True}
+    values |= {"expert_groups": 2, "groups_per_token": 2, "second_expert_policy": "random"}
+    values |= {"rsample": True, "balance_bias": False, "bias_update_rate": 0.01}
+    values |= {"shared_experts": 2, "residual": True, "expert_grad_norm": "sqrt_world_size"}
     words = {"model": [], "system": []}
     for scope, given in words.items():
         for option in options_of_scope(scope):
-            if option.name in values:
-                given += [f"{option.metadata['flag']}={values[option.name]}"]
+            value = values[option.name]
+            if option.type is bool:
+                given += [option.metadata["flag"]] * value
+            else:
+                given += [f"{option.metadata['flag']}={value}"]
     _, model = _parse(ModelOptions, words["model"])
     _, system = _parse(SystemOptions, words["system"])
     config = layer_config(model, system, 4, **LAYER)

@@ -1,0 +1,107 @@
+"""Choice: logits -> scores -> which experts a token asks for.
+
+T tokens, E experts, K top_k, G groups of experts. Nothing here carries a gradient but the scores.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
+    """Return (scores_TE, probs_TE): what weights are made of, and the same summing to 1 per token."""
+    if score_function == "softmax":
+        probs_TE = torch.softmax(logits_TE, dim=1)
+        return probs_TE, probs_TE
+    scores_TE = torch.sigmoid(logits_TE)
+    total_T1 = scores_TE.sum(dim=1, keepdim=True)
+    return scores_TE, scores_TE / total_T1.clamp_min(torch.finfo(scores_TE.dtype).tiny)
+
+
+def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Return the ids [T, K] int64 of the K largest scores, largest first; ties: the lower id.
+
+    torch.topk leaves ties open, so it is not used: two runs must choose alike on every device.
+    """
+    if top_k > 4:
+        return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    scores_TE = scores_TE.clone() if top_k > 1 else scores_TE
+    chosen = []
+    for _ in range(top_k):
+        ids_T1 = scores_TE.argmax(dim=1, keepdim=True)
+        chosen.append(ids_T1)
+        if len(chosen) < top_k:
+            scores_TE.scatter_(1, ids_T1, -math.inf)
+    return torch.cat(chosen, dim=1)
+
+
+def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:
+    """Return keys whose K largest are a sample of K experts without replacement, by their scores.
+
+    Source: the Gumbel-top-k trick (Kool et al. 2019); for K = 1 DeepSpeed-MoE's RSample.
+    """
+    log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
+    gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
+    return log_scores_TE + gumbel_TE
+
+
+def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
+    """Return the keys, -inf outside each token's best groups of neighbouring experts.
+
+    Args:
+        keys_TE: what experts will be chosen by.
+        scores_TE: a group's score is the sum of its max(K / kept, 1) largest.
+        groups: G, a divisor of E.
+        kept: groups that a token may choose from.
+        top_k: K.
+
+    Source: DeepSeek-V3 (2024), section 2.1.2: two scores of a group for K = 8 and 4 groups.
+    """
+    if kept == groups:
+        return keys_TE
+    num_tokens, num_experts = scores_TE.shape
+    by_group_TGe = scores_TE.view(num_tokens, groups, num_experts // groups)
+    best = min(max(top_k // kept, 1), num_experts // groups)
+    group_scores_TG = by_group_TGe.topk(best, dim=2).values.sum(dim=2)
+    open_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
+    open_TG.scatter_(1, choose_experts(group_scores_TG, kept), True)
+    open_TE = open_TG.repeat_interleave(num_experts // groups, dim=1)
+    return keys_TE.masked_fill(~open_TE, -math.inf)
+
+
+def asked_at_random(weights_TK: Tensor) -> Tensor:
+    """Return [T, K] bool: the first choice always, every other with probability min(1, K * weight).
+
+    Source: GShard (Lepikhin et al. 2020), section 2.2, random routing: 2 * g_2 for K = 2.
+    """
+    top_k = weights_TK.shape[1]
+    asked_TK = torch.rand_like(weights_TK) < top_k * weights_TK.detach()
+    asked_TK[:, :1] = True
+    return asked_TK
+
+
+def experts_choose(
+    scores_TE: Tensor, places: Tensor, position_T: Tensor, real_T: Tensor | None
+) -> Tensor:
+    """Return slots_TE int64: the place that each expert gives each token, -1 where it does not take it.
+
+    Args:
+        scores_TE: [T, E], detached.
+        places: [] int64, tokens that an expert takes at most.
+        position_T: [T] int64, the tokens in the order in which ties are broken.
+        real_T: [T] bool, False for padding, which nobody takes.
+
+    Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
+    """
+    if real_T is not None:
+        scores_TE = scores_TE.masked_fill(~real_T.unsqueeze(1), -math.inf)
+    order_TE = scores_TE[position_T].argsort(dim=0, descending=True, stable=True)
+    ranks_T1 = torch.arange(len(scores_TE), device=scores_TE.device).unsqueeze(1)
+    slots_TE = torch.empty_like(order_TE)
+    slots_TE.scatter_(0, position_T[order_TE], ranks_T1.expand_as(order_TE))
+    taken_TE = slots_TE < places
+    if real_T is not None:
+        taken_TE &= real_T.unsqueeze(1)
+    return torch.where(taken_TE, slots_TE, -1)

@@ -1,0 +1,24 @@
+"""Balance biases across ranks: one all-reduce of every layer's load, once an update."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairseq_tutel.balance_bias import BalanceBias
+
+
+def update_biases(model: nn.Module, world_size: int) -> None:
+    """Step every layer's balance bias by the load of all ranks since the last call. Collective.
+
+    Args:
+        model: holds the same biases on every rank.
+        world_size: ranks that train it, all of the default group.
+    """
+    biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
+    if not biases:
+        return
+    load = torch.cat([bias.load for bias in biases])
+    if world_size > 1:
+        dist.all_reduce(load)
+    for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
+        bias.update(load_E)

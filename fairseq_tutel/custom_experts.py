@@ -1,0 +1,78 @@
+"""Experts of the user's own: one torch module is one expert; here its tensors are stacked.
+
+R rows, D model_dim, e local experts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.initial import hashed_seed
+
+
+class CustomExperts(ExpertStack):
+    """Runs `kind(config)`, a module that maps rows [n, D] to rows [n, D], for every expert.
+
+    Parameters are stacked by expert under their own names, with __ for a dot, so that they are
+    exchanged, saved and resumed as all experts are. Each expert is drawn by its own constructor,
+    from a seed of its own.
+
+    Raises:
+        ValueError: the module has buffers, which no expert could keep apart, or no parameters.
+    """
+
+    def __init__(
+        self, config: MoEConfig, kind: type, num_local: int | None = None, first: int = 0
+    ) -> None:
+        super().__init__(config, num_local, first)
+        self.kind = kind
+        with torch.device("meta"):
+            template = kind(config)
+        if not isinstance(template, nn.Module) or not list(template.parameters()):
+            raise ValueError(f"expert {kind.__name__} has no parameters; give a torch module.")
+        if list(template.buffers()):
+            raise ValueError(
+                f"expert {kind.__name__} has buffers, which experts do not keep apart; make them "
+                "parameters, or constants of the class."
+            )
+        # Not a submodule: it lends its forward, and holds no values.
+        self._template = [template]
+        for name, parameter in template.named_parameters():
+            shape = (self.num_local, *parameter.shape)
+            stacked = nn.Parameter(torch.empty(shape, dtype=parameter.dtype))
+            self.register_parameter(_key(name), stacked)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw each expert by its constructor."""
+        stacks = self.expert_parameters()
+        if any(stack.is_meta for stack in stacks.values()):
+            return
+        for i in range(self.num_local):
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(hashed_seed(seed, name, self.first + i, "expert"))
+                expert = self.kind(self.config)
+            for tensor, parameter in expert.named_parameters():
+                stacks[_key(tensor)][i].copy_(parameter)
+
+    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run expert i on its counts[i] rows; an expert without rows is not called."""
+        (template,) = self._template
+        template.train(self.training)
+        tensors = self.tensors()
+        # unbind's backward stacks once; indexing would build a zero-filled stack per expert.
+        stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
+        done = [
+            functional_call(template, {name: s[i] for name, s in stacks.items()}, (rows_i,))
+            for i, rows_i in enumerate(rows_RD.split(list(counts)))
+            if len(rows_i)
+        ]
+        return torch.cat(done) if done else rows_RD
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
