@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
+import logging
 import sys
 
 from fairseq_tutel.allocator import keep_freed_memory
 from fairseq_tutel.safe_globals import let_checkpoints_load
+
+logger = logging.getLogger(__name__)
 
 _registered = False
 
@@ -22,6 +25,7 @@ def register() -> None:
     _registered = True
     _check_fairseq()
     _refuse_flags_of_another_architecture(sys.argv[1:])
+    _drop_is_moe(sys.argv)
     let_checkpoints_load()
     keep_freed_memory()
     for module in ("wrapped", "optim", "criterions", "tasks", "models"):
@@ -45,6 +49,16 @@ def _check_fairseq() -> None:
         raise ImportError(
             f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
         )
+
+
+def _drop_is_moe(argv: list[str]) -> None:
+    """Take Meta's --is-moe out of the command line: their evaluation needs it, ours reads the checkpoint.
+
+    No registry reaches the parsers of fairseq-eval-lm and its like, which read sys.argv after this import.
+    """
+    if "--is-moe" in argv:
+        argv.remove("--is-moe")
+        logger.info("--is-moe is not needed: a checkpoint says so itself")
 
 
 def _refuse_flags_of_another_architecture(argv: list[str]) -> None:

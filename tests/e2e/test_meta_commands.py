@@ -1,0 +1,122 @@
+"""The command lines of the README of Meta's fairseq-moe, with the architecture's name changed.
+
+Covered: the training line word for word, but for what follows: the sharded back end is left out, sizes are
+cut by flags that come last and win, and, on a CPU, half precision is left out; the evaluation line, but
+for half precision, the 8 GPUs and the length; what each of Meta's flags stands for.
+"""
+
+import shlex
+
+import pytest
+import torch
+from cli import USER_DIR, fairseq, refused
+from models import lm_args
+
+TRAIN = """
+  --memory-efficient-fp16 --checkpoint-activations
+  --task dummy_lm --tokens-per-sample 2048
+  --arch moe_transformer_lm_gpt --share-decoder-input-output-embed
+  --decoder-layers 24 --decoder-embed-dim 2048 --decoder-ffn-embed-dim 8192
+  --decoder-attention-heads 32
+  --moe-expert-count 8 --moe-freq 2
+  --moe-gating-use-fp32 --moe-second-expert-policy all
+  --moe-normalize-expert-grad sqrt_world_size
+  --moe-eval-capacity-token-fraction -1.0
+  --max-sentences-valid 1 --num-workers-valid 0
+  --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 --moe-gate-loss-combine-method sum
+  --optimizer adam --fp16-adam-stats --adam-betas '(0.9, 0.98)' --clip-norm 0.0
+  --lr 0.0005 --warmup-updates 750
+  --dropout 0.1 --attention-dropout 0.1
+  --batch-size 4 --update-freq 1
+  --max-update 250 --disable-validation
+  --log-format json --log-interval 10
+"""
+SMALL = """
+  --dict-size 60 --dataset-size 64 --tokens-per-sample 16 --decoder-layers 2 --decoder-embed-dim 16
+  --decoder-input-dim 16 --decoder-output-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
+  --max-update 4 --log-interval 1 --num-workers 0 --no-save
+"""
+EVALUATE = """
+  --gen-subset valid --sample-break-mode none --tokens-per-sample 2048 --batch-size 1 --output-word-probs
+  --is-moe --distributed-world-size 1
+  --model-overrides "{'world_size': 1, 'moe_eval_capacity_token_fraction': 0.05}"
+"""
+
+
+def train(*leave_out):
+    words = [word for word in shlex.split(TRAIN) if word not in leave_out]
+    return fairseq("train", "--user-dir", USER_DIR, *words, *shlex.split(SMALL), ranks=2)
+
+
+def check(run):
+    records = run.stats("train_inner")
+    assert len(records) == 4
+    assert float(records[-1]["loss"]) < float(records[0]["loss"])
+    assert float(records[0]["overflow_expert2"]) == 0  # dropless, where Meta's drops
+    assert "8 experts, top-2, hidden 32" in run.output
+
+
+def test_the_training_line_runs():
+    check(train("--memory-efficient-fp16", "--fp16-adam-stats"))
+
+
+@pytest.mark.gpu
+def test_the_training_line_runs_in_half_precision():
+    check(train())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(lm_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("meta")
+    fairseq("train", *lm_args(lm_data, folder))
+    return folder / "checkpoint_last.pt"
+
+
+def test_the_evaluation_line_runs_and_drops(lm_data, checkpoint):
+    words = (
+        lm_data, "--user-dir", USER_DIR, "--path", checkpoint, "--num-workers", 0,
+        "--required-batch-size-multiple", 1,
+    )  # fmt: skip
+    run = fairseq("eval-lm", *words, *shlex.split(EVALUATE), "--tokens-per-sample", 16)
+    assert "--is-moe is not needed" in run.output
+    dropless = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+    assert perplexity(run) != pytest.approx(perplexity(dropless), rel=1e-3)
+
+
+def perplexity(run):
+    return float(run.output.split("Perplexity: ")[1].split()[0])
+
+
+ALIASES = {
+    "--moe-batch-prioritized-routing": ("--moe-drop-policy", "bpr"),
+    "--moe-normalize-gate-prob-before-dropping": ("--moe-normalize-gate", "before"),
+    "--use-moe-pad-mask": (),
+}
+
+
+def test_an_older_name_is_the_option_it_stands_for(lm_data, tmp_path):
+    models = []
+    for flags in (list(ALIASES), [word for value in ALIASES.values() for word in value]):
+        folder = tmp_path / str(len(models))
+        words = (*flags, "--moe-capacity-factor", 0.5)
+        fairseq("train", *lm_args(lm_data, folder, *words, updates=3))
+        models.append(torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"])
+    for name, tensor in models[0].items():
+        assert torch.equal(tensor, models[1][name]), name
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ("--moe-batch-prioritized-routing", "--moe-drop-policy", "rts"),
+            "--moe-batch-prioritized-routing and --moe-drop-policy rts are both given; drop one of them.",
+        ),
+        (
+            ("--moe-normalize-gate-prob-before-dropping", "--moe-normalize-gate", "none"),
+            "--moe-normalize-gate none are both given",
+        ),
+    ],
+)
+def test_an_older_name_beside_another_value_is_refused(flags, message, lm_data, tmp_path):
+    assert message in refused("train", *lm_args(lm_data, tmp_path, *flags))
