@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.config import MoEConfig, label_of
-from fairseq_tutel.custom import is_custom, load_class
+from fairseq_tutel.custom import build_custom, is_custom, redraw
 from fairseq_tutel.experts import ACTIVATION_FNS
 from fairseq_tutel.initial import draw_linear, hashed_seed, seeded_generator
 
@@ -83,7 +83,7 @@ class Beside(nn.Module):
             if isinstance(module, DenseExpert):
                 module.reset_parameters(seed, f"{name}.{part}")
             elif module is not None:
-                _redraw(module, hashed_seed(seed, name, -1, part))
+                redraw(module, hashed_seed(seed, name, -1, part))
         if self.mix is not None and not self.mix.weight.is_meta:
             for kind, parameter in self.mix.named_parameters():
                 generator = seeded_generator(seed, name, -1, f"mix.{kind}")
@@ -103,19 +103,7 @@ class Beside(nn.Module):
 
 
 def _dense(config: MoEConfig) -> nn.Module:
-    """Return one expert of this kind for all tokens; one of the user's remembers its configuration."""
-    if not is_custom(config.expert_type):
-        return DenseExpert(config)
-    module = load_class(label_of("expert_type"), config.expert_type)(config)
-    module.moe_config = config
-    return module
-
-
-@torch.no_grad()
-def _redraw(module: nn.Module, seed: int) -> None:
-    """Give a module of the user's class the weights that its constructor draws from this seed."""
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        module.load_state_dict(type(module)(module.moe_config).state_dict())
+    """Return one expert of this kind for all tokens."""
+    if is_custom(config.expert_type):
+        return build_custom(label_of("expert_type"), config.expert_type, config)
+    return DenseExpert(config)

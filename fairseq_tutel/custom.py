@@ -1,6 +1,10 @@
 """Classes of the user's own, named by where they stand: package.module.Class."""
 
 import importlib
+from typing import Any
+
+import torch
+from torch import nn
 
 
 def is_custom(name: str) -> bool:
@@ -29,3 +33,25 @@ def load_class(label: str, name: str) -> type:
     if not isinstance(found, type):
         raise ValueError(f"{label} is {name!r}, which is no class; give package.module.Class.")
     return found
+
+
+def build_custom(label: str, name: str, config: Any) -> nn.Module:
+    """Return the named class built as Class(config); the module keeps `moe_config` to be drawn again."""
+    module = load_class(label, name)(config)
+    module.moe_config = config
+    return module
+
+
+@torch.no_grad()
+def redraw(module: Any, seed: int) -> None:
+    """Give a module of `build_custom` the values that its constructor draws from this seed."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return
+    module.load_state_dict(draw(type(module), module.moe_config, seed).state_dict())
+
+
+def draw(kind: type, config: Any, seed: int) -> nn.Module:
+    """Return kind(config) on CPU, drawn from this seed; the global generator stays as it was."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        return kind(config)

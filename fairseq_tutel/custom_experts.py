@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.custom import draw
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.initial import hashed_seed
 
@@ -53,9 +54,8 @@ class CustomExperts(ExpertStack):
         if any(stack.is_meta for stack in stacks.values()):
             return
         for i in range(self.num_local):
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.manual_seed(hashed_seed(seed, name, self.first + i, "expert"))
-                expert = self.kind(self.config)
+            own_seed = hashed_seed(seed, name, self.first + i, "expert")
+            expert = draw(self.kind, self.config, own_seed)
             for tensor, parameter in expert.named_parameters():
                 stacks[_key(tensor)][i].copy_(parameter)
 

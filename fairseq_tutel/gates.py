@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.config import MoEConfig, label_of
-from fairseq_tutel.custom import is_custom, load_class
+from fairseq_tutel.custom import build_custom, is_custom, redraw
+from fairseq_tutel.initial import hashed_seed, seeded_generator
 
 
 class LinearGate(nn.Module):
@@ -128,20 +129,18 @@ GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
-    """Return a gate by name, or of the user's class, built as Class(config).
-
-    A class of the user's maps x_TD to logits_TE; `reset_parameters(generator)` is called where it has
-    one, so that it can draw the same weights on every rank.
-    """
+    """Return a gate by name, or of the user's class, built as Class(config): x_TD -> logits_TE."""
     if is_custom(kind):
-        return load_class(label_of("gate_type"), kind)(config)
+        return build_custom(label_of("gate_type"), kind, config)
     return GATES[kind](config)
 
 
-def reset_gate(gate: Any, generator: torch.Generator) -> None:
-    """Draw a gate's parameters; one of the user's without `reset_parameters` keeps its own."""
-    if hasattr(gate, "reset_parameters"):
-        gate.reset_parameters(generator)
+def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
+    """Draw a gate that `build_gate` gave from a generator of (seed, name, tensor), alike on every rank."""
+    if isinstance(gate, (LinearGate, CosineGate, HashGate)):
+        gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
+    elif hasattr(gate, "moe_config"):
+        redraw(gate, hashed_seed(seed, name, -1, tensor))
 
 
 def gate_logits(gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int) -> Tensor:

@@ -23,7 +23,6 @@ from fairseq_tutel.dispatch import combine, dispatch
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.experts import build_experts
 from fairseq_tutel.gates import build_gate, gate_logits, reset_gate
-from fairseq_tutel.initial import seeded_generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ class MoELayer(nn.Module):
     def reset_parameters(self, seed: int, name: str) -> None:
         """Initialise everything from generators seeded by (seed, name): alike for every W."""
         for i, gate in enumerate([self.gate, *self.other_gates]):
-            reset_gate(gate, seeded_generator(seed, name, -1, f"gate{i or ''}"))
+            reset_gate(gate, seed, name, f"gate{i or ''}")
         self.experts.reset_parameters(seed, name)
         if self.beside is not None:
             self.beside.reset_parameters(seed, name)

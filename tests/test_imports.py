@@ -25,7 +25,8 @@ CORE = {
     "kernels.triton_dispatch": "",
     "kernels": "kernels.reference kernels.triton_dispatch",
     "kernels.build": "kernels.triton_dispatch",
-    "gates": "config custom",
+    "initial": "",
+    "gates": "config custom initial",
     "capacity": "config",
     "choice": "",
     "slots": "",
@@ -40,16 +41,15 @@ CORE = {
     "comm.gradients": "comm.topology",
     "exploration": "config",
     "exchange": "comm.all_to_all",
-    "initial": "",
     "expert_stack": "config",
-    "custom_experts": "config expert_stack initial",
+    "custom_experts": "config custom expert_stack initial",
     "experts": "config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
     "comm.checkpoint": "comm.topology expert_stack",
     "comm.balance": "balance_bias",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
-        "dispatch exchange expert_stack experts exploration gates initial losses routing"
+        "dispatch exchange expert_stack experts exploration gates losses routing"
     ),
     "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing",
     "safe_globals": "",

@@ -3,7 +3,7 @@
 Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
 expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd. Covered pairwise: capacity and
 dropless, P = W and P < W, top-1, 2 and 4, activation checkpointing, ragged and padded exchange,
-padding (translation), moe_adam.
+padding (translation), moe_adam; gates, choices, losses and experts beside experts.
 """
 
 import pytest
@@ -26,6 +26,19 @@ CASES = {
     "bpr-cosine-z": (
         "lm", *SGD, "--moe-drop-policy", "bpr", "--moe-capacity-factor", 0.6, "--moe-gate-type", "cosine",
         "--moe-gate-projection-dim", 8, "--moe-balance-loss", "gshard_all:1,z:0.1",
+    ),
+    "sigmoid-bias-groups-shared-sequence": (
+        "lm", *SGD, "--moe-score-function", "sigmoid", "--moe-balance-bias", "--moe-expert-groups", 2,
+        "--moe-balance-loss", "gshard_sequence:1", "--moe-shared-experts", 1,
+        "--moe-routed-scaling-factor", 1.5, "--checkpoint-activations",
+    ),
+    "experts-choose-residual-prescore": (
+        "mt", *SGD, "--moe-choice", "experts", "--moe-residual", "--moe-prescore",
+        "--moe-normalize-gate", "after",
+    ),
+    "hash-min-capacity-replicas": (
+        "lm", *SGD, "--moe-gate-type", "hash", "--moe-capacity-factor", 0.3, "--moe-min-capacity", 7,
+        "--moe-capacity-multiple", 4, "--moe-expert-parallel-size", 2,
     ),
     "adam-top3": ("lm", "--moe-top-k", 3, "--moe-expert-count", 8),
 }  # fmt: skip

@@ -1,29 +1,38 @@
-"""Gates, exploration and drop policies through the command line.
+"""Routing through the command line: every gate, choice, policy, loss and expert beside experts.
 
-Covered: everything that draws random numbers, on two ranks, the same bits after a resume; every drop
-policy trains and drops; hydra.
+Covered: everything that draws random numbers, on two ranks, the same bits after a resume; what each option
+does to the log or the checkpoint; hydra; incremental decoding gives the scores of a forward over the whole
+sentence; many small experts; a gate and an expert of one's own, opened again.
 """
+
+import re
 
 import pytest
 import torch
-from cli import ROOT, fairseq
+from cli import ROOT, USER_DIR, fairseq, refused
 from equality import same_bits
-from models import lm_args
+from models import lm_args, mt_args
 
-RANDOM = (
-    "--moe-drop-policy", "rts", "--moe-capacity-factor", 0.5, "--moe-gate-noise", 1.0,
-    "--moe-input-jitter", 0.1, "--moe-input-dropout", 0.1, "--moe-gate-type", "cosine",
-    "--moe-gate-projection-dim", 8, "--moe-gate-temperature", 0.2,
-)  # fmt: skip
+RANDOM = {
+    "noise": (
+        "--moe-drop-policy", "rts", "--moe-capacity-factor", 0.5, "--moe-gate-noise", 1.0,
+        "--moe-input-jitter", 0.1, "--moe-input-dropout", 0.1, "--moe-gate-type", "cosine",
+        "--moe-gate-projection-dim", 8, "--moe-gate-temperature", 0.2,
+        "--moe-second-expert-policy", "random", "--moe-normalize-gate", "after",
+        "--moe-balance-bias", "--moe-balance-loss", "load_importance:1,gshard_global:1",
+    ),
+    "sampling": ("--moe-rsample", "--moe-capacity-factor", 0.5, "--checkpoint-activations"),
+}  # fmt: skip
 
 
 def _load(folder):
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
-def test_exploration_goes_on_bit_for_bit_after_a_resume_on_two_ranks(lm_data, tmp_path):
+@pytest.mark.parametrize("kind", RANDOM)
+def test_exploration_goes_on_bit_for_bit_after_a_resume_on_two_ranks(kind, lm_data, tmp_path):
     def train(folder, updates):
-        return fairseq("train", *lm_args(lm_data, folder, *RANDOM, updates=updates), ranks=2)
+        return fairseq("train", *lm_args(lm_data, folder, *RANDOM[kind], updates=updates), ranks=2)
 
     run = train(tmp_path / "a", 6)
     train(tmp_path / "b", 3)
@@ -31,7 +40,11 @@ def test_exploration_goes_on_bit_for_bit_after_a_resume_on_two_ranks(lm_data, tm
     a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
     same_bits(a["model"], b["model"])
     assert float(run.stats("train_inner")[0]["overflow_expert1"]) > 0
-    assert a["model"]["decoder.layers.0.fc1.gate.directions"].shape == (4, 8)
+    if kind == "noise":
+        assert a["model"]["decoder.layers.0.fc1.gate.directions"].shape == (4, 8)
+        steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+        assert 0 < steps.abs().max() <= 6  # one step an update
 
 
 @pytest.mark.parametrize("policy", ["bpr", "probability"])
@@ -43,13 +56,173 @@ def test_a_drop_policy_trains_and_drops(policy, lm_data, tmp_path):
     assert float(records[-1]["overflow_expert2"]) > float(records[-1]["overflow_expert1"])
 
 
-def test_gate_and_policy_are_keys_of_hydra(lm_data, tmp_path):
+def test_capacity_has_a_floor_a_grain_and_a_rule_for_evaluation(lm_data, tmp_path):
+    """Few tokens: with 64 of them, 4 experts and f = 0.1 there are 4 places; at least 32 are asked for."""
+    drops = {}
+    for name, flags in {
+        "bare": (),
+        "floor": ("--moe-min-capacity", 32),
+        "grain": ("--moe-capacity-multiple", 32),
+        "as in training": ("--moe-eval-capacity-token-fraction", -1),
+    }.items():
+        flags = ("--moe-capacity-factor", 0.1, "--no-save", *flags)
+        run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=2))
+        in_training = float(run.stats("train_inner")[0]["overflow_expert1"])
+        drops[name] = in_training, float(run.stats("valid")[-1]["valid_overflow_expert1"])
+    assert drops["bare"][0] > 50
+    assert drops["floor"][0] < 10 and drops["grain"][0] < 10
+    assert [name for name, (_, in_evaluation) in drops.items() if in_evaluation] == [
+        "as in training"
+    ]
+
+
+def test_choices_after_the_first_are_taken_by_chance_in_training_alone(lm_data, tmp_path):
+    flags = ("--moe-second-expert-policy", "random", "--no-save")
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags))
+    # Without all second choices, the shares of the busiest and idlest experts sum to less.
+    first, last = run.stats("train_inner")[0], run.stats("valid")[-1]
+    assert float(first["expert2_balance_top"]) < float(first["expert1_balance_top"])
+    assert float(last["valid_expert2_balance_top"]) > float(first["expert2_balance_top"])
+
+
+def test_experts_beside_experts_are_parts_of_the_model(lm_data, tmp_path):
+    flags = ("--moe-shared-experts", 2, "--moe-residual", "--moe-expert-type", "glu")
+    fairseq("train", *lm_args(lm_data, tmp_path, *flags), ranks=2)
+    model = _load(tmp_path)["model"]
+    prefix = "decoder.layers.1.fc1.beside"
+    assert model[f"{prefix}.shared.fc3.weight"].shape == (64, 16)
+    assert model[f"{prefix}.dense.fc1.weight"].shape == (32, 16)
+    assert model[f"{prefix}.mix.weight"].shape == (2, 16)
+    words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt")
+    run = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+    assert "Perplexity" in run.output
+
+
+def test_many_small_experts_train(lm_data, tmp_path):
+    flags = (
+        "--moe-expert-count", 128, "--moe-top-k", 8, "--moe-expert-ffn-dim", 4, "--moe-shared-experts", 1,
+        "--moe-score-function", "sigmoid", "--moe-balance-bias",
+        "--moe-balance-loss", "gshard_sequence:0.1",
+        "--moe-expert-groups", 8, "--moe-groups-per-token", 4, "--moe-routed-scaling-factor", 2.5,
+    )  # fmt: skip
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=30), ranks=2)
+    losses = [float(record["loss"]) for record in run.stats("train_inner")]
+    assert losses[-1] < losses[0] - 0.5
+    assert "128 experts, top-8, hidden 4" in run.output
+    assert _load(tmp_path)["model"]["decoder.layers.0.fc1.experts.fc1_weight"].shape == (128, 4, 16)
+
+
+def test_experts_choose_in_an_encoder_and_a_decoder_is_warned_about(mt_data, tmp_path):
+    flags = ("--moe-choice", "experts", "--no-save")
+    run = fairseq("train", *mt_args(mt_data, tmp_path, *flags, "--decoder-moe-freq", 0), ranks=2)
+    record = run.stats("train_inner")[-1]
+    load = record["moe_load_encoder_1"]
+    assert load == [1.0] * 4  # every expert takes the same number
+    assert "depend on later tokens" not in run.output
+    run = fairseq("train", *mt_args(mt_data, tmp_path, *flags, updates=1))
+    assert "depend on later tokens" in run.output
+
+
+DECODING = {
+    "hash": ("--moe-gate-type", "hash"),
+    "groups-bias-shared": (
+        "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
+        "--moe-score-function", "sigmoid", "--moe-prescore",
+    ),
+    "several-gates": (
+        "--moe-gate-type", "cosine,linear", "--moe-gate-projection-dim", 8, "--moe-gate-index", 1,
+        "--moe-residual", "--moe-second-expert-policy", "sampling",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_data, tmp_path):
+    fairseq("train", *mt_args(mt_data, tmp_path, *DECODING[name], updates=8), ranks=2)
+    words = (
+        mt_data,
+        "--user-dir",
+        USER_DIR,
+        "--path",
+        tmp_path / "checkpoint_last.pt",
+        "--beam",
+        1,
+    )
+    words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
+    scores = {}
+    for extra in (("--prefix-size", 99), ("--score-reference",)):
+        # The reference as a prefix is scored word by word, on its own all at once.
+        run = fairseq("generate", *words, *extra)
+        found = re.findall(r"^P-(\d+)\t(.*)$", run.output, re.M)
+        scores[extra[0]] = {int(i): [float(x) for x in row.split()] for i, row in found}
+    assert len(scores["--prefix-size"]) == 21
+    for i, row in scores["--score-reference"].items():
+        got = scores["--prefix-size"][i]
+        assert got == pytest.approx(row, abs=2e-3), (name, i)
+
+
+def test_every_routing_option_is_a_key_of_hydra(lm_data, tmp_path):
+    keys = {
+        "capacity_factor": 0.5, "drop_policy": "bpr", "gate_type": "'linear,cosine'", "gate_index": 1,
+        "gate_projection_dim": 5, "gate_noise": 0.5, "input_jitter": 0.1, "score_function": "sigmoid",
+        "balance_loss": "'gshard_all:1,z:0.1'", "normalize_gate": "after", "routed_scaling_factor": 2,
+        "prescore": "true", "expert_groups": 2, "groups_per_token": 2, "second_expert_policy": "random",
+        "balance_bias": "true", "bias_update_rate": 0.01, "shared_experts": 1, "residual": "true",
+        "min_capacity": 2, "capacity_multiple": 4, "eval_capacity_token_fraction": 0.5,
+        "normalize_expert_grad": "sqrt_world_size", "choice": "tokens",
+    }  # fmt: skip
+    in_file = ("capacity_factor",)
+    words = [f"{'' if key in in_file else '+'}model.moe_{key}={keys[key]}" for key in keys]
     fairseq(
         "hydra-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm",
-        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", "model.decoder_layers=1",
-        "model.moe_capacity_factor=0.5", "+model.moe_drop_policy=bpr", "+model.moe_gate_type=cosine",
-        "+model.moe_gate_projection_dim=5", "+model.moe_gate_noise=0.5", "+model.moe_input_jitter=0.1",
-        "+model.moe_balance_loss='gshard_all:1,z:0.1'", "optimization.max_update=1",
-        "dataset.required_batch_size_multiple=1", cwd=ROOT, env={"PWD": str(ROOT)},
+        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", "model.decoder_layers=1", *words,
+        "optimization.max_update=1", "dataset.required_batch_size_multiple=1", cwd=ROOT,
+        env={"PWD": str(ROOT)},
     )  # fmt: skip
-    assert _load(tmp_path)["model"]["decoder.layers.0.fc1.gate.directions"].shape == (8, 5)
+    model = _load(tmp_path)["model"]
+    prefix = "decoder.layers.0.fc1"
+    assert model[f"{prefix}.other_gates.0.directions"].shape == (8, 5)
+    torch.testing.assert_close(model[f"{prefix}.balance_bias.bias"].abs().max(), torch.tensor(0.01))
+    assert f"{prefix}.beside.mix.weight" in model
+
+
+OWN = ("--moe-gate-type", "own_parts.CalmGate", "--moe-expert-type", "own_parts.TanhExpert")
+
+
+def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(
+    lm_data, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    runs = {}
+    for ranks in (1, 2):
+        words = ("--update-freq", 2 // ranks, "--optimizer", "moe_sgd", "--lr", 0.5)
+        folder = tmp_path / str(ranks)
+        fairseq("train", *lm_args(lm_data, folder, *OWN, *words), ranks=ranks)
+        runs[ranks] = _load(folder)["model"]
+    assert runs[1]["decoder.layers.0.fc1.experts.0__weight"].shape == (4, 32, 16)
+    for name, tensor in runs[1].items():
+        torch.testing.assert_close(runs[2][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    fairseq("train", *lm_args(lm_data, tmp_path / "2", *OWN, *words, updates=8))
+    words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "2" / "checkpoint_last.pt")
+    run = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+    assert "Perplexity" in run.output
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--moe-gate-type", "no_such.Gate"), "gate_type (--moe-gate-type) is 'no_such.Gate'"),
+        (
+            ("--moe-expert-type", "math.pi"),
+            "expert_type (--moe-expert-type) is 'math.pi', which is no",
+        ),
+        (
+            ("--moe-choice", "experts", "--moe-rsample"),
+            "rsample (--moe-rsample) is True but experts",
+        ),
+        (("--moe-balance-loss", "load_importance"), "set --moe-gate-noise, such as 1."),
+    ],
+)
+def test_what_cannot_be_is_refused_by_one_sentence(flags, message, lm_data, tmp_path):
+    output = refused("train", *lm_args(lm_data, tmp_path, *flags))
+    assert message in output
