@@ -42,9 +42,12 @@ def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:
 
     Source: the Gumbel-top-k trick (Kool et al. 2019); for K = 1 DeepSpeed-MoE's RSample.
     """
+    # In half precision many draws would be equal, and ties go to the lower id.
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
-    return log_scores_TE + gumbel_TE
+    # -inf is for what may not be chosen at all: an expert that was chosen, or one outside the groups.
+    return (log_scores_TE + gumbel_TE).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
 def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
@@ -77,7 +80,8 @@ def asked_at_random(weights_TK: Tensor) -> Tensor:
     Source: GShard (Lepikhin et al. 2020), section 2.2, random routing: 2 * g_2 for K = 2.
     """
     top_k = weights_TK.shape[1]
-    asked_TK = torch.rand_like(weights_TK) < top_k * weights_TK.detach()
+    draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device)  # in fp32: halves are coarse
+    asked_TK = draws_TK < top_k * weights_TK.detach()
     asked_TK[:, :1] = True
     return asked_TK
 

@@ -261,18 +261,22 @@ def _choose(
     if bias_E is not None:
         scores_TE = scores_TE + bias_E
     sampled = rules.rsample or (rules.second_expert_policy == "sampling" and top_k > 1)
+
+    def in_groups(keys_TE: Tensor) -> Tensor:
+        kept = rules.groups_per_token
+        return mask_groups(keys_TE, scores_TE, rules.expert_groups, kept, top_k)
+
     keys_TE = scores_TE
     if sampled and batch.training:
         keys_TE = sampling_keys(logits_TE, rules.score_function)
         if not rules.rsample:  # the first choice is not sampled
-            keys_TE.scatter_(1, choose_experts(scores_TE, 1), math.inf)
-    keys_TE = mask_groups(keys_TE, scores_TE, rules.expert_groups, rules.groups_per_token, top_k)
-    return choose_experts(keys_TE, top_k)
+            keys_TE.scatter_(1, choose_experts(in_groups(scores_TE), 1), math.inf)
+    return choose_experts(in_groups(keys_TE), top_k)
 
 
 def _normalized(weights_TK: Tensor) -> Tensor:
     total_T1 = weights_TK.sum(dim=1, keepdim=True)
-    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).eps)
+    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).tiny)
 
 
 def _scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
