@@ -3,7 +3,6 @@
 T tokens, D model_dim, E experts (e local), K top_k, R rows.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +37,17 @@ class MoEOutput:
     balance_loss: Tensor
     losses: dict[str, Tensor]
     routing: routing.Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What one forward was asked for beside its tokens; see MoELayer.forward."""
+
+    capacity_factor: float | None
+    top_k: int | None
+    gate_index: int
+    token_ids_T: Tensor | None
+    sentences: tuple[int, int] | None
 
 
 class MoELayer(nn.Module):
@@ -78,6 +88,7 @@ class MoELayer(nn.Module):
         self.config = config
         self.topology = topology or Topology()
         self.gate_configs = list(gate_configs or [config] * len(config.gate_types))
+        self.rules = [routing.Rules.of(c) for c in self.gate_configs]
         if gates is None:
             kinds = (
                 config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
@@ -137,66 +148,75 @@ class MoELayer(nn.Module):
             token_ids: int64 of padding_mask's shape; a hash gate needs them.
 
         Returns:
-            y: the shape and dtype of x (autocast's dtype under autocast).
+            y: the shape and dtype of x (autocast's dtype under autocast), unless its experts give
+                another last dimension.
             output: balance losses and routing.
 
         Raises:
             ValueError: a mask, index or number that does not fit.
         """
         x_TD = x.reshape(-1, x.shape[-1])
+        padding_T = _flat(padding_mask, "padding_mask", torch.bool, x, time_first)
         batch = routing.MicroBatch(
-            real_T=_flat(padding_mask, "padding_mask", torch.bool, x, time_first),
+            real_T=None if padding_T is None else ~padding_T,
             time_first=(x.shape[0], x.shape[1]) if time_first else None,
             training=self.training,
         )
-        if batch.real_T is not None:
-            batch = dataclasses.replace(batch, real_T=~batch.real_T)
-        ids_T = _flat(token_ids, "token_ids", torch.int64, x, time_first)
-        gate, config = self._gate(gate_index)
-        top_k = config.top_k if top_k is None else top_k
-
-        seen_TD = exploration.gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, ids_T, top_k)
-        logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
-        assignment = routing.assign(
-            logits_TE,
-            top_k,
-            capacity_of(config, self.training, capacity_factor),
-            routing.Rules.of(config),
-            batch,
-            None if self.balance_bias is None else self.balance_bias.bias,
+        call = _Call(
+            capacity_factor=capacity_factor,
+            top_k=top_k,
+            gate_index=self.config.gate_index if gate_index is None else gate_index,
+            token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
+            sentences=_sentences(x, time_first),
         )
-        if self.balance_bias is not None and self.training and self.counts_load:
-            self.balance_bias.count(assignment.assigned_KE)
-        plan = self._plan()
+        assignment, gate = self._route(x_TD, batch, call)
+        plan, config = self._plan(), self.config
         decision = routing.lay_out(assignment, self._buffer_capacity(assignment, plan))
         rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
         rows_RD = exchange.run(rows_RD, decision.counts_E, self.experts, plan)
         y_TD = combine(rows_RD, decision, config.backend, config.prescore)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
-        return y_TD.view(x.shape), self._output(
-            decision,
-            losses.GateOutput(
-                logits_TE=logits_TE,
-                clean_TE=clean_TE,
-                noise=config.gate_noise / config.num_experts,
-                sentences=_sentences(x, time_first),
-                time_first=time_first,
-                num_ranks=self.topology.world_size if self.training else 1,
-            ),
+        return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
+
+    def _route(
+        self, x_TD: Tensor, batch: routing.MicroBatch, call: "_Call"
+    ) -> tuple[routing.Assignment, losses.GateOutput]:
+        """Gate and assign, by the gate of this call; count what the balance bias goes by."""
+        gate, config, rules = self._gate(call.gate_index)
+        top_k = config.top_k if call.top_k is None else call.top_k
+        seen_TD = exploration.gate_input(x_TD, config, self.training)
+        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k)
+        logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
+        bias = self.balance_bias
+        assignment = routing.assign(
+            logits_TE,
+            top_k,
+            capacity_of(config, self.training, call.capacity_factor),
+            rules,
+            batch,
+            None if bias is None else bias.bias,
+        )
+        if bias is not None and self.training and self.counts_load:
+            bias.count(assignment.assigned_KE)
+        return assignment, losses.GateOutput(
+            logits_TE=logits_TE,
+            clean_TE=clean_TE,
+            noise=config.gate_noise / config.num_experts,
+            sentences=call.sentences,
+            time_first=batch.time_first is not None,
+            num_ranks=self.topology.world_size if self.training else 1,
         )
 
-    def _gate(self, index: int | None) -> tuple[nn.Module, MoEConfig]:
-        """Return the gate of this call, and the configuration that goes with it."""
-        index = self.config.gate_index if index is None else index
+    def _gate(self, index: int) -> tuple[nn.Module, MoEConfig, routing.Rules]:
+        """Return a gate, and the configuration and rules that go with it."""
         if not 0 <= index < len(self.gate_configs):
             raise ValueError(
                 f"gate_index is {index} but there are {len(self.gate_configs)} gates; choose from 0 to "
                 f"{len(self.gate_configs) - 1}."
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
-        return gate, self.gate_configs[index]
+        return gate, self.gate_configs[index], self.rules[index]
 
     def _plan(self) -> exchange.ExchangePlan:
         # Experts that were gathered everywhere need nobody else.
