@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.choice import scores_of
 from fairseq_tutel.routing import Assignment, Routing
 
 Decision = Assignment | Routing
@@ -23,6 +24,7 @@ class GateOutput:
         logits_TE: [T, E], what routing decided by: with noise, in training.
         clean_TE: [T, E], before the noise; the same tensor where there is none.
         noise: standard deviation of the noise on a logit.
+        score_function: what makes probabilities of logits.
         sentences: (S, time) of the micro-batch, or None for one sentence.
         time_first: whether token t is (t // S, t % S) instead of (t // time, t % time).
         num_ranks: ranks whose load `gshard_global` adds up; 1 in evaluation.
@@ -31,6 +33,7 @@ class GateOutput:
     logits_TE: Tensor
     clean_TE: Tensor
     noise: float = 0.0
+    score_function: str = "softmax"
     sentences: tuple[int, int] | None = None
     time_first: bool = False
     num_ranks: int = 1
@@ -109,7 +112,7 @@ def load_importance_loss(routing: Decision, gate: GateOutput) -> Tensor:
         is_chosen_TE = noisy_TE > best_TK[:, top_k:]
         rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
         chance_TE = _normal_cdf((clean_TE - rival_TE) / gate.noise)
-    return _importance_and_load(routing, clean_TE, chance_TE)
+    return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
 
 
 def load_importance_tutel_loss(routing: Decision, gate: GateOutput) -> Tensor:
@@ -119,10 +122,11 @@ def load_importance_tutel_loss(routing: Decision, gate: GateOutput) -> Tensor:
     taken among the other experts.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
-    clean_TE = _wide(gate.clean_TE)
+    probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
     threshold_T1 = _wide(gate.logits_TE).topk(top_k, dim=1).values[:, -1:]
-    chance_TE = _normal_cdf((torch.softmax(clean_TE, dim=1) - threshold_T1) / gate.noise)
-    return _importance_and_load(routing, clean_TE, chance_TE)
+    return _importance_and_load(
+        routing, probs_TE, _normal_cdf((probs_TE - threshold_T1) / gate.noise)
+    )
 
 
 def z_loss(routing: Decision, gate: GateOutput) -> Tensor:
@@ -144,8 +148,7 @@ def _load_times_probability(routing: Decision, load_E: Tensor, total: Tensor) ->
     return probs_TE.shape[1] * (share_E * probs_TE.sum(dim=0)).sum() / tokens
 
 
-def _importance_and_load(routing: Decision, clean_TE: Tensor, chance_TE: Tensor) -> Tensor:
-    importance_TE = torch.softmax(clean_TE, dim=1)
+def _importance_and_load(routing: Decision, importance_TE: Tensor, chance_TE: Tensor) -> Tensor:
     if routing.real_T is not None:
         hidden_T1 = ~routing.real_T.unsqueeze(1)
         importance_TE = importance_TE.masked_fill(hidden_T1, 0.0)

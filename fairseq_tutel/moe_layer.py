@@ -203,6 +203,7 @@ class MoELayer(nn.Module):
             logits_TE=logits_TE,
             clean_TE=clean_TE,
             noise=config.gate_noise / config.num_experts,
+            score_function=rules.score_function,
             sentences=call.sentences,
             time_first=batch.time_first is not None,
             num_ranks=self.topology.world_size if self.training else 1,
