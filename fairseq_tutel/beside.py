@@ -93,7 +93,8 @@ class Beside(nn.Module):
         """Return the layer's output; 0 for padding, as the routed experts' is."""
         y_TD = routed_TD
         if self.dense is not None and self.mix is not None:
-            mix_T2 = torch.softmax(self.mix(x_TD), dim=1)
+            # Autocast on a GPU takes a softmax in fp32.
+            mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
             y_TD = mix_T2[:, :1] * routed_TD + mix_T2[:, 1:] * self.dense(x_TD)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)

@@ -295,6 +295,7 @@ class MoEConfig:
         self._check_choice()
         self._check_expert_choice()
         self._check_balance()
+        self._check_hash()
 
     @property
     def gate_types(self) -> list[str]:
@@ -310,6 +311,20 @@ class MoEConfig:
             f"{label_of('gate_index')} is {self.gate_index} but there are {len(self.gate_types)} gates; "
             f"choose from 0 to {len(self.gate_types) - 1}.",
         )
+
+    def _check_hash(self) -> None:
+        for name, only in (
+            ("score_function", "softmax"),
+            ("gate_noise", 0),
+            ("expert_groups", 1),
+            ("balance_bias", False),
+        ):
+            value = getattr(self, name)
+            _require(
+                value == only or "hash" not in self.gate_types,
+                f"{label_of(name)} is {value} but the gate is a hash, which alone says what a token's "
+                "experts are and that each weighs 1 / top_k; drop one of the two.",
+            )
 
     def _check_choice(self) -> None:
         _require(

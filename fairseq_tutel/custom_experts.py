@@ -44,7 +44,8 @@ class CustomExperts(ExpertStack):
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
-            stacked = nn.Parameter(torch.empty(shape, dtype=parameter.dtype))
+            values = torch.empty(shape, dtype=parameter.dtype)
+            stacked = nn.Parameter(values, requires_grad=parameter.requires_grad)
             self.register_parameter(_key(name), stacked)
 
     @torch.no_grad()
@@ -71,7 +72,10 @@ class CustomExperts(ExpertStack):
             for i, rows_i in enumerate(rows_RD.split(list(counts)))
             if len(rows_i)
         ]
-        return torch.cat(done) if done else rows_RD
+        if done:
+            return torch.cat(done)
+        # No rows at all: parameters still get gradients, of zero, as data parallel expects.
+        return rows_RD + sum(stack.flatten()[:0].sum() for stack in tensors.values())
 
 
 def _key(name: str) -> str:

@@ -143,14 +143,23 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
         redraw(gate, hashed_seed(seed, name, -1, tensor))
 
 
-def gate_logits(gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int) -> Tensor:
+def gate_logits(
+    gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int, num_experts: int
+) -> Tensor:
     """Return a gate's logits_TE.
 
     Raises:
         ValueError: a hash gate was called without token ids, or a gate of the user's gave another shape.
     """
     if not isinstance(gate, HashGate):
-        return gate(x_TD)
+        logits_TE = gate(x_TD)
+        if logits_TE.shape != (x_TD.shape[0], num_experts):
+            raise ValueError(
+                f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for "
+                f"{x_TD.shape[0]} tokens and {num_experts} experts; return one row per token and one "
+                "column per expert."
+            )
+        return logits_TE
     if token_ids_T is None:
         raise ValueError(
             "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "

@@ -186,7 +186,7 @@ class MoELayer(nn.Module):
         gate, config, rules = self._gate(call.gate_index)
         top_k = config.top_k if call.top_k is None else call.top_k
         seen_TD = exploration.gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k)
+        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
         logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
         bias = self.balance_bias
         assignment = routing.assign(

@@ -115,6 +115,10 @@ CONTRADICTIONS = [
         {"balance_loss": "load_importance", "gate_noise": 1.0, "gate_type": "hash"},
         ("--moe-balance-loss", "hash", "gshard or none"),
     ),
+    ({"gate_type": "hash", "score_function": "sigmoid"}, ("--moe-score-function", "hash")),
+    ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
+    ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "hash", "drop one")),
+    ({"gate_type": "hash", "balance_bias": True}, ("--moe-balance-bias", "hash", "drop one")),
 ]
 
 
