@@ -69,8 +69,8 @@ class MoELayer(nn.Module):
         gate_configs: a configuration for each of several gates on these experts, which `gate_index`
             chooses from; they may differ in all that is decided before dispatch. None makes one for
             every name in `config.gate_type`.
-        gates: gates that are built already, one for each configuration.
-        experts: experts that are built already, instead of those that `config` names.
+        gates: gates that are built already, one for each configuration; ours are drawn anew by `seed`.
+        experts: experts that are built already, instead of those that `config` names; drawn anew too.
     """
 
     def __init__(

@@ -84,6 +84,13 @@ def one_expert(experts: Experts, e: int, x_D: Tensor) -> Tensor:
     return linear("fc2", hidden_H)
 
 
+def one_copy(layer: nn.Module, e: int, weight: Tensor, x_D: Tensor) -> Tensor:
+    """Apply expert e to one token, with the copy's weight on its output or, as asked, on its input."""
+    if layer.config.prescore:
+        return one_expert(layer.experts, e, weight * x_D)
+    return weight * one_expert(layer.experts, e, x_D)
+
+
 def mixture(
     layer: nn.Module,
     x_TD: Tensor,
@@ -100,7 +107,7 @@ def mixture(
         chosen = probs_TE[t][p.expert_ids[t]]
         weights = chosen / chosen.sum() if top_k > 1 else chosen
         copies = zip(weights, p.expert_ids[t], p.kept[t], strict=True)
-        y.append(sum((w * one_expert(layer.experts, e, x_D) for w, e, k in copies if k), 0 * x_D))
+        y.append(sum((one_copy(layer, e, w, x_D) for w, e, k in copies if k), 0 * x_D))
     real_T = torch.tensor([True] * len(x_TD) if real is None else real)
     tokens = max(int(real_T.sum()), 1)
     share_E = torch.tensor(p.assigned[0], dtype=x_TD.dtype) / tokens

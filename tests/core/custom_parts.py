@@ -1,0 +1,55 @@
+"""Gates and experts of a user's own, named by the tests as custom_parts.Class."""
+
+import torch
+from torch import Tensor, nn
+
+constant = 3.0
+
+
+class CalmGate(nn.Linear):
+    """A linear gate with a bias and bounded logits; nn.Linear's reset_parameters takes no generator."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config.model_dim, config.num_experts)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return 2 * torch.tanh(super().forward(x_TD))
+
+
+class ShortGate(CalmGate):
+    """Forgets the last expert."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return super().forward(x_TD)[:, :-1]
+
+
+class DeepExpert(nn.Module):
+    """Nested names, a scalar parameter, one that is frozen, dropout, and a sum over the hidden layer."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        up, down = (config.model_dim, config.hidden_dim), (config.hidden_dim, config.model_dim)
+        self.body = nn.Sequential(nn.Linear(*up), nn.Tanh(), nn.Linear(*down, bias=False))
+        self.scale = nn.Parameter(torch.rand(()) + 0.5)
+        self.shift = nn.Parameter(torch.full((config.model_dim,), 0.1), requires_grad=False)
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.body[1](self.body[0](rows))
+        hidden = self.dropout(hidden) * (1 + hidden.sum(dim=1, keepdim=True).sigmoid())
+        return self.scale * self.body[2](hidden) + self.shift
+
+
+class BufferExpert(DeepExpert):
+    """Has a buffer, which experts would share."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.register_buffer("mean", torch.zeros(3))
+
+
+class NoExpert(nn.Module):
+    """Has no parameters."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
