@@ -50,6 +50,28 @@ def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:
     return (log_scores_TE + gumbel_TE).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
+SINKHORN_ROUNDS = 16  # enough for loads within some percent; a fixed number asks no device
+
+
+def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return keys by which the tokens of a micro-batch spread evenly over the experts.
+
+    They are the logits plus one number per expert, such that exp(keys), normalised by token, gives every
+    expert the same sum.
+
+    Source: Sinkhorn 1967; S-BASE routing (Clark et al. 2022), section 3.1.
+    """
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    shift_E = logits_TE.new_zeros(logits_TE.shape[1])
+    for _ in range(SINKHORN_ROUNDS):
+        log_probs_TE = torch.log_softmax(logits_TE + shift_E, dim=1)
+        if real_T is not None:
+            log_probs_TE = log_probs_TE.masked_fill(~real_T.unsqueeze(1), -math.inf)
+        log_load_E = torch.logsumexp(log_probs_TE, dim=0)
+        shift_E = shift_E - (log_load_E - log_load_E.mean()).nan_to_num(0.0)
+    return logits_TE + shift_E
+
+
 def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
     """Return the keys, -inf outside each token's best groups of neighbouring experts.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fairseq_tutel.balance_weights import NEED_GATE_NOISE, parse_balance_loss
+from fairseq_tutel.contradictions import refuse_contradictions
 from fairseq_tutel.custom import is_custom
 from fairseq_tutel.drop_policies import POLICIES
 
@@ -194,6 +194,12 @@ class MoEConfig:
         "in training choose experts by sampling (Gumbel noise on the choice); weights stay without noise",
         flag="--moe-rsample",
     )
+    sinkhorn: bool = _option(
+        False,
+        "in training choose experts by Sinkhorn's balanced scores, which spread a micro-batch's tokens "
+        "evenly; weights stay the scores",
+        flag="--moe-sinkhorn",
+    )
     gate_noise: float = _option(
         0.0,
         "standard deviation, times the number of experts, of gaussian noise on the logits in training",
@@ -291,106 +297,16 @@ class MoEConfig:
             shown = repr(value) if isinstance(value, str) else value
             if rule is not None and not rule[0](value):
                 raise ValueError(f"{label_of(item.name)} is {shown}; {rule[1]}.")
-        self._check_gates()
-        self._check_choice()
-        self._check_expert_choice()
-        self._check_balance()
-        self._check_hash()
+        for name in self.gate_types:
+            holds, otherwise = one_of(GATE_TYPES, or_class=True)
+            if not holds(name):
+                raise ValueError(f"{label_of('gate_type')} is {self.gate_type!r}; {otherwise}.")
+        refuse_contradictions(self, label_of)
 
     @property
     def gate_types(self) -> list[str]:
         """The gates by name, in the order of their index."""
         return [name.strip() for name in self.gate_type.split(",")]
-
-    def _check_gates(self) -> None:
-        rule = one_of(GATE_TYPES, or_class=True)
-        for name in self.gate_types:
-            _require(rule[0](name), f"{label_of('gate_type')} is {self.gate_type!r}; {rule[1]}.")
-        _require(
-            self.gate_index < len(self.gate_types),
-            f"{label_of('gate_index')} is {self.gate_index} but there are {len(self.gate_types)} gates; "
-            f"choose from 0 to {len(self.gate_types) - 1}.",
-        )
-
-    def _check_hash(self) -> None:
-        for name, only in (
-            ("score_function", "softmax"),
-            ("gate_noise", 0),
-            ("expert_groups", 1),
-            ("balance_bias", False),
-        ):
-            value = getattr(self, name)
-            _require(
-                value == only or "hash" not in self.gate_types,
-                f"{label_of(name)} is {value} but the gate is a hash, which alone says what a token's "
-                "experts are and that each weighs 1 / top_k; drop one of the two.",
-            )
-
-    def _check_choice(self) -> None:
-        _require(
-            1 <= self.top_k <= self.num_experts,
-            f"{label_of('top_k')} is {self.top_k} but there are {self.num_experts} experts; "
-            f"choose a value from 1 to {self.num_experts}.",
-        )
-        _require(
-            self.num_experts % self.expert_groups == 0,
-            f"{label_of('expert_groups')} is {self.expert_groups}, which does not divide the "
-            f"{self.num_experts} experts; give a divisor.",
-        )
-        reachable = self.groups_per_token * (self.num_experts // self.expert_groups)
-        _require(
-            self.groups_per_token <= self.expert_groups and reachable >= self.top_k,
-            f"{label_of('groups_per_token')} is {self.groups_per_token} of {self.expert_groups} groups of "
-            f"{self.num_experts // self.expert_groups} experts; give at most {self.expert_groups}, and "
-            f"enough for {self.top_k} experts per token.",
-        )
-        _require(
-            self.eval_capacity_token_fraction == 0 or self.eval_capacity_factor == 0,
-            f"{label_of('eval_capacity_token_fraction')} is {self.eval_capacity_token_fraction} beside "
-            "--moe-eval-capacity-factor; give one of them.",
-        )
-
-    def _check_expert_choice(self) -> None:
-        if self.choice != "experts":
-            return
-        for name, only in (
-            ("drop_policy", "position"),
-            ("second_expert_policy", "all"),
-            ("rsample", False),
-            ("balance_bias", False),
-            ("expert_groups", 1),
-        ):
-            value = getattr(self, name)
-            _require(
-                value == only,
-                f"{label_of(name)} is {value} but experts choose their tokens (--moe-choice experts), "
-                f"which leaves it nothing to do; drop one of the two.",
-            )
-        _require(
-            "hash" not in self.gate_types,
-            f"{label_of('gate_type')} is {self.gate_type!r} but experts choose their tokens (--moe-choice "
-            "experts), and a hash has no scores to choose by; give a gate that has.",
-        )
-
-    def _check_balance(self) -> None:
-        for name in NEED_GATE_NOISE:
-            _require(
-                name not in parse_balance_loss(self.balance_loss) or self.gate_noise > 0,
-                f"{label_of('balance_loss')} is {self.balance_loss!r} but there is no noise to weigh a "
-                "load by; set --moe-gate-noise, such as 1.",
-            )
-            _require(
-                name not in parse_balance_loss(self.balance_loss) or "hash" not in self.gate_types,
-                f"{label_of('balance_loss')} is {self.balance_loss!r} but the gate is a hash, which has no "
-                "logits to weigh a load by; choose gshard or none.",
-            )
-        sampled = self.rsample or self.second_expert_policy == "sampling"
-        _require(
-            not (self.balance_bias and sampled),
-            f"{label_of('balance_bias')} is True but choices are sampled (--moe-rsample or "
-            "--moe-second-expert-policy sampling), which a bias on scores does not reach; drop one of "
-            "them.",
-        )
 
 
 FLAG_OF_FIELD = {
@@ -407,11 +323,6 @@ def label_of(name: str) -> str:
     """Return how messages name an option: its field, and its flag where it has one."""
     flag = FLAG_OF_FIELD.get(name)
     return f"{name} ({flag})" if flag else name
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def options_of_scope(scope: str) -> list[Any]:

@@ -19,6 +19,7 @@ from fairseq_tutel.choice import (
     mask_groups,
     sampling_keys,
     scores_of,
+    sinkhorn_keys,
 )
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.drop_policies import slot_order
@@ -90,6 +91,7 @@ class Rules:
     groups_per_token: int = 1
     second_expert_policy: str = "all"
     rsample: bool = False
+    sinkhorn: bool = False
 
     @classmethod
     def of(cls, config: MoEConfig) -> "Rules":
@@ -267,6 +269,8 @@ def _choose(
         return mask_groups(keys_TE, scores_TE, rules.expert_groups, kept, top_k)
 
     keys_TE = scores_TE
+    if rules.sinkhorn and batch.training:
+        keys_TE = sinkhorn_keys(logits_TE, batch.real_T)
     if sampled and batch.training:
         keys_TE = sampling_keys(logits_TE, rules.score_function)
         if not rules.rsample:  # the first choice is not sampled

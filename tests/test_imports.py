@@ -19,7 +19,8 @@ CORE = {
     "drop_policies": "",
     "balance_weights": "",
     "custom": "",
-    "config": "balance_weights custom drop_policies",
+    "contradictions": "balance_weights",
+    "config": "contradictions custom drop_policies",
     "allocator": "",
     "kernels.reference": "",
     "kernels.triton_dispatch": "",
@@ -32,7 +33,7 @@ CORE = {
     "slots": "",
     "routing": "capacity choice config drop_policies slots",
     "balance_bias": "",
-    "losses": "routing",
+    "losses": "choice routing",
     "metrics": "routing",
     "dispatch": "kernels routing",
     "comm": "",
@@ -46,12 +47,20 @@ CORE = {
     "experts": "config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
     "comm.checkpoint": "comm.topology expert_stack",
+    "comm.subgroup": "comm.topology",
     "comm.balance": "balance_bias",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
         "dispatch exchange expert_stack experts exploration gates losses routing"
     ),
-    "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing",
+    "tutel_options": "config",
+    "tutel_gates": "config tutel_options",
+    "tutel_experts": "config expert_stack experts initial tutel_options",
+    "tutel_layer": (
+        "comm.subgroup comm.topology config expert_stack gates initial moe_layer tutel_experts "
+        "tutel_gates tutel_options"
+    ),
+    "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing tutel_layer",
     "safe_globals": "",
     "tools": "",
     "tools.average": "safe_globals",

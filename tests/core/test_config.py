@@ -89,7 +89,7 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
 
 def test_every_option_that_can_be_wrong_is_in_the_list():
     free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}  # bool: nothing to check
-    free |= {"prescore", "rsample", "residual", "balance_bias"}
+    free |= {"prescore", "rsample", "sinkhorn", "residual", "balance_bias"}
     assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
 
 
@@ -105,20 +105,21 @@ CONTRADICTIONS = [
     ({"choice": "experts", "rsample": True}, ("--moe-rsample", "drop one")),
     ({"choice": "experts", "balance_bias": True}, ("--moe-balance-bias", "drop one")),
     ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "drop one")),
-    ({"choice": "experts", "gate_type": "hash"}, ("--moe-gate-type", "no scores")),
+    (
+        {"choice": "experts", "gate_type": "hash"},
+        ("--moe-choice", "--moe-gate-type", "a hash alone"),
+    ),
+    ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
+    ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash alone")),
+    ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash alone")),
+    ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "keep one")),
     ({"balance_bias": True, "rsample": True}, ("--moe-balance-bias", "--moe-rsample")),
     (
         {"balance_bias": True, "second_expert_policy": "sampling"},
         ("--moe-balance-bias", "sampling"),
     ),
-    (
-        {"balance_loss": "load_importance", "gate_noise": 1.0, "gate_type": "hash"},
-        ("--moe-balance-loss", "hash", "gshard or none"),
-    ),
     ({"gate_type": "hash", "score_function": "sigmoid"}, ("--moe-score-function", "hash")),
     ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
-    ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "hash", "drop one")),
-    ({"gate_type": "hash", "balance_bias": True}, ("--moe-balance-bias", "hash", "drop one")),
 ]
 
 
