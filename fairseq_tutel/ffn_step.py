@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fairseq_tutel.comm import checkpoint
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.metrics import routing_metrics
+from fairseq_tutel.metrics import Tally, tally_of
 from fairseq_tutel.moe_layer import MoELayer, MoEOutput
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,7 @@ class MoERecord:
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
-    metrics: dict[str, Tensor]
-    assigned_E: Tensor  # (token, choice) pairs that chose each expert, before dropping
-    num_tokens: Tensor
+    tally: Tally
 
 
 class MoEFeedForward(MoELayer):
@@ -87,9 +85,7 @@ def _record(output: MoEOutput) -> MoERecord:
     return MoERecord(
         balance_loss=output.balance_loss.detach(),
         losses={name: loss.detach() for name, loss in output.losses.items()},
-        metrics=routing_metrics(output.routing),
-        assigned_E=output.routing.assigned_KE.sum(dim=0),
-        num_tokens=output.routing.num_tokens,
+        tally=tally_of(output.routing),
     )
 
 

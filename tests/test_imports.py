@@ -97,8 +97,9 @@ EDGE = {
     "tasks": (
         "tasks.moe_denoising tasks.moe_language_modeling tasks.moe_masked_lm tasks.moe_translation"
     ),
-    "criterions.gate_loss": "ffn_step metrics run_config",
-    "criterions.moe_cross_entropy": "criterions.gate_loss",
+    "criterions.expert_log": "capacity ffn_step metrics",
+    "criterions.gate_loss": "criterions.expert_log ffn_step run_config",
+    "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.build": "balance_weights comm.gradients comm.topology ffn_step flags kernels run_config",
     "models.moe_transformer_lm": "flags models.build task_mixin",

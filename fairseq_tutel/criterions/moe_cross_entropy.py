@@ -14,7 +14,8 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from fairseq.logging import metrics
 
-from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions, reduce_gate_metrics
+from fairseq_tutel.criterions.expert_log import reduce_expert_log
+from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions
 
 
 @dataclass
@@ -57,7 +58,7 @@ def _reduce(logging_outputs: list[dict[str, Any]], predicted: str) -> None:
     metrics.log_scalar("loss", loss / sample_size * bits, sample_size, round=3)
     metrics.log_scalar("nll_loss", nll / tokens * bits, tokens, round=3)
     metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
-    reduce_gate_metrics(logging_outputs)
+    reduce_expert_log(logging_outputs)
 
 
 @dataclass

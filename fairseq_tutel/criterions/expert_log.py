@@ -1,0 +1,277 @@
+"""What a criterion logs of the experts: averages over the layers and, on request, each layer and expert.
+
+fairseq adds up what is logged under one key, over micro-batches and ranks, and hands the sums to a
+class method that knows no model. So one key holds all numbers, and says itself what they are: it is a
+`Layout` as JSON. One vector costs one addition and one read by the host, however many numbers.
+
+L MoE layers, E experts, N metrics of a layer.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from fairseq.logging import metrics
+from torch import Tensor
+
+from fairseq_tutel.capacity import capacity_of
+from fairseq_tutel.ffn_step import MoEFeedForward
+from fairseq_tutel.metrics import metric_names, metric_rows
+
+PREFIX = "moe_numbers "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the numbers of a micro-batch are: sums, each times the real tokens it is an average over.
+
+    In this order: the tokens; what is averaged over layers, that is losses and then the N metrics; and,
+    where layers are named, for each of them its metrics and tokens, then the copies that chose each of
+    its experts, and those of them that were dropped.
+
+    Attributes:
+        losses: names of the losses.
+        top_k: K, which names the metrics.
+        layers: labels of the layers with numbers of their own.
+        experts: E of each of these.
+        limited: whether an expert can be full, in each of these.
+        lists: whether they are to be logged as lists.
+        scalars: whether they are to be logged as scalars.
+    """
+
+    losses: tuple[str, ...]
+    top_k: int
+    layers: tuple[str, ...]
+    experts: tuple[int, ...]
+    limited: tuple[bool, ...]
+    lists: bool
+    scalars: bool
+
+    @property
+    def averages(self) -> list[str]:
+        """The names of what is averaged over layers."""
+        return [*self.losses, *metric_names(self.top_k)]
+
+
+@cache
+def key_of(layout: Layout) -> str:
+    """Return the key to log the numbers by, alike on all ranks."""
+    return PREFIX + json.dumps(asdict(layout))
+
+
+@cache
+def layout_of(key: str) -> Layout:
+    """Return the layout that a key is made of."""
+    fields = json.loads(key.removeprefix(PREFIX))
+    return Layout(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def expert_log(
+    layers: list[MoEFeedForward], combined: Tensor, *, lists: bool, scalars: bool
+) -> dict[str, Any]:
+    """Return what a micro-batch adds to the logging output.
+
+    A layer that layerdrop left out weighs nothing, nor does a batch without real tokens.
+
+    Args:
+        layers: all MoE layers of the model, in its order; of them some may not have been used.
+        combined: [] their balance loss, on their device.
+        lists: log every layer's and expert's numbers as lists.
+        scalars: log them as scalars.
+    """
+    each = layers if lists or scalars else []
+    layout = Layout(
+        losses=("moe_gate_loss", *(f"moe_{name}_loss" for name in layers[0].balance_weights)),
+        top_k=layers[0].config.top_k,
+        layers=tuple(layer.label for layer in each),
+        experts=tuple(layer.config.num_experts for layer in each),
+        limited=tuple(_can_be_full(layer) for layer in each),
+        lists=lists,
+        scalars=scalars,
+    )
+    seen = [layer for layer in layers if layer.seen]
+    if seen:
+        numbers = _numbers(seen, combined, each)
+    else:
+        numbers = torch.zeros(_length(layout), device=combined.device)
+    log: dict[str, Any] = {key_of(layout): numbers, "moe_micro_batches": int(bool(seen))}
+    return log | _exchange_times(layers)
+
+
+def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
+    """Log what `expert_log` summed, weighted by real tokens over micro-batches and ranks."""
+    for key in dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX)):
+        numbers = sum(log[key] for log in logging_outputs if key in log)
+        _log_numbers(layout_of(key), numbers.cpu().double())  # the only read by the host
+    batches = sum(log.get("moe_micro_batches", 0) for log in logging_outputs)
+    for name in ("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"):
+        if any(name in log for log in logging_outputs):
+            total = sum(log.get(name, 0) for log in logging_outputs)
+            metrics.log_scalar(name, total / max(batches, 1), round=3)
+
+
+def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedForward]) -> Tensor:
+    """Return the numbers of a layout; `seen` are the layers that were used."""
+    records = [layer.record for layer in seen]
+    rows_LN, tokens_L1 = metric_rows([record.tally for record in records])
+    of_losses = [loss for record in records for loss in record.losses.values()]
+    losses_LM = torch.stack(of_losses).view(len(seen), -1) if of_losses else rows_LN[:, :0]
+    means = torch.cat([losses_LM, rows_LN], dim=1).mean(dim=0)
+    tokens = tokens_L1.mean().view(1)
+    averages = torch.cat([tokens, torch.cat([combined.view(1), means]) * tokens])
+    if not each:
+        return averages
+    weighted_LN = torch.cat([rows_LN * tokens_L1, tokens_L1], dim=1)
+    rows = dict(zip((layer.label for layer in seen), weighted_LN, strict=True))
+    nothing = torch.zeros_like(weighted_LN[0])
+    chosen = [_chosen(layer, rows_LN) for layer in each]
+    return torch.cat(
+        [
+            averages,
+            *(rows.get(layer.label, nothing) for layer in each),
+            *(assigned_E for assigned_E, _ in chosen),
+            *(dropped_E for _, dropped_E in chosen),
+        ]
+    )
+
+
+def _chosen(layer: MoEFeedForward, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the copies that chose each expert [E], and those of them that were dropped [E]."""
+    if not layer.seen:
+        nothing = like.new_zeros(layer.config.num_experts)
+        return nothing, nothing
+    tally = layer.record.tally
+    assigned_E = tally.assigned_KE.sum(dim=0)
+    return assigned_E, assigned_E - tally.kept_E
+
+
+def _can_be_full(layer: MoEFeedForward) -> bool:
+    config = layer.config
+    return config.choice == "tokens" and capacity_of(config, layer.training).is_limited
+
+
+def _length(layout: Layout) -> int:
+    columns = len(metric_names(layout.top_k)) + 1
+    return 1 + len(layout.averages) + columns * len(layout.layers) + 2 * sum(layout.experts)
+
+
+def _exchange_times(layers: list[MoEFeedForward]) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for layer in layers:
+        if layer.timer is not None:
+            for name, ms in layer.timer.read_and_reset().items():
+                times[name] = times.get(name, 0.0) + ms
+    return times
+
+
+def _log_numbers(layout: Layout, numbers: Tensor) -> None:
+    count = 1 + len(layout.averages)
+    tokens, *sums = numbers[:count].tolist()
+    for name, total in zip(layout.averages, sums, strict=True):
+        metrics.log_scalar(name, total / max(tokens, 1e-9), max(tokens, 1e-9), round=4)
+    if layout.layers:
+        of_experts = 2 * sum(layout.experts)
+        sums_LN = numbers[count:-of_experts].view(len(layout.layers), -1)
+        sums_2E = numbers[-of_experts:].view(2, -1)
+        if layout.lists:
+            _log_lists(layout, sums_LN, sums_2E)
+        if layout.scalars:
+            _log_scalars(layout, sums_LN, sums_2E)
+
+
+def _log_lists(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
+    """Log a list over layers for each metric, and lists over experts for each layer.
+
+    fairseq's meters round numbers, not lists, and checkpoints keep none of ours: lists are derived from
+    two meters of sums, which nobody prints.
+    """
+    meter = _sum_up("layers", sums_LN)
+    for name, column in _columns(layout.top_k).items():
+        _derive(f"moe_layers_{name}", meter, partial(_averages, column=column), digits=4)
+    meter = _sum_up("experts", sums_2E)
+    for label, part, limited in _parts(layout):
+        _derive(f"moe_load_{label}", meter, partial(_load, part=part), digits=3)
+        if limited:
+            _derive(f"moe_dropped_{label}", meter, partial(_dropped, part=part), digits=4)
+
+
+def _log_scalars(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
+    """Log the same as scalars, each of which fairseq averages by itself."""
+    tokens_L = sums_LN[:, -1].tolist()
+    for name, column in _columns(layout.top_k).items():
+        # moe_dropped_decoder_1 is the list of a layer's experts, in shares.
+        name = "dropped_percent" if name == "dropped" else name
+        averages = _averages(sums_LN, column)
+        for label, value, tokens in zip(layout.layers, averages, tokens_L, strict=True):
+            metrics.log_scalar(f"moe_{name}_{label}", value, tokens, round=4)
+    for label, part, limited in _parts(layout):
+        copies_E = sums_2E[0, part].tolist()
+        for e, load in enumerate(_load(sums_2E, part)):
+            metrics.log_scalar(f"moe_load_{label}_expert{e}", load, sum(copies_E), round=3)
+        if limited:
+            for e, share in enumerate(_dropped(sums_2E, part)):
+                metrics.log_scalar(f"moe_dropped_{label}_expert{e}", share, copies_E[e], round=4)
+
+
+def _columns(top_k: int) -> dict[str, int]:
+    """Return the metrics that are logged layer by layer: by a shorter name, their column."""
+    short = {
+        "entropy": "entropy_gating",
+        "max_violation": "moe_max_violation",
+        "dropped": "moe_dropped",
+        "dead_experts": "moe_dead_experts",
+        **{f"weight{j}": f"expert{j}_weight" for j in range(1, top_k + 1)},
+    }
+    return {name: metric_names(top_k).index(metric) for name, metric in short.items()}
+
+
+def _averages(sums_LN: Tensor, column: int) -> list[float | None]:
+    """Return a metric of each layer; None of a layer that saw no token."""
+    rows = sums_LN.tolist()
+    return [row[column] / row[-1] if row[-1] > 0 else None for row in rows]
+
+
+def _load(sums_2E: Tensor, part: slice) -> list[float]:
+    """Return the load of a layer's experts, 1 at an even share."""
+    copies_E = sums_2E[0, part].tolist()
+    even = max(sum(copies_E), 1) / len(copies_E)
+    return [copies / even for copies in copies_E]
+
+
+def _dropped(sums_2E: Tensor, part: slice) -> list[float]:
+    """Return the dropped share, from 0 to 1, of the copies that chose each of a layer's experts."""
+    copies_E, dropped_E = sums_2E[:, part].tolist()
+    return [n / max(of, 1) for of, n in zip(copies_E, dropped_E, strict=True)]
+
+
+def _parts(layout: Layout) -> Iterator[tuple[str, slice, bool]]:
+    """Yield (label, its part of a row over all layers' experts, whether they can be full)."""
+    ends = accumulate(layout.experts)
+    for label, size, end, limited in zip(
+        layout.layers, layout.experts, ends, layout.limited, strict=True
+    ):
+        yield label, slice(end - size, end), limited
+
+
+def _sum_up(name: str, sums: Tensor) -> str:
+    """Add to a meter, and return its key.
+
+    Checkpoints keep meters: with the shape in its name, one of another shape is another meter.
+    """
+    key = "_moe_" + name + "_" + "x".join(map(str, sums.shape))
+    metrics.log_scalar(key, sums, 1)
+    return key
+
+
+def _derive(name: str, meter: str, view: Callable[[Tensor], list], digits: int) -> None:
+    def rounded(meters: Any) -> list[float | None]:
+        sums = meters[meter].sum
+        if not torch.is_tensor(sums):  # nothing since the last reset
+            return []
+        return [None if value is None else round(value, digits) for value in view(sums)]
+
+    metrics.log_derived(name, rounded)
