@@ -1,0 +1,85 @@
+"""torch.compile: a compiled layer gives what the eager one gives, forward and every gradient.
+
+Graph breaks are allowed: exchange reads counts on the host. Covered: gates, choices, policies, scores and
+kinds of experts, padding, the bias's load; options that draw random numbers draw the same ones; with
+`-m long` more of them, autograd compiled too, both modes, other layouts and numbers of tokens.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from compare import close
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer
+
+CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
+QUICK = [
+    {
+        "gate_type": "cosine", "gate_projection_dim": 3, "drop_policy": "rts", "capacity_factor": 0.5,
+        "prescore": True, "gate_noise": 1.0,
+    },
+    {
+        "expert_groups": 2, "balance_bias": True, "shared_experts": 1, "expert_type": "glu",
+        "score_function": "sigmoid", "balance_loss": "gshard_sequence:1,z:0.1",
+    },
+    {
+        "choice": "experts", "normalize_gate": "after", "gate_type": "custom_parts.CalmGate",
+        "expert_type": "custom_parts.DeepExpert",
+    },
+]  # fmt: skip
+LONG = [
+    *QUICK,
+    {},
+    {"gate_type": "hash", "residual": True, "drop_policy": "bpr", "capacity_factor": -0.5},
+    {"second_expert_policy": "sampling", "activation_dropout": 0.3},
+    {"second_expert_policy": "random", "normalize_gate": "after", "top_k": 3},
+    {"rsample": True, "drop_policy": "probability", "capacity_factor": 0.5},
+]
+CALL = (True, 3, False)  # training, sentences, time first
+
+
+def run(layer: MoELayer, forward, num_sentences: int, time_first: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(num_sentences, 5, 6, generator=generator, dtype=torch.float64)
+    x = (x.transpose(0, 1) if time_first else x).requires_grad_()
+    ids = torch.arange(num_sentences * 5).view(num_sentences, 5)
+    layer.zero_grad()
+    torch.manual_seed(3)
+    y, output = forward(x, ids % 5 >= 4 - ids // 5 % 2, token_ids=ids, time_first=time_first)
+    (y.square().sum() + output.balance_loss).backward()
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    kept_TK = (output.routing.row_of_TK >= 0).double()
+    return {"y": y, "loss": output.balance_loss, "kept": kept_TK, "x": x.grad, **grads}
+
+
+def compare(options: dict, backend: str, calls: tuple) -> None:
+    torch._dynamo.reset()
+    config = dataclasses.replace(CONFIG, **options)
+    eager, layer = (MoELayer(config, seed=1).double() for _ in range(2))
+    compiled = torch.compile(layer, backend=backend)
+    for training, num_sentences, time_first in calls:
+        eager.train(training)
+        layer.train(training)
+        expected = run(eager, eager, num_sentences, time_first)
+        got = run(layer, compiled, num_sentences, time_first)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            close(got[name], tensor, name)
+        if eager.balance_bias is not None:
+            assert torch.equal(layer.balance_bias.load, eager.balance_bias.load)
+            assert layer.balance_bias.load.any()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("options", QUICK, ids=str)
+def test_a_compiled_layer_equals_the_eager_one(options):
+    compare(options, "eager", (CALL,))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("options", LONG, ids=str)
+def test_more_of_it(options):
+    compare(options, "aot_eager", (CALL, (False, 3, True), (True, 4, True)))
