@@ -12,6 +12,10 @@ from fairseq_tutel.metrics import routing_metrics
 from fairseq_tutel.moe_layer import MoELayer, MoEOutput
 from fairseq_tutel.routing import Routing, route
 
+# After the module of this name was imported: the name is the function from here on, and
+# `from fairseq_tutel.moe_layer import MoELayer` finds the module all the same.
+from fairseq_tutel.tutel_layer import moe_layer
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "dispatch",
     "gshard_loss",
     "make_topology",
+    "moe_layer",
     "route",
     "routing_metrics",
 ]

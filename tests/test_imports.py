@@ -48,10 +48,18 @@ CORE = {
     "beside": "config custom experts initial",
     "comm.checkpoint": "comm.topology expert_stack",
     "comm.subgroup": "comm.topology",
+    "comm.subgroup": "comm.topology",
     "comm.balance": "balance_bias",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
         "dispatch exchange expert_stack experts exploration gates losses routing"
+    ),
+    "tutel_options": "config",
+    "tutel_gates": "config tutel_options",
+    "tutel_experts": "config expert_stack experts initial tutel_options",
+    "tutel_layer": (
+        "comm.subgroup comm.topology config expert_stack gates initial moe_layer tutel_experts "
+        "tutel_gates tutel_options"
     ),
     "tutel_options": "config",
     "tutel_gates": "config tutel_options",

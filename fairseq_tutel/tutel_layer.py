@@ -1,0 +1,296 @@
+"""Tutel's constructor on this package's layer: `moe_layer(gate_type={...}, model_dim=..., experts={...})`.
+
+docs/tutel.md lists every argument, and what differs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel import tutel_options as options
+from fairseq_tutel.comm.subgroup import topology_within
+from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.config import AT_LEAST_1, FINITE, MoEConfig
+from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.gates import build_gate, reset_gate
+from fairseq_tutel.initial import hashed_seed
+from fairseq_tutel.moe_layer import MoELayer
+from fairseq_tutel.tutel_experts import (
+    ExpertContext,
+    ModuleExperts,
+    build_from_dict,
+    check_experts,
+    drawn_from,
+)
+from fairseq_tutel.tutel_gates import custom_gate, gate_dicts, gate_fields
+
+
+class TutelMoELayer(nn.Module):
+    """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
+
+    The dicts are read and left as they are. What is given to one call holds for that call.
+
+    Args:
+        gate_type: a dict, or a list of dicts for several gates on the same experts.
+        model_dim: features of a token.
+        experts: a dict; `num_experts_per_device` counts the experts of a rank.
+        scan_expert_func: called as (name, parameter) for every expert parameter of this rank.
+        result_func: applied to y before it is returned.
+        group: ranks that exchange tokens; None for all.
+        seeds: (gate, experts, afterwards): the last is left in torch's global generator. A gate's or
+            experts' that is None is drawn from it, which must then be seeded alike on every rank.
+        a2a_ffn_overlap_degree: has no effect yet.
+        is_postscore: weights multiply what experts give, otherwise what they read.
+        batch_prioritized_routing: full experts keep the tokens with the largest probability.
+        normalize_gate: for k > 1 a token's weights sum to 1 before dropping.
+        is_gshard_loss: the GShard loss, otherwise Tutel's load and importance.
+        parallel_type: has no effect yet.
+        use_2dh: has no effect yet.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+    """
+
+    def __init__(
+        self,
+        gate_type: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        model_dim: int,
+        experts: Mapping[str, Any],
+        scan_expert_func: Callable[[str, nn.Parameter], Any] | None = None,
+        result_func: Callable[[Tensor], Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        seeds: Sequence[int | None] | None = None,
+        a2a_ffn_overlap_degree: int = 1,
+        is_postscore: bool = True,
+        batch_prioritized_routing: bool = False,
+        normalize_gate: bool = True,
+        is_gshard_loss: bool = True,
+        parallel_type: str = "adaptive:1",
+        use_2dh: bool = False,
+    ) -> None:
+        super().__init__()
+        options.check("model_dim", model_dim, AT_LEAST_1)
+        gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
+        per_device, expert_fields = check_experts(experts, model_dim)
+        self.num_global_experts = options.count_experts(per_device, group)
+        topology = _topology(group, self.num_global_experts)
+        options.check_how(
+            a2a_ffn_overlap_degree, parallel_type, use_2dh, shared_by=topology.num_replicas
+        )
+        fields = {
+            **expert_fields,
+            "num_experts": self.num_global_experts,
+            "prescore": not is_postscore,
+            "drop_policy": "bpr" if batch_prioritized_routing else "position",
+            "normalize_gate": "before" if normalize_gate else "none",
+            "balance_loss": "gshard" if is_gshard_loss else "load_importance_tutel",
+        }
+        agreed = _agreed_seeds(gate_seed, expert_seed, topology, group)
+        self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
+        self.result_func = result_func
+        if scan_expert_func is not None:
+            for name, parameter in self.experts.expert_parameters().items():
+                scan_expert_func(name, parameter)
+        if seed_after is not None:
+            torch.manual_seed(seed_after)
+
+    def forward(
+        self,
+        input: Tensor,
+        gate_index: int = 0,
+        capacity_factor: float | None = None,
+        top_k: int | None = None,
+        a2a_ffn_overlap_degree: int | None = None,
+        reserve_dims: int = 1,
+        inequivalent_tokens: bool = False,
+        adaptive_r: int | None = None,
+        megablocks_size: int = 0,
+    ) -> Any:
+        """Route every token of the input through its experts.
+
+        Args:
+            input: [..., model_dim]; with `reserve_dims` r its last r dimensions together are a token.
+            gate_index: which of several gates.
+            capacity_factor: of this call, instead of the gate's; 0 drops nothing.
+            top_k: of this call, instead of the gate's.
+            a2a_ffn_overlap_degree: has no effect yet.
+            reserve_dims: see `input`.
+            inequivalent_tokens: has no effect: ranks may always differ in tokens.
+            adaptive_r: has no effect yet.
+            megablocks_size: has no effect yet.
+
+        Returns:
+            y: the shape and dtype of `input`, except where experts have another output dimension. The
+            balance loss is `y.l_aux`, a differentiable scalar. Both go through `result_func`.
+
+        Raises:
+            ValueError: a shape or number that does not fit.
+        """
+        if a2a_ffn_overlap_degree is not None:
+            options.check_overlap(a2a_ffn_overlap_degree)
+        options.check_switch("inequivalent_tokens", inequivalent_tokens)
+        options.check_adaptive(adaptive_r, self.topology.num_replicas)
+        options.check_megablocks(megablocks_size)
+        y, balance_loss = self._routed(input, reserve_dims, gate_index, capacity_factor, top_k)
+        y.l_aux = balance_loss  # type: ignore[attr-defined]
+        return y if self.result_func is None else self.result_func(y)
+
+    def _routed(
+        self,
+        x: Tensor,
+        reserve_dims: int,
+        gate_index: int,
+        capacity_factor: float | None,
+        top_k: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        if top_k is not None:
+            options.check("top_k", top_k, AT_LEAST_1)
+            top_k = min(top_k, self.num_global_experts)
+        if capacity_factor is not None:
+            options.check("capacity_factor", capacity_factor, FINITE)
+        outer, token = _split_shape(x, reserve_dims, self.moe.config.model_dim)
+        x_TD = x.reshape(outer.numel(), token.numel())
+        weight = next(self.experts.parameters(), None)
+        if weight is not None and not torch.is_autocast_enabled(x.device.type):
+            x_TD = x_TD.to(weight.dtype)
+        call: dict[str, Any] = {
+            "gate_index": gate_index,
+            "capacity_factor": capacity_factor,
+            "top_k": top_k,
+        }
+        if isinstance(self.experts, ModuleExperts):
+            with self.experts.features(token) as returned:
+                y_TD, output = self.moe(x_TD, **call)
+                out = returned()
+        else:
+            y_TD, output = self.moe(x_TD, **call)
+            out = tuple(token) if y_TD.shape[1] == token.numel() else (y_TD.shape[1],)
+        return y_TD.view(*outer, *out).to(x.dtype), output.balance_loss
+
+    @property
+    def experts(self) -> ExpertStack:
+        """The experts of this rank."""
+        return self.moe.experts
+
+    @property
+    def gates(self) -> list[nn.Module]:
+        """The gates, in the order of `gate_index`."""
+        return [self.moe.gate, *self.moe.other_gates]
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks exchange tokens, and which hold the same experts."""
+        return self.moe.topology
+
+    def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of the 'gate', or of the 'local_experts'.
+
+        Raises:
+            ValueError: another type.
+        """
+        options.require(
+            param_type in ("gate", "local_experts"),
+            f"param_type is {param_type!r}; choose gate or local_experts.",
+        )
+        if param_type == "local_experts":
+            return self.experts.named_parameters()
+        return nn.ModuleList(self.gates).named_parameters()
+
+    @staticmethod
+    def global_expert_count(
+        num_local_experts: float, group: dist.ProcessGroup | None = None
+    ) -> int:
+        """Return the experts of all ranks of the group from `num_experts_per_device`."""
+        return options.count_experts(num_local_experts, group)
+
+
+moe_layer = TutelMoELayer
+
+
+def _build(
+    gate_type: Sequence[Mapping[str, Any]],
+    experts: Mapping[str, Any],
+    fields: dict[str, Any],
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    seeds: tuple[int, int],
+) -> MoELayer:
+    """Return the layer of these gates and experts; `fields` are of every gate's MoEConfig."""
+    gate_seed, expert_seed = seeds
+    model_dim, num_experts = fields["model_dim"], fields["num_experts"]
+    configs, gates = [], []
+    for i, gate in enumerate(gate_type):
+        with drawn_from(hashed_seed(gate_seed, "", -1, _gate_name(i))):
+            module = custom_gate(gate, model_dim, num_experts)
+        own = gate_fields(gate, num_experts, module)
+        options.require(
+            fields["balance_loss"] == "gshard" or own["gate_noise"] > 0,
+            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
+            "such as 1.0.",
+        )
+        configs.append(MoEConfig(**fields, **own))
+        gates.append(build_gate(configs[-1], own["gate_type"]) if module is None else module)
+    local = topology.local_experts(num_experts)
+    context = ExpertContext(
+        model_dim=model_dim,
+        num_global_experts=num_experts,
+        num_local_experts=len(local),
+        world_size=topology.world_size,
+        group=group,
+    )
+    stack = build_from_dict(experts, configs[0], local.start, context)
+    layer = MoELayer(
+        configs[0], topology, seed=expert_seed, gate_configs=configs, gates=gates, experts=stack
+    )
+    for i, built in enumerate(gates):
+        reset_gate(built, gate_seed, "", _gate_name(i))
+    return layer
+
+
+def _gate_name(index: int) -> str:
+    return f"gate{index or ''}"
+
+
+def _topology(group: dist.ProcessGroup | None, num_experts: int) -> Topology:
+    if group is None:
+        return make_topology([num_experts])
+    return topology_within(group, num_experts)
+
+
+def _agreed_seeds(
+    gate: int | None, experts: int | None, topology: Topology, group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """Return the seeds of gates and experts; where ranks share an expert, they take the first's.
+
+    With Tutel every rank gives its experts another seed, since there it draws a part of each. Here an
+    expert's own number goes into its seed, and ranks with the same expert must draw the same.
+    """
+    if gate is None or experts is None:
+        drawn = int(torch.randint(2**62, ()))
+        gate = drawn if gate is None else gate
+        experts = drawn if experts is None else experts
+    if topology.num_replicas > 1:
+        first = [experts]
+        source = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(first, src=source, group=group)
+        (experts,) = first
+    return gate, experts
+
+
+def _split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Size, torch.Size]:
+    """Return (the shape of the tokens, the shape of one token's features)."""
+    options.require(
+        options.is_whole(reserve_dims, 1) and reserve_dims <= x.dim(),
+        f"reserve_dims is {reserve_dims!r} but the input has the shape {tuple(x.shape)}; give a whole "
+        f"number from 1 to {x.dim()}.",
+    )
+    outer, features = x.shape[:-reserve_dims], x.shape[-reserve_dims:]
+    options.require(
+        features.numel() == model_dim,
+        f"the input has the shape {tuple(x.shape)}, {features.numel()} features for a token, but model_dim "
+        f"is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
+    )
+    return outer, features

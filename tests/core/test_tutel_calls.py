@@ -1,0 +1,228 @@
+"""`fairseq_tutel.moe_layer` beside its numbers: how it is built, and what one call is given.
+
+Covered: counts, seeds, hooks; keywords of a call, and that none is sticky; capacity where it is not
+Tutel's; no tokens, dtypes, where the loss hangs; what has no effect; the name beside the module's.
+"""
+
+import gc
+import logging
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from compare import close
+from torch import nn
+from tutel_case import (
+    FFN,
+    TOP,
+    D,
+    E,
+    H,
+    OwnGate,
+    T,
+    build,
+    custom,
+    equals_loop,
+    tokens,
+)
+
+import fairseq_tutel as ft
+from fairseq_tutel import tutel_options
+from fairseq_tutel.moe_layer import MoELayer
+
+
+@pytest.mark.parametrize("count", ({"count_per_node": 3}, {"num_experts_per_device": -1}, {}))
+def test_how_many_experts(count):
+    layer = build(experts={"type": "ffn", "hidden_size_per_expert": H, **count})
+    assert layer.num_global_experts == layer.experts.num_local == count.get("count_per_node", 1)
+
+
+def test_what_tutels_examples_ask_the_layer():
+    layer = build()
+    assert ft.moe_layer.global_expert_count(3) == 3
+    assert dict(layer.get_parameter_iterator("local_experts")) == layer.experts.expert_parameters()
+    assert [p for _, p in layer.get_parameter_iterator("gate")] == [layer.gates[0].weight]
+    with pytest.raises(ValueError, match="param_type is 'all'; choose gate or local_experts"):
+        layer.get_parameter_iterator("all")
+
+
+@pytest.mark.parametrize(
+    "experts", (FFN, {**FFN, "has_fc2_bias": False}, custom()), ids=("ffn", "own", "custom")
+)
+def test_scan_expert_func_sees_every_expert_parameter_once(experts):
+    seen = []
+    layer = build(experts=experts, scan_expert_func=lambda name, p: seen.append((name, p)))
+    assert dict(seen) == layer.experts.expert_parameters() == dict(layer.experts.named_parameters())
+    assert len(seen) == len(dict(seen))
+
+
+def test_result_func():
+    y, loss = build(result_func=lambda y: (y, y.l_aux))(tokens(T))
+    assert torch.equal(loss, y.l_aux) and loss.requires_grad
+
+
+def test_seeds():
+    one, gate, experts = build(seeds=(1, 2)), build(seeds=(5, 2)), build(seeds=(1, 5))
+    assert not torch.equal(one.gates[0].weight, gate.gates[0].weight)
+    assert torch.equal(one.experts.fc1_weight, gate.experts.fc1_weight)
+    assert torch.equal(one.gates[0].weight, experts.gates[0].weight)
+    assert not torch.equal(one.experts.fc1_weight, experts.experts.fc1_weight)
+    assert not torch.equal(one.experts.fc1_weight[0], one.experts.fc1_weight[1])
+
+
+def test_the_third_seed_is_left_in_the_generator_and_the_others_are_not():
+    torch.manual_seed(11)
+    expected = torch.get_rng_state()
+    build(seeds=(1, 2), experts=custom(), gate={"type": "custom", "module": OwnGate})
+    assert torch.equal(torch.get_rng_state(), expected)
+    build(seeds=(1, 2, None))
+    assert torch.equal(torch.get_rng_state(), expected)
+    build(seeds=(1, 2, 12))
+    torch.testing.assert_close(
+        torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(12))
+    )
+
+
+def test_without_seeds_it_is_drawn_as_moe_layer_is():
+    torch.manual_seed(4)
+    layer = build({**TOP, "k": 2}, seeds=None)
+    torch.manual_seed(4)
+    plain = MoELayer(ft.MoEConfig(model_dim=D, hidden_dim=H, num_experts=E)).double()
+    assert torch.equal(layer.gates[0].weight, plain.gate.weight)
+    assert torch.equal(layer.experts.fc2_weight, plain.experts.fc2_weight)
+
+
+def test_what_is_given_to_a_call_holds_for_that_call():
+    layer = build({**TOP, "k": 1, "capacity_factor": 0.5})
+    equals_loop(layer, 1, 0.0, call={"capacity_factor": 0})  # 0 is a value, not "not given"
+    equals_loop(layer, 3, 0.5, call={"top_k": 3})
+    equals_loop(layer, 2, -1.0, call={"top_k": 2, "capacity_factor": -1.0})
+    equals_loop(layer, 1, 0.5)
+
+
+def test_our_capacity_and_where_tutels_is_another():
+    # T = 11, E = 4: ours k * ceil(1.25 * 11 / 4), Tutel's k * int(1.25 * ceil(11 / 4)) = 3.
+    layer = build({**TOP, "k": 1, "capacity_factor": 1.25})
+    nn.init.zeros_(layer.gates[0].weight)  # all tokens to expert 0
+    kept = layer(tokens(T)).abs().sum(dim=1) > 0
+    assert kept.tolist() == [True] * 4 + [False] * 7
+    # Tutel's k * int(0.1 * 3) = 0 places stop it; here one is left.
+    assert (layer(tokens(T), capacity_factor=0.1).abs().sum(dim=1) > 0).tolist() == [True] + [
+        False
+    ] * 10
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+@pytest.mark.parametrize("experts", (FFN, custom()), ids=("ffn", "custom"))
+def test_no_tokens(shape, experts):
+    for gate in (TOP, {**TOP, "capacity_factor": 1.0}):
+        layer = build(gate, experts)
+        layer.zero_grad()
+        x = tokens(*shape)
+        y = layer(x)
+        assert y.shape == x.shape
+        (y.sum() + y.l_aux).backward()
+        assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_y_has_the_inputs_dtype(dtype):
+    layer, x = build().float(), tokens(T)
+    y = layer(x.to(dtype))
+    assert y.dtype == dtype
+    close(y, build()(x), "output", 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.float()).dtype == torch.float32
+
+
+def test_the_loss_hangs_on_y_alone():
+    layer = build()
+    y = layer(tokens(T))
+    loss = weakref.ref(y.l_aux)
+    del y
+    gc.collect()
+    assert loss() is None
+    assert not hasattr(layer, "l_aux")
+
+
+HOW = [
+    ({"a2a_ffn_overlap_degree": 4}, {}),
+    ({"use_2dh": True}, {}),
+    ({"parallel_type": "adaptive:0"}, {}),
+    ({}, {"a2a_ffn_overlap_degree": 2}),
+    ({}, {"inequivalent_tokens": True}),
+    ({}, {"adaptive_r": 0}),
+    ({}, {"megablocks_size": 128}),
+]
+
+
+@pytest.mark.parametrize(("options", "call"), HOW, ids=str)
+def test_how_it_is_computed_changes_nothing_and_is_said_once(options, call, caplog):
+    tutel_options.say_no_effect.cache_clear()
+    plain, x = build(), tokens(T)
+    ((name, _),) = {**options, **call}.items()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            y = build(**options)(x, **call)
+            assert torch.equal(y, plain(x)) and torch.equal(y.l_aux, plain(x).l_aux)
+    assert [record.message.split()[0] for record in caplog.records] == [name]
+    assert (
+        "no effect yet" in caplog.text and caplog.records[0].name == "fairseq_tutel.tutel_options"
+    )
+
+
+def test_defaults_and_what_comes_to_the_same_are_not_worth_a_word(caplog):
+    tutel_options.say_no_effect.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for parallel_type in ("adaptive:1", "adaptive:7", "data", "model", "auto"):
+            build(parallel_type=parallel_type, a2a_ffn_overlap_degree=1, use_2dh=False)(
+                tokens(T), adaptive_r=1, a2a_ffn_overlap_degree=1, megablocks_size=0
+            )
+    assert not caplog.records
+
+
+BOTH = """
+assert fairseq_tutel.moe_layer({"type": "top"}, 4, {"type": "ffn", "hidden_size_per_expert": 4})
+from fairseq_tutel.moe_layer import MoELayer, MoEOutput
+assert fairseq_tutel.MoELayer is MoELayer is fairseq_tutel.tutel_layer.MoELayer
+assert callable(fairseq_tutel.moe_layer)
+"""
+
+
+def test_the_function_and_the_module_of_one_name():
+    orders = (
+        "import fairseq_tutel",
+        "from fairseq_tutel.moe_layer import MoELayer; import fairseq_tutel",
+        "import fairseq_tutel.moe_layer",
+        "import fairseq_tutel.tutel_layer, fairseq_tutel.moe_layer",
+        "import importlib, fairseq_tutel; importlib.import_module('fairseq_tutel.moe_layer')",
+    )
+    # One process each, and torch is imported once: a child starts with the package unknown.
+    code = f"""
+import os, torch
+for order in {orders!r}:
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(order + {BOTH!r})
+        except BaseException as error:
+            print(order, repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ft.moe_layer is ft.tutel_layer.moe_layer and MoELayer is ft.MoELayer
+
+
+def test_the_example_of_the_documentation_runs():
+    text = (Path(__file__).parents[2] / "docs" / "tutel.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", text, re.S)[0]
+    names = {}
+    exec(example, names)
+    assert names["y"].shape == (8, 16, 64) and names["layer"].experts.fc1_weight.grad.any()
