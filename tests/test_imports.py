@@ -48,18 +48,10 @@ CORE = {
     "beside": "config custom experts initial",
     "comm.checkpoint": "comm.topology expert_stack",
     "comm.subgroup": "comm.topology",
-    "comm.subgroup": "comm.topology",
     "comm.balance": "balance_bias",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
         "dispatch exchange expert_stack experts exploration gates losses routing"
-    ),
-    "tutel_options": "config",
-    "tutel_gates": "config tutel_options",
-    "tutel_experts": "config expert_stack experts initial tutel_options",
-    "tutel_layer": (
-        "comm.subgroup comm.topology config expert_stack gates initial moe_layer tutel_experts "
-        "tutel_gates tutel_options"
     ),
     "tutel_options": "config",
     "tutel_gates": "config tutel_options",
@@ -79,10 +71,11 @@ CORE = {
     "tools.figures": "",
     "tools.report_section": "",
     "tools.report_curves": "tools.figures tools.report_section tools.run_log",
+    "tools.report_layers": "tools.figures tools.report_section tools.run_log",
     "tools.report_load": "tools.figures tools.report_section tools.run_log",
     "tools.report": (
-        "fairseq_tutel tools.report_curves tools.report_load tools.run_files tools.run_log "
-        "tools.run_summary"
+        "fairseq_tutel tools.report_curves tools.report_layers tools.report_load tools.run_files "
+        "tools.run_log tools.run_summary"
     ),
     "tools.user_dir": "",
 }
@@ -109,7 +102,9 @@ EDGE = {
     "criterions.gate_loss": "criterions.expert_log ffn_step run_config",
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
-    "models.build": "balance_weights comm.gradients comm.topology ffn_step flags kernels run_config",
+    "models.build": (
+        "balance_weights comm.gradients comm.topology config ffn_step flags kernels run_config"
+    ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",
     "models.moe_roberta": "flags models.build models.moe_transformer_lm task_mixin",

@@ -8,6 +8,7 @@ from torch import nn
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
     begin_micro_batch,
@@ -74,14 +75,14 @@ def install_experts(
     ]
     first = configs[0]
     logger.info(
-        "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %g), "
+        "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %s), "
         "expert parallel size %d, replicas %d, %s kernels (%s)",
         len(chosen),
         "/".join(map(str, dict.fromkeys(counts))),
         first.top_k,
         first.hidden_dim,
         first.capacity_factor,
-        first.eval_capacity_factor,
+        _evaluation_capacity(first),
         topology.expert_parallel_size,
         topology.num_replicas,
         backend,
@@ -98,6 +99,13 @@ def install_experts(
             first.activation,
         )
     return model
+
+
+def _evaluation_capacity(config: MoEConfig) -> str:
+    fraction = config.eval_capacity_token_fraction
+    if fraction < 0:
+        return "as in training"
+    return f"{fraction:g} of the tokens" if fraction else f"{config.eval_capacity_factor:g}"
 
 
 def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:

@@ -54,6 +54,7 @@ def check(run):
     assert float(records[-1]["loss"]) < float(records[0]["loss"])
     assert float(records[0]["overflow_expert2"]) == 0  # dropless, where Meta's drops
     assert "8 experts, top-2, hidden 32" in run.output
+    assert "(evaluation as in training)" in run.output
 
 
 def test_the_training_line_runs():
