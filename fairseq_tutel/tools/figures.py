@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import LogNorm
+from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
@@ -22,11 +22,40 @@ LINE_LETTERS = 70
 # Up to here a curve shows its points.
 FEW_POINTS = 40
 
-# The load of an expert, from a quarter of an even share to four times it, in all pictures of all
-# pages alike; white is even. What lies outside has the colour of the end.
-LOAD_NORM = LogNorm(0.25, 4, clip=True)
-LOAD_COLORS = matplotlib.colormaps["PuOr_r"].resampled(17)
-LOAD_TICKS = {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"}
+
+@dataclass(frozen=True)
+class Scale:
+    """The colours of a heat map: what they stand for, and which of their values are named."""
+
+    norm: Normalize
+    colors: Colormap
+    label: str
+    ticks: dict[float, str] | None = None
+
+
+# The same in all pictures of all pages. What lies outside has the colour of the end; white is an even
+# load and nothing dropped.
+LOAD_SCALE = Scale(
+    LogNorm(0.25, 4, clip=True),
+    matplotlib.colormaps["PuOr_r"].resampled(17),
+    "tokens of an expert, in even shares",
+    {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"},
+)
+DROPPED_SCALE = Scale(
+    PowerNorm(0.5, 0, 1, clip=True),
+    LinearSegmentedColormap.from_list("dropped", ["#ffffff", "#E69F00", "#7a2d00", "#000000"]),
+    "dropped share of the tokens that chose an expert",
+    {0: "0", 0.01: "1 %", 0.05: "5 %", 0.2: "20 %", 0.5: "50 %", 1: "100 %"},
+)
+
+
+def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
+    """Return a scale from the least to the largest of the values that are finite."""
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
+    return Scale(Normalize(low, high), matplotlib.colormaps["viridis"], label)
+
 
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -93,50 +122,64 @@ def line_chart(
         return _svg(figure)
 
 
-def heat_map(updates: Sequence[int], load_UE: Sequence[Sequence[float]], columns: int = 200) -> str:
-    """Return the load of every expert against updates as SVG.
+def heat_map(
+    updates: Sequence[int],
+    values_UR: Sequence[Sequence[float]],
+    scale: Scale,
+    *,
+    rows: str = "expert",
+    columns: int = 200,
+    legend: bool = False,
+) -> str:
+    """Return what the rows, experts or layers, had against updates as SVG.
 
     A column reaches from the record before to its own, which averages over these updates.
 
     Args:
         updates: of the records, rising.
-        load_UE: a row for each record; 1 is an even share.
+        values_UR: for each record the value of every row.
+        scale: the colours.
+        rows: what a row is.
         columns: of the picture at most; neighbours are averaged.
+        legend: draw the scale beside the map.
     """
-    load_EU = averaged(np.asarray(load_UE, dtype=float).T, columns)
+    values_RU = averaged(np.asarray(values_UR, dtype=float).T, columns)
     right = np.asarray(updates, dtype=float)
     step = -(-len(right) // columns)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == load_EU.shape[1]:  # the last block is not full
+    if len(edges) == values_RU.shape[1]:  # the last block is not full
         edges = np.append(edges, right[-1])
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(3.6, 2.4))
-        axes = figure.add_subplot(xlabel="updates", ylabel="expert")
-        axes.pcolormesh(
+        figure = Figure(figsize=(5, 3.2) if legend else (3.6, 2.4))
+        axes = figure.add_subplot(xlabel="updates", ylabel=rows)
+        mesh = axes.pcolormesh(
             edges,
-            np.arange(len(load_EU) + 1) - 0.5,
-            np.clip(load_EU, LOAD_NORM.vmin, LOAD_NORM.vmax),
-            norm=LOAD_NORM,
-            cmap=LOAD_COLORS,
+            np.arange(len(values_RU) + 1) - 0.5,
+            np.clip(values_RU, scale.norm.vmin, scale.norm.vmax),
+            norm=scale.norm,
+            cmap=scale.colors,
             rasterized=True,
         )
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
         _mark(axes.xaxis)
         axes.invert_yaxis()
+        if legend:
+            figure.colorbar(mesh, label=scale.label)
         return _svg(figure)
 
 
-def load_scale() -> str:
-    """Return the legend of all heat maps as SVG."""
+def legend_of(scale: Scale) -> str:
+    """Return the legend of all heat maps of a scale with named values as SVG."""
+    assert scale.ticks is not None
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(3.6, 0.75))
         axes = figure.add_subplot()
-        colors = matplotlib.cm.ScalarMappable(norm=LOAD_NORM, cmap=LOAD_COLORS)
-        bar = figure.colorbar(colors, cax=axes, orientation="horizontal", ticks=[*LOAD_TICKS])
-        bar.ax.set_xticks([*LOAD_TICKS], [*LOAD_TICKS.values()], minor=False)
+        colors = matplotlib.cm.ScalarMappable(norm=scale.norm, cmap=scale.colors)
+        bar = figure.colorbar(colors, cax=axes, orientation="horizontal", ticks=[*scale.ticks])
+        bar.ax.set_xticks([*scale.ticks], [*scale.ticks.values()], minor=False)
         bar.ax.minorticks_off()
-        bar.set_label("tokens of an expert, in even shares")
+        bar.set_label(scale.label)
         return _svg(figure)
 
 

@@ -96,7 +96,8 @@ def page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
         from fairseq_tutel.tools.report_curves import curve_sections
-        from fairseq_tutel.tools.report_load import load_section
+        from fairseq_tutel.tools.report_layers import layer_section
+        from fairseq_tutel.tools.report_load import expert_sections
     except ModuleNotFoundError as error:
         raise ValueError(
             f"report needs {error.name}, which is not installed; pip install 'fairseq-tutel[report]'."
@@ -109,7 +110,7 @@ def page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         lstrip_blocks=True,
     )
     loss, experts, *others = curve_sections(runs)
-    sections = [loss, experts, load_section(runs), *others]
+    sections = [loss, experts, layer_section(runs), *expert_sections(runs), *others]
     return templates.get_template("report.html.j2").render(
         rows=[summary_row(name, run) for name, run in runs.items()],
         sections=[section for section in sections if any(section.groups.values())],

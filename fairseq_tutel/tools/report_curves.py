@@ -60,8 +60,26 @@ SECTIONS = {
             validation=True,
         ),
         Chart(
-            "Dropped share", r"overflow_expert(\d+)", "dropped (%)",
-            "Of the tokens that chose an expert, those that found it full. Always 0 if dropless.",
+            "Busiest expert", "moe_max_violation", "load (even shares)",
+            "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
+            validation=True,
+        ),
+        Chart(
+            "Dead experts", "moe_dead_experts", "experts",
+            "Those that no token of a micro-batch chose.", from_zero=True, validation=True,
+        ),
+        Chart(
+            "Weights", r"expert(\d+)_weight", "mean weight",
+            "What the outputs of a token's choices are multiplied with.", part="choice {}",
+        ),
+        Chart(
+            "Dropped share", "moe_dropped", "dropped (%)",
+            "Of all tokens' choices, those that found their expert full. Always 0 if dropless.",
+            from_zero=True, validation=True,
+        ),
+        Chart(
+            "Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
+            "Later choices find experts full more often, since first ones go before them.",
             part="choice {}", from_zero=True,
         ),
     ],

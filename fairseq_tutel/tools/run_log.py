@@ -15,8 +15,10 @@ from itertools import pairwise
 # The two records of a training: since the last one, and over an epoch. Any other is a data subset.
 SINCE_LAST, EPOCH = "train_inner", "train"
 
-# Then the layer: a list with the share of every expert, 1 if all have the same.
-LOAD = "moe_load_"
+# Lists over experts, with the layer behind: load, 1 if all have the same, and dropped share, 0 to 1.
+LOAD, DROPPED = "moe_load_", "moe_dropped_"
+# Lists over MoE layers, with what was measured behind.
+LAYERS = "moe_layers_"
 
 _UPDATES = "num_updates"
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
@@ -94,6 +96,17 @@ class Run:
     @property
     def _all(self) -> list[Record]:
         return [record for records in self.records.values() for record in records]
+
+
+def list_keys(prefix: str, records: list[Record]) -> list[str]:
+    """Return the keys of the records' lists that begin so, in the order of logging."""
+    keys = dict.fromkeys(key for record in records for key in record.lists)
+    return [key for key in keys if key.startswith(prefix)]
+
+
+def layer_of(key: str, prefix: str) -> str:
+    """Return the layer that a list over experts is of, as people say it: decoder layer 1."""
+    return key.removeprefix(prefix).replace("_", " layer ")
 
 
 def read_log(lines: Iterable[str]) -> Log:

@@ -1,8 +1,9 @@
 """`python -m fairseq_tutel report` over real trainings: a MoE model on two ranks and a dense one.
 
 Covered: the page is well-formed, accessible and needs nothing but itself; it names both runs, has the
-pictures of every section and a heat map for every MoE layer; its numbers are the log's; a dense run
-alone; one log of a resumed, broken training; what is refused; that a browser draws it.
+pictures of every section, lines for the MoE layers (a map where they are many) and heat maps of their
+experts; its numbers are the log's; what did not happen has no picture; a dense run alone; one log of a
+resumed, broken training; what is refused; that a browser draws it.
 """
 
 import base64
@@ -24,6 +25,9 @@ from models import lm_args
 
 from fairseq_tutel.__main__ import main
 from fairseq_tutel.tools import figures
+from fairseq_tutel.tools.report_layers import layer_section
+from fairseq_tutel.tools.report_load import expert_sections
+from fairseq_tutel.tools.run_log import join, read_log
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 HREF = "{http://www.w3.org/1999/xlink}href"
@@ -140,7 +144,9 @@ def test_the_page_is_accessible(page):
 
 def test_every_section_has_its_pictures_and_names_both_runs(page):
     found = {name: len(page.pictures(name)) for name in page.ids if page.pictures(name)}
-    assert found == {"loss": 6, "experts": 3, "load": 5, "speed": 2, "optimizer": 3}
+    assert found == {
+        "loss": 6, "experts": 7, "layers": 6, "load": 5, "dropped": 3, "speed": 2, "optimizer": 3,
+    }  # fmt: skip
     curves = {"dense, training", "dense, valid", "moe, training", "moe, valid"}
     (_, against_updates), *_ = page.pictures("loss")
     assert words_of(against_updates) >= {*curves, "updates", "perplexity"}
@@ -149,11 +155,13 @@ def test_every_section_has_its_pictures_and_names_both_runs(page):
 
 
 def test_the_pictures_of_experts_are_of_the_moe_run_alone(page):
-    balance, entropy, dropped = page.pictures("experts")
-    assert words_of(balance[1]) >= {"moe, training", "moe, valid"}
+    balance, entropy, busiest, dead, weights, dropped, by_choice = page.pictures("experts")
+    for _, svg in (balance, busiest, dead, dropped):
+        assert words_of(svg) >= {"moe, training", "moe, valid"}
     assert words_of(entropy[1]) >= {"ln 4 = 1.39", "entropy (nats)"}
-    assert words_of(dropped[1]) >= {"moe, choice 1", "moe, choice 2", "dropped (%)"}
-    for _, svg in (balance, entropy, dropped):
+    assert words_of(weights[1]) >= {"moe, choice 1", "moe, choice 2", "mean weight"}
+    assert words_of(by_choice[1]) >= {"moe, choice 1", "moe, choice 2", "dropped (%)"}
+    for _, svg in page.pictures("experts"):
         assert not any("dense" in word for word in words_of(svg))
     (exchanges,) = page.pictures("speed")[1:]
     assert "moe, cpu clock" in words_of(exchanges[1])
@@ -169,6 +177,52 @@ def test_every_moe_layer_has_a_heat_map_of_training_and_validation(page):
     for _, svg in maps:
         assert words_of(svg) >= {"updates", "expert", "0", "3"}
         assert any(element.tag.endswith("image") for element in svg.iter())
+
+
+def test_dropped_shares_have_heat_maps_where_something_was_dropped(page):
+    colours, *maps = page.pictures("dropped")
+    assert words_of(colours[1]) >= {"0", "1 %", "50 %", "100 %"}
+    starts = [alt[: alt.index(":")] for alt, _ in maps]
+    assert starts == [f"moe, training, decoder layer {i}" for i in (0, 1)]  # evaluation is dropless
+
+
+def test_every_quantity_has_a_line_for_each_layer(page, runs):
+    pictures = page.pictures("layers")
+    assert [alt[: alt.index(" by layer")] for alt, _ in pictures] == [
+        f"moe, {quantity}"
+        for quantity in (
+            "gate entropy", "busiest expert", "dropped share", "dead experts",
+            "weight of choice 1", "weight of choice 2",
+        )
+    ]  # fmt: skip
+    for _, svg in pictures:
+        assert words_of(svg) >= {"decoder layer 0", "decoder layer 1", "updates"}
+    lines = (runs[1] / "train.log").read_text().splitlines()
+    records = [json.loads(line) for line in lines if line.startswith('{"epoch"')]
+    first, second = [r for r in records if "wps" in r][-1]["moe_layers_entropy"]
+    assert pictures[0][0].endswith(
+        f"at update 8 decoder layer 0 {first:g}, decoder layer 1 {second:g}."
+    )
+
+
+def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
+    layers = 9
+    values = {
+        "moe_layers_entropy": [i / layers for i in range(layers)],
+        "moe_layers_dropped": [0.0] * layers,
+        **{f"moe_{what}_decoder_{i}": [1.0 - (what == "dropped")] * 2 for i in range(layers)
+           for what in ("load", "dropped")},
+    }  # fmt: skip
+    records = [json.dumps({"epoch": 1, "num_updates": u, **values}) for u in (10, 20)]
+    runs = {"deep": join(read_log(records))}
+    (picture,) = layer_section(runs).groups["deep"]
+    svg = ElementTree.fromstring(picture.svg)
+    assert words_of(svg) >= {"MoE layer", "entropy (nats)", "updates"}
+    assert any(element.tag.endswith("image") for element in svg.iter())
+    assert "decoder layer 8 0.888889." in picture.alt
+    load, dropped = expert_sections(runs)
+    assert sum(map(len, load.groups.values())) == 1 + layers
+    assert not dropped.groups
 
 
 def test_the_table_holds_the_numbers_of_the_log(page, runs):
@@ -250,23 +304,34 @@ def test_what_is_not_installed_is_named(runs, tmp_path):
     assert done.stderr.strip() == f"{expected} 'fairseq-tutel[report]'."
 
 
-def test_the_colours_of_a_heat_map_tell_the_load():
-    loads = [[1.0, 0.0, 4.0, 1.0], [1.0, 0.0, 4.0, 1.0]]
-    svg = ElementTree.fromstring(figures.heat_map([10, 20], loads).encode())
+def colours_of(values, scale):
+    """Return the red, green and blue of every row of a heat map, from its middle column."""
+    svg = ElementTree.fromstring(figures.heat_map([10, 20], [values] * 2, scale).encode())
     (image,) = [element for element in svg.iter() if element.tag.endswith("image")]
     pixels = imread(BytesIO(base64.b64decode(image.get(HREF).split(",", 1)[1])), format="png")
     if "scale(1 -1)" in image.get("transform"):
         pixels = pixels[::-1]
     height, width = pixels.shape[:2]
-    even, dead, crowded, last = (
-        pixels[int(height * (row + 0.5) / 4), width // 2, :3] for row in range(4)
-    )
+    rows = len(values)
+    return [pixels[int(height * (row + 0.5) / rows), width // 2, :3] for row in range(rows)]
+
+
+def test_the_colours_of_a_heat_map_tell_the_load():
+    even, dead, crowded, last = colours_of([1.0, 0.0, 4.0, 1.0], figures.LOAD_SCALE)
     assert even.min() > 0.9
     assert np.array_equal(even, last)
     assert dead[2] > dead[0] > dead[1]  # violet
     assert crowded[0] > crowded[1] > crowded[2]  # orange
     assert dead.max() < 0.4
     assert crowded.min() < 0.1
+
+
+def test_the_colours_of_a_heat_map_tell_what_is_dropped():
+    none, little, half, everything = colours_of([0, 0.03, 0.5, 1], figures.DROPPED_SCALE)
+    assert none.min() > 0.99
+    assert everything.max() < 0.01
+    assert none.sum() > little.sum() + 0.2 > half.sum() + 0.4
+    assert little[0] > little[1] > little[2]  # orange
 
 
 def test_neighbours_are_averaged_over_what_is_finite():
