@@ -1,7 +1,7 @@
 """Gradients of experts after a backward: reduced over replicas, counted once, clipped alike.
 
 Covered: the sum over replicas divided by W, a missing gradient, dense gradients untouched, the norm
-against one rank that holds everything, NaN on one rank, clipping and its threshold.
+against one rank that holds everything, NaN on one rank, clipping and its threshold; division by sqrt(W).
 """
 
 import math
@@ -18,6 +18,7 @@ from fairseq_tutel.comm.gradients import (
     is_expert,
     mark_expert,
     reduce_expert_gradients,
+    rescale_expert_gradients,
 )
 from fairseq_tutel.comm.topology import Topology
 
@@ -123,3 +124,37 @@ def test_experts_are_marked_where_they_are_split_and_nothing_else_is(size, marke
     split = set(map(id, layer.experts.expert_parameters().values()))
     for name, parameter in layer.named_parameters():
         assert is_expert(parameter) == (marked and id(parameter) in split), name
+
+
+def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
+    """Return every gradient, reduced as an optimizer does it, of this rank's tokens and the others'."""
+    place = make_topology([4], parallel)
+    config = MoEConfig(
+        model_dim=4, hidden_dim=3, num_experts=4, shared_experts=1, expert_grad_norm=division
+    )
+    layer = MoELayer(config, place, seed=1).double()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    y, output = layer(torch.randn(9, 4, generator=generator, dtype=torch.float64))
+    (y.square().sum() + output.balance_loss).backward()
+    for parameter in layer.parameters():
+        if not is_expert(parameter):  # as data parallel does
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= place.world_size
+    rescale_expert_gradients(layer.parameters(), place.world_size)
+    reduce_expert_gradients(layer.parameters(), place)
+    return {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size, parallel", [(2, 2), (2, 1), (4, 2)])
+def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(
+    ranks, world_size, parallel
+):
+    plain, by_root = (
+        ranks(world_size).run(gradients_by_division, parallel, division)
+        for division in ("world_size", "sqrt_world_size")
+    )
+    for mine, scaled in zip(plain, by_root, strict=True):
+        for name, grad in mine.items():
+            factor = world_size**0.5 if name.startswith("experts.") else 1
+            assert grad.any(), name
+            torch.testing.assert_close(scaled[name], factor * grad, msg=name)

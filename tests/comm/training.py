@@ -6,6 +6,7 @@ dense gradients are averaged over the ranks by hand, as data parallel training d
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.comm.balance import update_biases
 from fairseq_tutel.comm.checkpoint import drop_gathered, gather_experts
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
@@ -33,16 +35,42 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is computed (the first five) and how."""
+    """What is computed, and how (the last three)."""
 
     optimizer: str
     top_k: int
     capacity_factor: float
     drop_policy: str = "position"
     gate: str = "linear"
+    choice: str = "tokens"  # or experts, or groups: tokens within one of two groups
+    scores: str = "softmax"
+    normalize: str = "before"
+    prescore: bool = False
+    bias: bool = False
+    beside: str = "none"
     exchange: str = "ragged"
     parallel: int = 0
     recompute: str = "no"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a layer; experts that choose leave a policy and a bias nothing to do."""
+        experts_choose = self.choice == "experts"
+        return {
+            "top_k": self.top_k,
+            "capacity_factor": self.capacity_factor,
+            "drop_policy": "position" if experts_choose else self.drop_policy,
+            "gate_type": self.gate,
+            "choice": "experts" if experts_choose else "tokens",
+            "expert_groups": 2 if self.choice == "groups" else 1,
+            "groups_per_token": 2 if self.choice == "groups" and self.top_k > 2 else 1,
+            "score_function": self.scores,
+            "normalize_gate": self.normalize,
+            "prescore": self.prescore,
+            "balance_bias": self.bias and not experts_choose,
+            "shared_experts": 1 if self.beside == "shared" else 0,
+            "residual": self.beside == "residual",
+            "exchange": self.exchange,
+        }
 
 
 class Model(nn.Module):
@@ -55,13 +83,10 @@ class Model(nn.Module):
             model_dim=MODEL_DIM,
             hidden_dim=8,
             num_experts=EXPERTS,
-            top_k=training.top_k,
-            capacity_factor=training.capacity_factor,
-            drop_policy=training.drop_policy,
-            gate_type=training.gate,
             gate_projection_dim=3,
-            balance_loss="gshard:1,gshard_all:0.5,z:0.1",
-            exchange=training.exchange,
+            balance_loss="gshard:1,gshard_all:0.5,gshard_sequence:0.5,z:0.1",
+            bias_update_rate=0.05,
+            **training.options(),
         )
         self.first = MoELayer(config, topology, seed=1, name="first").double()
         self.dense = nn.Linear(MODEL_DIM, MODEL_DIM).double()
@@ -137,6 +162,7 @@ def train(training: Training) -> dict[str, Tensor]:
         norm = global_grad_norm(parameters, topology)
         clip_gradients(parameters, CLIP_NORM, norm)
         optimizer.step()
+        update_biases(model, world)
         losses.append(loss_sum / tokens)
         norms.append(norm)
     gather_experts(model, topology)
