@@ -1,7 +1,8 @@
 """The Triton kernels: interpreted against the reference, and compiled for GPUs that are not here.
 
 Covered: every op, dtype, K, odd D, empty shapes, rows wider than a block, holes, non-contiguous
-inputs; a whole layer forward and backward; determinism; compilation for CUDA and ROCm; on a GPU
+inputs; a whole layer forward and backward, with weights on outputs or inputs, for tokens or experts that
+choose; determinism; compilation for CUDA and ROCm; on a GPU
 (`-m gpu`) the compiled kernels against the reference.
 """
 
@@ -63,20 +64,30 @@ def compare_strided(device: str) -> None:
         compare(getattr(triton_ops, op)(*arguments), getattr(reference, op)(*arguments), op)
 
 
-def run_layer(backend: str, dtype: torch.dtype, device: str, factor: float) -> dict[str, Tensor]:
+LAYERS = (
+    {},
+    {"capacity_factor": 0.5},
+    {"capacity_factor": 0.5, "prescore": True},
+    {"choice": "experts", "normalize_gate": "after"},
+    {"second_expert_policy": "random", "residual": True},
+)
+
+
+def run_layer(backend: str, dtype: torch.dtype, device: str, options: dict) -> dict[str, Tensor]:
     config = MoEConfig(
         model_dim=6,
         hidden_dim=5,
         num_experts=3,
         top_k=2,
-        capacity_factor=factor,
         backend=backend,
+        **options,
     )
     layer = MoELayer(config, seed=1).to(device, dtype)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(9, 6, generator=generator).to(device, dtype).requires_grad_()
     padding_mask = torch.zeros(9, dtype=torch.bool, device=device)
     padding_mask[4] = True
+    torch.manual_seed(3)
     y, output = layer(x, padding_mask)
     (y.square().sum() + output.balance_loss).backward()
     gradients = {name: p.grad for name, p in layer.named_parameters()}
@@ -84,10 +95,10 @@ def run_layer(backend: str, dtype: torch.dtype, device: str, factor: float) -> d
 
 
 def compare_layers(dtype: torch.dtype, device: str) -> None:
-    for factor in (0.0, 0.5):
-        ours = run_layer("triton", dtype, device, factor)
-        again = run_layer("triton", dtype, device, factor)
-        plain = run_layer("reference", dtype, device, factor)
+    for options in LAYERS:
+        ours = run_layer("triton", dtype, device, options)
+        again = run_layer("triton", dtype, device, options)
+        plain = run_layer("reference", dtype, device, options)
         for name, expected in plain.items():
             compare(ours[name], expected, name)
             if "experts" not in name:  # matrix products on a GPU are not ours
