@@ -62,7 +62,9 @@ def _check_capacity(config: Any, label: Label) -> None:
 
 def _choosers(config: Any) -> dict[str, Any]:
     """Return the options, by name, that choose experts otherwise than by the largest scores."""
-    on = {name: True for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)}
+    on: dict[str, Any] = {
+        name: True for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)
+    }
     if config.second_expert_policy == "sampling":
         on["second_expert_policy"] = "sampling"
     return on

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import tutel_options as options
-from fairseq_tutel.comm.subgroup import topology_within
-from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.comm.topology import Topology, make_topology, topology_within
 from fairseq_tutel.config import AT_LEAST_1, FINITE, MoEConfig
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.gates import build_gate, reset_gate

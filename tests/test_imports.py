@@ -47,7 +47,6 @@ CORE = {
     "experts": "config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
     "comm.checkpoint": "comm.topology expert_stack",
-    "comm.subgroup": "comm.topology",
     "comm.balance": "balance_bias",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
@@ -57,7 +56,7 @@ CORE = {
     "tutel_gates": "config tutel_options",
     "tutel_experts": "config expert_stack experts initial tutel_options",
     "tutel_layer": (
-        "comm.subgroup comm.topology config expert_stack gates initial moe_layer tutel_experts "
+        "comm.topology config expert_stack gates initial moe_layer tutel_experts "
         "tutel_gates tutel_options"
     ),
     "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing tutel_layer",
