@@ -166,8 +166,8 @@ def test_init_std_is_that_of_the_experts():
     )
     beside = MoELayer(config, seed=1).beside
     for dense in (beside.dense, beside.shared):
-        assert float(dense.fc1.weight.std()) == pytest.approx(0.02, rel=0.05)
-        assert float(dense.fc2.weight.std()) == pytest.approx(0.02, rel=0.05)
+        assert dense.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert dense.fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
         assert not dense.fc1.bias.any() and not dense.fc2.bias.any()
 
 
