@@ -54,3 +54,17 @@ def test_the_ten_line_example_runs():
     )
     assert done.returncode == 0, done.stderr
     assert "torch.Size" in done.stdout
+
+
+def test_every_yes_of_the_routing_table_is_shown_by_a_test_that_exists():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "routing.md").read_text().splitlines()
+        if line.startswith("| ") and line.count("|") == 14
+    ]
+    header, rows = rows[0], [row for row in rows[1:] if not set(row[0]) <= set("-")]
+    assert header[-2:] == ["here", "shown by"] and len(rows) > 30
+    for row in rows:
+        shown = re.findall(r"`(tests/[^`]+)`", row[-1])
+        assert bool(shown) == (row[-2] == "Y"), row[0]
+        assert all((ROOT / path).exists() for path in shown), row[0]
