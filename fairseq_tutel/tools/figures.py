@@ -44,17 +44,17 @@ LOAD_SCALE = Scale(
 DROPPED_SCALE = Scale(
     PowerNorm(0.5, 0, 1, clip=True),
     LinearSegmentedColormap.from_list("dropped", ["#ffffff", "#E69F00", "#7a2d00", "#000000"]),
-    "dropped share of the tokens that chose an expert",
+    "dropped share of an expert's tokens",
     {0: "0", 0.01: "1 %", 0.05: "5 %", 0.2: "20 %", 0.5: "50 %", 1: "100 %"},
 )
 
 
-def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
-    """Return a scale from the least to the largest of the values that are finite."""
+def scale_of(label: str, values: Sequence[Sequence[float]], from_zero: bool = False) -> Scale:
+    """Return a scale from the least, or 0, to the largest of the values that are finite."""
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
-    return Scale(Normalize(low, high), matplotlib.colormaps["viridis"], label)
+    return Scale(Normalize(0 if from_zero else low, high), matplotlib.colormaps["viridis"], label)
 
 
 _STYLE: dict[Any, Any] = {

@@ -28,14 +28,14 @@ def layer_section(runs: dict[str, Run]) -> Section:
 
 
 def _picture(name: str, run: Run, key: str) -> Picture | None:
-    """Return the picture of one quantity; None where nothing was ever dropped."""
+    """Return the picture of one quantity; None of drops and dead experts where there never were any."""
     records = [record for record in run.training if key in record.lists]
     quantity = key.removeprefix(LAYERS)
-    if quantity == "dropped" and not any(x > 0 for record in records for x in record.lists[key]):
-        return None
     choice = quantity.removeprefix("weight")
     weight = (f"Weight of choice {choice}", "mean weight", False)
     title, unit, from_zero = QUANTITIES.get(quantity, weight)
+    if from_zero and not any(value > 0 for record in records for value in record.lists[key]):
+        return None
     labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
     last = ", ".join(
         f"{label} {value:g}" for label, value in zip(labels, records[-1].lists[key], strict=True)

@@ -1,0 +1,147 @@
+"""The numbers of every layer and expert in fairseq's logs, through its command line.
+
+Covered: lists in the JSON log and scalars by --moe-log-layers, in training and validation; they fit
+together; one rank with --update-freq 2 and two ranks agree, also on layers of different sizes;
+TensorBoard has the scalars; a layer that layerdrop leaves out weighs nothing; a dropless run logs no
+drops; other log formats get no lists.
+"""
+
+import re
+from statistics import mean
+
+import pytest
+from cli import fairseq
+from models import lm_args, mt_args
+
+from fairseq_tutel.tools.run_files import find_log
+from fairseq_tutel.tools.run_log import join
+
+LAYERS = {"decoder_0": 4, "decoder_1": 6}
+QUANTITIES = ("entropy", "max_violation", "dropped", "dead_experts", "weight1", "weight2")
+AVERAGES = {
+    "entropy": "entropy_gating",
+    "weight1": "expert1_weight",
+    "weight2": "expert2_weight",
+}
+
+
+@pytest.fixture(scope="module")
+def logged(lm_data, tmp_path_factory):
+    """The same training on one rank and on two: the folder and the run of each.
+
+    An epoch of 15 batches: in its last update, one of two ranks gets a dummy batch.
+    """
+    made = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        run = fairseq(
+            "train", *lm_args(lm_data, folder, updates=9), "--batch-size", 16, "--update-freq", 2 // ranks,
+            "--moe-expert-count", "4,6", "--moe-capacity-factor", 1, "--moe-log-layers",
+            "--moe-expert-parallel-size", ranks, "--tensorboard-logdir", folder / "board", "--no-save",
+            ranks=ranks,
+        )  # fmt: skip
+        made[ranks] = folder, run
+    return made
+
+
+def numbers_of(record):
+    """Return what is logged of the experts, lists flattened, as numbers."""
+    numbers = {}
+    for key, value in record.items():
+        if re.search("moe_|expert|entropy", key):
+            values = value if isinstance(value, list) else [value]
+            numbers |= {(key, i): float(x) for i, x in enumerate(values)}
+    return numbers
+
+
+def test_ranks_and_micro_batches_add_up_alike(logged):
+    one, two = (logged[ranks][1].stats("train_inner") for ranks in (1, 2))
+    assert len(one) == len(two) == 9
+    for first, second in zip(one, two, strict=True):
+        assert numbers_of(first) == pytest.approx(numbers_of(second), abs=2e-3)
+
+
+@pytest.mark.parametrize("tag, prefix", [("train_inner", ""), ("valid", "valid_")])
+def test_lists_and_scalars_fit_together(logged, tag, prefix):
+    for record in logged[1][1].stats(tag):
+        record = {key.removeprefix(prefix): value for key, value in record.items()}
+        for quantity in QUANTITIES:
+            listed = record[f"moe_layers_{quantity}"]
+            average = record[AVERAGES.get(quantity, f"moe_{quantity}")]
+            assert mean(listed) == pytest.approx(float(average), abs=2e-4), quantity
+            alone = "dropped_percent" if quantity == "dropped" else quantity
+            scalars = [float(record[f"moe_{alone}_{label}"]) for label in LAYERS]
+            assert scalars == pytest.approx(listed, abs=2e-4), quantity
+        for i, (label, num_experts) in enumerate(LAYERS.items()):
+            load = record[f"moe_load_{label}"]
+            assert len(load) == num_experts
+            assert mean(load) == pytest.approx(1, abs=1e-3)
+            assert record["moe_layers_max_violation"][i] >= max(load) - 1e-3
+            assert_scalars(record, f"moe_load_{label}", load)
+            if tag == "valid":  # dropless
+                assert not [key for key in record if key.startswith(f"moe_dropped_{label}")]
+                assert record["moe_layers_dropped"][i] == 0
+                continue
+            dropped = record[f"moe_dropped_{label}"]
+            assert_scalars(record, f"moe_dropped_{label}", dropped)
+            overall = mean(share * part for share, part in zip(load, dropped, strict=True))
+            assert 100 * overall == pytest.approx(record["moe_layers_dropped"][i], abs=0.1)
+            assert overall > 0
+
+
+def assert_scalars(record, name, listed):
+    scalars = [float(record[f"{name}_expert{e}"]) for e in range(len(listed))]
+    assert scalars == pytest.approx(listed, abs=2e-3)
+    assert f"{name}_expert{len(listed)}" not in record
+
+
+def test_tensorboard_has_the_scalars_of_every_layer_and_expert(logged):
+    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboard")
+    folder, run = logged[1]
+    log, _ = find_log(folder / "board")
+    *drawn, _ = join(log).training  # the process may end before the last one is written
+    assert len(drawn) >= 8
+    for record, found in zip(run.stats("train_inner"), drawn, strict=False):
+        expected = numbers_of({k: v for k, v in record.items() if not isinstance(v, list)})
+        assert len(expected) > 2 * (len(QUANTITIES) + 4 + 6)
+        for (key, _), value in expected.items():
+            assert found.values[key] == pytest.approx(value, abs=1e-3), key
+
+
+def test_a_layer_that_layerdrop_left_out_weighs_nothing(mt_data, tmp_path):
+    run = fairseq(
+        "train", *mt_args(mt_data, tmp_path, updates=8), "--encoder-layerdrop", 0.6,
+        "--disable-validation", "--no-save",
+    )  # fmt: skip
+    labels = ["encoder_0", "encoder_1", "decoder_0", "decoder_1"]
+    left_out = 0
+    for record in run.stats("train_inner"):
+        seen = [i for i, label in enumerate(labels) if any(record[f"moe_load_{label}"])]
+        left_out += len(labels) - len(seen)
+        for quantity in QUANTITIES:
+            listed = record[f"moe_layers_{quantity}"]
+            assert [i for i, value in enumerate(listed) if value is not None] == seen
+            average = float(record[AVERAGES.get(quantity, f"moe_{quantity}")])
+            assert mean(listed[i] for i in seen) == pytest.approx(average, abs=2e-4)
+        for i in seen:  # of one micro-batch, in which padding is no load
+            load = record[f"moe_load_{labels[i]}"]
+            assert record["moe_layers_max_violation"][i] == pytest.approx(max(load), abs=2e-3)
+            assert record["moe_layers_dead_experts"][i] == load.count(0)
+            assert record["moe_layers_dropped"][i] == 0
+        assert not [key for key in record if key.startswith("moe_dropped_")]
+        assert not [key for key in record if re.search(r"_(en|de)coder_\d_expert|violation_d", key)]
+    assert 0 < left_out < 16
+
+
+def test_a_progress_bar_gets_scalars_alone(lm_data, tmp_path):
+    run = fairseq(
+        "train", *lm_args(lm_data, tmp_path, updates=2), "--log-format", "simple", "--no-save",
+    )  # fmt: skip
+    (line,) = [
+        line for line in run.output.splitlines() if "| train_inner |" in line and "2 /" in line
+    ]
+    for name in ("moe_dropped", "moe_max_violation", "moe_dead_experts", "expert2_weight"):
+        assert re.search(rf"\b{name}=[\d.]+,", line), name
+    assert "[" not in line
+    assert "decoder_0" not in line
