@@ -268,7 +268,7 @@ def test_a_gate_s_initial_values_do_not_depend_on_the_gates_after_it():
 
 HASH = dataclasses.replace(CONFIG, gate_type="hash")
 # Of chi-square by degrees of freedom: one run in a thousand is above.
-CRITICAL = {4: 18.47, 9: 27.88}
+CRITICAL = {4: 18.47, 9: 27.88, 24: 51.18}
 
 
 def ids_of(num_tokens: int, first: int = 0) -> Tensor:
@@ -334,6 +334,12 @@ def test_a_hash_spreads_ids_evenly(top_k, groups):
         assert len(counts) == groups + 1
         expected = 20_000 / (groups + 1)
         assert float(((counts - expected) ** 2 / expected).sum()) < CRITICAL[groups]
+
+
+def test_the_expert_of_an_id_says_nothing_of_its_neighbour_s():
+    chosen_T = torch.isfinite(hash_gate(5)(ids_of(20_001), 1)).int().argmax(dim=1)
+    counts = (5 * chosen_T[:-1] + chosen_T[1:]).bincount(minlength=25)
+    assert float(((counts - 800) ** 2 / 800).sum()) < CRITICAL[24]
 
 
 def test_fewer_experts_per_call_are_some_of_those_of_more():
