@@ -1,9 +1,9 @@
 """The numbers of every layer and expert in fairseq's logs, through its command line.
 
 Covered: lists in the JSON log and scalars by --moe-log-layers, in training and validation; they fit
-together; one rank with --update-freq 2 and two ranks agree, also on layers of different sizes;
-TensorBoard has the scalars; a layer that layerdrop leaves out weighs nothing; a dropless run logs no
-drops; other log formats get no lists.
+together; one rank with --update-freq 2 and two ranks agree, also on layers of different sizes; what a
+micro-batch weighs is its tokens; TensorBoard has the scalars; a layer that layerdrop leaves out weighs
+nothing; a dropless run logs no drops; other log formats get no lists.
 """
 
 import re
@@ -27,20 +27,20 @@ AVERAGES = {
 
 @pytest.fixture(scope="module")
 def logged(lm_data, tmp_path_factory):
-    """The same training on one rank and on two: the folder and the run of each.
+    """Trainings that learn nothing: the folder and the run by (ranks, --update-freq).
 
-    An epoch of 15 batches: in its last update, one of two ranks gets a dummy batch.
+    Sentences differ in length, and so do micro-batches in their tokens.
     """
     made = {}
-    for ranks in (1, 2):
-        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+    for ranks, freq in ((1, 1), (1, 2), (2, 1)):
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}-freq-{freq}")
         run = fairseq(
-            "train", *lm_args(lm_data, folder, updates=9), "--batch-size", 16, "--update-freq", 2 // ranks,
+            "train", *lm_args(lm_data, folder, updates=10 // (ranks * freq)), "--lr", 0,
+            "--update-freq", freq, "--sample-break-mode", "eos", "--tokens-per-sample", 32,
             "--moe-expert-count", "4,6", "--moe-capacity-factor", 1, "--moe-log-layers",
-            "--moe-expert-parallel-size", ranks, "--tensorboard-logdir", folder / "board", "--no-save",
-            ranks=ranks,
+            "--tensorboard-logdir", folder / "board", "--no-save", ranks=ranks,
         )  # fmt: skip
-        made[ranks] = folder, run
+        made[ranks, freq] = folder, run
     return made
 
 
@@ -55,15 +55,29 @@ def numbers_of(record):
 
 
 def test_ranks_and_micro_batches_add_up_alike(logged):
-    one, two = (logged[ranks][1].stats("train_inner") for ranks in (1, 2))
-    assert len(one) == len(two) == 9
+    one, two = (logged[key][1].stats("train_inner") for key in ((1, 2), (2, 1)))
+    assert len(one) == len(two) == 5
     for first, second in zip(one, two, strict=True):
-        assert numbers_of(first) == pytest.approx(numbers_of(second), abs=2e-3)
+        assert numbers_of(first) == pytest.approx(numbers_of(second), abs=2e-4)
+
+
+def test_micro_batches_weigh_by_their_tokens(logged):
+    parts = logged[1, 1][1].stats("train_inner")
+    for i, whole in enumerate(logged[1, 2][1].stats("train_inner")):
+        first, second = parts[2 * i : 2 * i + 2]
+        share = float(first["wpb"]) / (float(first["wpb"]) + float(second["wpb"]))
+        expected, first, second = numbers_of(whole), numbers_of(first), numbers_of(second)
+        assert expected.keys() == first.keys() == second.keys()
+        for (key, j), value in expected.items():
+            if not re.match(r"moe_dropped_decoder", key):  # they weigh by the tokens of each expert
+                average = share * first[key, j] + (1 - share) * second[key, j]
+                assert average == pytest.approx(value, abs=2e-3), key
+    assert abs(share - 0.5) > 0.02
 
 
 @pytest.mark.parametrize("tag, prefix", [("train_inner", ""), ("valid", "valid_")])
 def test_lists_and_scalars_fit_together(logged, tag, prefix):
-    for record in logged[1][1].stats(tag):
+    for record in logged[1, 2][1].stats(tag):
         record = {key.removeprefix(prefix): value for key, value in record.items()}
         for quantity in QUANTITIES:
             listed = record[f"moe_layers_{quantity}"]
@@ -98,7 +112,7 @@ def assert_scalars(record, name, listed):
 def test_tensorboard_has_the_scalars_of_every_layer_and_expert(logged):
     pytest.importorskip("tensorboardX")
     pytest.importorskip("tensorboard")
-    folder, run = logged[1]
+    folder, run = logged[1, 1]
     log, _ = find_log(folder / "board")
     *drawn, _ = join(log).training  # the process may end before the last one is written
     assert len(drawn) >= 8
