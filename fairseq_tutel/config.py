@@ -31,7 +31,7 @@ EXPERT_TYPES = ("ffn", "glu")
 Rule = tuple[Callable[[Any], bool], str]
 AT_LEAST_1: Rule = (lambda v: isinstance(v, int) and v >= 1, "give a whole number, at least 1")
 AT_LEAST_0: Rule = (lambda v: isinstance(v, int) and v >= 0, "give a whole number, at least 0")
-FINITE: Rule = (math.isfinite, "give a finite number")
+CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a million")
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
@@ -78,21 +78,21 @@ class MoEConfig:
         "top_k * ceil(f * tokens / experts) places, 0 drops nothing, f < 0 takes as many places as "
         "needed but at most those of |f|",
         flag="--moe-capacity-factor",
-        rule=FINITE,
+        rule=CAPACITY,
     )
     eval_capacity_factor: float = _option(
         0.0,
         "capacity factor in evaluation and generation, same rule; 0 drops nothing, so that an output "
         "never depends on what else is in the batch",
         flag="--moe-eval-capacity-factor",
-        rule=FINITE,
+        rule=CAPACITY,
     )
     eval_capacity_token_fraction: float = _option(
         0.0,
         "places per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below 0: "
         "capacity as in training; 0: by --moe-eval-capacity-factor",
         flag="--moe-eval-capacity-token-fraction",
-        rule=FINITE,
+        rule=CAPACITY,
     )
     min_capacity: int = _option(
         0,

@@ -3,6 +3,7 @@
 T tokens, D model_dim, E experts (e local), K top_k, R rows.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,11 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config = config
         self.topology = topology or Topology()
-        self.gate_configs = list(gate_configs or [config] * len(config.gate_types))
+        self.gate_configs = [
+            # What the layer's losses ask of a gate, such as noise, is checked for each.
+            dataclasses.replace(c, balance_loss=config.balance_loss)
+            for c in gate_configs or [config] * len(config.gate_types)
+        ]
         self.rules = [routing.Rules.of(c) for c in self.gate_configs]
         if gates is None:
             kinds = (

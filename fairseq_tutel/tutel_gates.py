@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_tutel.config import AT_LEAST_1, FINITE, NOT_NEGATIVE, TEMPERATURE, Rule
+from fairseq_tutel.config import AT_LEAST_1, CAPACITY, NOT_NEGATIVE, TEMPERATURE, Rule
 from fairseq_tutel.tutel_options import TRUE_OR_FALSE, check, check_keys, logger, require
 
 # Tutel's key -> (field of MoEConfig, Tutel's default, rule).
 COMMON: dict[str, tuple[str, Any, Rule]] = {
     "k": ("top_k", 1, AT_LEAST_1),
-    "capacity_factor": ("capacity_factor", 1.0, FINITE),
+    "capacity_factor": ("capacity_factor", 1.0, CAPACITY),
     "gate_noise": ("gate_noise", 0.0, NOT_NEGATIVE),
 }
 TOP = {**COMMON, "fp32_gate": ("gate_fp32", False, TRUE_OR_FALSE)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel import tutel_options as options
 from fairseq_tutel.comm.topology import Topology, make_topology, topology_within
-from fairseq_tutel.config import AT_LEAST_1, FINITE, MoEConfig
+from fairseq_tutel.config import AT_LEAST_1, CAPACITY, MoEConfig
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.gates import build_gate, reset_gate
 from fairseq_tutel.initial import hashed_seed
@@ -149,7 +149,7 @@ class TutelMoELayer(nn.Module):
             options.check("top_k", top_k, AT_LEAST_1)
             top_k = min(top_k, self.num_global_experts)
         if capacity_factor is not None:
-            options.check("capacity_factor", capacity_factor, FINITE)
+            options.check("capacity_factor", capacity_factor, CAPACITY)
         outer, token = _split_shape(x, reserve_dims, self.moe.config.model_dim)
         x_TD = x.reshape(outer.numel(), token.numel())
         weight = next(self.experts.parameters(), None)

@@ -21,6 +21,7 @@ BAD = [
     ("top_k", 0, ("--moe-top-k", "is 0", "from 1 to 4")),
     ("top_k", 5, ("--moe-top-k", "is 5", "4 experts", "from 1 to 4")),
     ("capacity_factor", float("inf"), ("--moe-capacity-factor", "is inf", "finite number")),
+    ("capacity_factor", 1e30, ("--moe-capacity-factor", "is 1e+30", "at most a million")),
     ("capacity_factor", float("nan"), ("--moe-capacity-factor", "is nan", "finite number")),
     ("eval_capacity_factor", float("-inf"), ("--moe-eval-capacity-factor", "is -inf", "finite")),
     ("drop_policy", "luck", ("--moe-drop-policy", "'luck'", "choose one of position, bpr")),

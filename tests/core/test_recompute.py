@@ -70,6 +70,7 @@ OPTIONS = [
     {"choice": "experts", "normalize_gate": "after", "prescore": True},
     {"choice": "experts", "score_function": "sigmoid", "capacity_factor": 0.5, **NOISE},
     {"rsample": True, "capacity_factor": 0.5},
+    {"sinkhorn": True, "capacity_factor": 0.5},
     {"second_expert_policy": "sampling", "expert_groups": 2, "top_k": 2},
     {"second_expert_policy": "random", "normalize_gate": "after", "top_k": 3},
     {"balance_bias": True, "score_function": "sigmoid"},
