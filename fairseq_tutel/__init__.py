@@ -4,6 +4,7 @@ Importing this needs torch and numpy only. The walk, in reading order: gates, ro
 dispatch, exchange, experts, moe_layer.
 """
 
+from fairseq_tutel.comm.balance import update_biases
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.dispatch import combine, dispatch
@@ -31,4 +32,5 @@ __all__ = [
     "moe_layer",
     "route",
     "routing_metrics",
+    "update_biases",
 ]

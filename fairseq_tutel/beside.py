@@ -3,8 +3,6 @@
 T tokens, D model_dim, H hidden_dim.
 """
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,15 +14,16 @@ from fairseq_tutel.initial import draw_linear, hashed_seed, seeded_generator
 
 
 class DenseExpert(nn.Module):
-    """One expert for all tokens, the same on every rank: no part of the experts' exchange.
+    """The sum of n experts that all tokens go through, the same on every rank: no part of the exchange.
 
-    n shared experts are one of n times the hidden dimension: the sum of their outputs is the same.
+    It is computed as one of n times the hidden dimension, drawn as n experts are. A hidden layer norm
+    is one over all of it.
     """
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, count: int) -> None:
         super().__init__()
         self.config = config
-        hidden_dim = config.hidden_dim
+        hidden_dim = count * config.hidden_dim
         is_glu = config.expert_type == "glu"
         bias = config.expert_bias
         self.fc1 = nn.Linear(config.model_dim, hidden_dim, bias)
@@ -38,7 +37,7 @@ class DenseExpert(nn.Module):
             layer, _, kind = tensor.partition(".")
             if layer == "hidden_layer_norm" or parameter.is_meta:
                 continue
-            fan_in = getattr(self, layer).in_features
+            fan_in = self.config.hidden_dim if layer == "fc2" else self.config.model_dim
             generator = seeded_generator(seed, name, -1, tensor)
             draw_linear(parameter.data, fan_in, kind, self.config.init_std, generator)
 
@@ -55,6 +54,19 @@ class DenseExpert(nn.Module):
         return self.fc2(hidden_TH)
 
 
+class CustomSum(nn.Module):
+    """The sum of n experts of the user's class."""
+
+    def __init__(self, config: MoEConfig, count: int) -> None:
+        super().__init__()
+        label, kind = label_of("expert_type"), config.expert_type
+        self.parts = nn.ModuleList(build_custom(label, kind, config) for _ in range(count))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the experts' summed output for every token."""
+        return torch.stack([part(x_TD) for part in self.parts]).sum(0)
+
+
 class Beside(nn.Module):
     """What a layer computes beside its routed experts.
 
@@ -69,11 +81,9 @@ class Beside(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        wide = dataclasses.replace(
-            config, hidden_dim=max(config.shared_experts, 1) * config.hidden_dim
-        )
-        self.shared = _dense(wide) if config.shared_experts else None
-        self.dense = _dense(config) if config.residual else None
+        count = config.shared_experts
+        self.shared = _experts_for_all(config, count) if count else None
+        self.dense = _experts_for_all(config, 1) if config.residual else None
         self.mix = nn.Linear(config.model_dim, 2) if config.residual else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
@@ -82,8 +92,8 @@ class Beside(nn.Module):
             module = getattr(self, part)
             if isinstance(module, DenseExpert):
                 module.reset_parameters(seed, f"{name}.{part}")
-            elif module is not None:
-                redraw(module, hashed_seed(seed, name, -1, part))
+            for i, expert in enumerate(module.parts if isinstance(module, CustomSum) else ()):
+                redraw(expert, hashed_seed(seed, name, i, part))
         if self.mix is not None and not self.mix.weight.is_meta:
             for kind, parameter in self.mix.named_parameters():
                 generator = seeded_generator(seed, name, -1, f"mix.{kind}")
@@ -103,8 +113,8 @@ class Beside(nn.Module):
         return y_TD
 
 
-def _dense(config: MoEConfig) -> nn.Module:
-    """Return one expert of this kind for all tokens."""
+def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:
+    """Return the sum of `count` experts of the layer's kind."""
     if is_custom(config.expert_type):
-        return build_custom(label_of("expert_type"), config.expert_type, config)
-    return DenseExpert(config)
+        return CustomSum(config, count)
+    return DenseExpert(config, count)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import CAPACITY, MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,13 @@ class Capacity:
         return (limit + self.multiple - 1) // self.multiple * self.multiple
 
 
+def evaluates_as_in_training(config: MoEConfig) -> bool:
+    """Whether evaluation has the training's capacity: where asked for, or where experts choose."""
+    asked = config.eval_capacity_token_fraction
+    unset = asked == 0 and config.eval_capacity_factor == 0
+    return asked < 0 or (config.choice == "experts" and unset)
+
+
 def capacity_of(config: MoEConfig, training: bool, factor: float | None = None) -> Capacity:
     """Return the rule of a forward.
 
@@ -65,11 +72,16 @@ def capacity_of(config: MoEConfig, training: bool, factor: float | None = None) 
         config: the layer's.
         training: evaluation has a capacity of its own, no limit by default.
         factor: of this call alone, instead of the configured rule.
+
+    Raises:
+        ValueError: `factor` is no number that a capacity could have.
     """
     fraction = 0.0
+    if factor is not None and not CAPACITY[0](factor):
+        raise ValueError(f"capacity_factor is {factor}; {CAPACITY[1]}.")
     if factor is None:
         fraction = 0.0 if training else config.eval_capacity_token_fraction
-        as_in_training = training or fraction < 0
+        as_in_training = training or evaluates_as_in_training(config)
         factor = config.capacity_factor if as_in_training else config.eval_capacity_factor
     return Capacity(
         factor=factor,

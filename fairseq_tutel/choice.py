@@ -50,7 +50,8 @@ def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:
     return (log_scores_TE + gumbel_TE).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
-SINKHORN_ROUNDS = 16  # enough for loads within some percent; a fixed number asks no device
+# Enough for loads within some percent where logits differ by up to 10; a fixed number asks no device.
+SINKHORN_ROUNDS = 16
 
 
 def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
@@ -68,8 +69,12 @@ def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
         if real_T is not None:
             log_probs_TE = log_probs_TE.masked_fill(~real_T.unsqueeze(1), -math.inf)
         log_load_E = torch.logsumexp(log_probs_TE, dim=0)
-        shift_E = shift_E - (log_load_E - log_load_E.mean()).nan_to_num(0.0)
-    return logits_TE + shift_E
+        # An expert that no token may choose has no load to even out.
+        is_open_E = log_load_E.isfinite()
+        mean = log_load_E.where(is_open_E, 0.0).sum() / is_open_E.sum().clamp_min(1)
+        shift_E = shift_E - (log_load_E - mean).where(is_open_E, 0.0)
+    # -inf is for what was chosen already, or lies outside the groups.
+    return (logits_TE + shift_E).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
 def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:

@@ -29,8 +29,8 @@ EXPERT_TYPES = ("ffn", "glu")
 
 # A rule: what must hold of a value, and how the sentence that refuses it ends.
 Rule = tuple[Callable[[Any], bool], str]
-AT_LEAST_1: Rule = (lambda v: isinstance(v, int) and v >= 1, "give a whole number, at least 1")
-AT_LEAST_0: Rule = (lambda v: isinstance(v, int) and v >= 0, "give a whole number, at least 0")
+AT_LEAST_1: Rule = (lambda v: type(v) is int and v >= 1, "give a whole number, at least 1")
+AT_LEAST_0: Rule = (lambda v: type(v) is int and v >= 0, "give a whole number, at least 0")
 CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a million")
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
@@ -70,7 +70,10 @@ class MoEConfig:
     hidden_dim: int = field(metadata={"rule": AT_LEAST_1})
     num_experts: int = field(metadata={"rule": AT_LEAST_1})
     top_k: int = _option(
-        2, "experts per token, from 1 to the number of experts", flag="--moe-top-k"
+        2,
+        "experts per token, from 1 to the number of experts",
+        flag="--moe-top-k",
+        rule=AT_LEAST_1,
     )
     capacity_factor: float = _option(
         0.0,
@@ -83,7 +86,7 @@ class MoEConfig:
     eval_capacity_factor: float = _option(
         0.0,
         "capacity factor in evaluation and generation, same rule; 0 drops nothing, so that an output "
-        "never depends on what else is in the batch",
+        "never depends on what else is in the batch (under --moe-choice experts 0 is as in training)",
         flag="--moe-eval-capacity-factor",
         rule=CAPACITY,
     )

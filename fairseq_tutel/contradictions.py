@@ -107,6 +107,9 @@ def _check_hash(config: Any, label: Label) -> None:
         ("expert_groups", 1),
         ("score_function", "softmax"),
         ("gate_noise", 0),
+        ("input_jitter", 0),
+        ("input_dropout", 0),
+        ("second_expert_policy", "all"),
     ):
         if getattr(config, name) != only:
             on[name] = getattr(config, name)

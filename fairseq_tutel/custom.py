@@ -30,8 +30,10 @@ def load_class(label: str, name: str) -> type:
             f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class of a "
             "module on PYTHONPATH."
         ) from error
-    if not isinstance(found, type):
-        raise ValueError(f"{label} is {name!r}, which is no class; give package.module.Class.")
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(
+            f"{label} is {name!r}, which is no class of torch modules; give package.module.Class."
+        )
     return found
 
 
@@ -53,5 +55,5 @@ def redraw(module: Any, seed: int) -> None:
 def draw(kind: type, config: Any, seed: int) -> nn.Module:
     """Return kind(config) on CPU, drawn from this seed; the global generator stays as it was."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone; torch.manual_seed reseeds GPUs
         return kind(config)

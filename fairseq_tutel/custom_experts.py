@@ -67,15 +67,15 @@ class CustomExperts(ExpertStack):
         tensors = self.tensors()
         # unbind's backward stacks once; indexing would build a zero-filled stack per expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
-        done = [
-            functional_call(template, {name: s[i] for name, s in stacks.items()}, (rows_i,))
-            for i, rows_i in enumerate(rows_RD.split(list(counts)))
-            if len(rows_i)
-        ]
-        if done:
-            return torch.cat(done)
-        # No rows at all: parameters still get gradients, of zero, as data parallel expects.
-        return rows_RD + sum(stack.flatten()[:0].sum() for stack in tensors.values())
+
+        def run(i: int, rows: Tensor) -> Tensor:
+            return functional_call(template, {name: s[i] for name, s in stacks.items()}, (rows,))
+
+        parts = rows_RD.split(list(counts))
+        done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
+        # No rows at all: an empty run still knows dtype and width of what other ranks send and expect,
+        # and gives parameters gradients, of zero.
+        return torch.cat(done) if done else run(0, rows_RD)
 
 
 def _key(name: str) -> str:

@@ -41,6 +41,10 @@ class MoEFeedForward(MoELayer):
     def __init__(self, config: MoEConfig, topology: Topology, seed: int, name: str) -> None:
         super().__init__(config, topology, seed=seed, name=name)
         self.label = label_of(name)
+        # The gate is the same in all calls: the others would be parameters without gradients, which data
+        # parallel waits for and weight decay shrinks.
+        for i, gate in enumerate([self.gate, *self.other_gates]):
+            gate.requires_grad_(i == config.gate_index)
         self.padding_mask: Tensor | None = None
         self.token_ids: Tensor | None = None  # [batch, time], where a hash gate asks for them
         self.skip_tokens = False

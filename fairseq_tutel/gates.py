@@ -102,13 +102,14 @@ class HashGate(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw what tells this layer's hash from another's."""
-        self.salt.copy_(torch.randint(2**62, (), generator=generator))
+        # Far from overflow where checkpoints are averaged.
+        self.salt.copy_(torch.randint(2**31, (), generator=generator))
 
     def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
         """Return logits_TE in fp32 from ids [T] int64."""
         experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
         hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
-        chosen_TK = hashes_TE.topk(top_k, dim=1).indices
+        chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
         logits_TE = torch.full(hashes_TE.shape, -math.inf, device=token_ids_T.device)
         return logits_TE.scatter_(1, chosen_TK, 0.0)
 

@@ -83,7 +83,7 @@ def gshard_sequence_loss(routing: Decision, gate: GateOutput) -> Tensor:
     shape = (time, count, num_experts) if gate.time_first else (count, time, num_experts)
     over = 0 if gate.time_first else 1
     asked_TK = (routing.slots_TK >= 0).to(probs_TE.dtype)
-    copies_TE = torch.zeros_like(probs_TE).scatter_add_(1, routing.expert_ids_TK, asked_TK)
+    copies_TE = torch.zeros_like(probs_TE).scatter_(1, routing.expert_ids_TK, asked_TK)
     load_SE = copies_TE.view(shape).sum(over)
     mass_SE = probs_TE.view(shape).sum(over)
     real_T = probs_TE.new_ones(num_tokens) if routing.real_T is None else routing.real_T

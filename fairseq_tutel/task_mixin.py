@@ -12,6 +12,7 @@ from fairseq_tutel.comm.all_to_all import ExchangeTimer
 from fairseq_tutel.comm.balance import update_biases
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
+from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.run_config import config_of
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,9 @@ class MoETaskMixin:
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
         """Take the step, then let the balance biases take theirs, by the load of all ranks."""
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
-        update_biases(model, topology.in_use().world_size)
+        # Under --amp a step with an overflow comes here too, and its batch comes again.
+        if getattr(innermost_optimizer(optimizer), "took_step", True):
+            update_biases(model, topology.in_use().world_size)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""

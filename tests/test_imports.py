@@ -59,7 +59,9 @@ CORE = {
         "comm.topology config expert_stack gates initial moe_layer tutel_experts "
         "tutel_gates tutel_options"
     ),
-    "fairseq_tutel": "comm.topology config dispatch losses metrics moe_layer routing tutel_layer",
+    "fairseq_tutel": (
+        "comm.balance comm.topology config dispatch losses metrics moe_layer routing tutel_layer"
+    ),
     "safe_globals": "",
     "tools": "",
     "tools.average": "safe_globals",
@@ -88,7 +90,8 @@ EDGE = {
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
-        "comm.all_to_all comm.balance comm.checkpoint comm.topology elastic_iterator ffn_step run_config"
+        "comm.all_to_all comm.balance comm.checkpoint comm.topology elastic_iterator ffn_step "
+        "optim.moe_optimizer run_config"
     ),
     "tasks.moe_language_modeling": "flags task_mixin",
     "tasks.moe_translation": "flags task_mixin",
@@ -101,8 +104,9 @@ EDGE = {
     "criterions.gate_loss": "criterions.expert_log ffn_step run_config",
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
+    "models.announce": "capacity comm.topology config",
     "models.build": (
-        "balance_weights comm.gradients comm.topology config ffn_step flags kernels run_config"
+        "balance_weights comm.gradients comm.topology ffn_step flags kernels models.announce run_config"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

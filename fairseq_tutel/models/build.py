@@ -8,7 +8,6 @@ from torch import nn
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.topology import Topology, make_topology
-from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
     begin_micro_batch,
@@ -21,6 +20,7 @@ from fairseq_tutel.ffn_step import (
 )
 from fairseq_tutel.flags import expert_counts, layer_config
 from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.models.announce import announce, warn
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ def install_experts(
     if training:
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
         complete(root, model, topology, in_step=talks)
-    backend, reason = backend_for(configs[0].backend, device_of(root))
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):
         replace_ffn(layer, config, topology, seed, name)
@@ -73,39 +72,9 @@ def install_experts(
     model._ddp_params_and_buffers_to_ignore = [
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
-    first = configs[0]
-    logger.info(
-        "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %s), "
-        "expert parallel size %d, replicas %d, %s kernels (%s)",
-        len(chosen),
-        "/".join(map(str, dict.fromkeys(counts))),
-        first.top_k,
-        first.hidden_dim,
-        first.capacity_factor,
-        _evaluation_capacity(first),
-        topology.expert_parallel_size,
-        topology.num_replicas,
-        backend,
-        reason,
-    )
-    if first.choice == "experts" and any("decoder" in name for name, _ in chosen):
-        logger.warning(
-            "--moe-choice experts lets a token's experts depend on later tokens: a decoder trained by it "
-            "sees what it is to predict, and generates otherwise than it was trained"
-        )
-    if first.expert_type == "glu" and first.activation not in ("swish", "relu"):
-        logger.warning(
-            "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
-            first.activation,
-        )
+    announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
+    warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
-
-
-def _evaluation_capacity(config: MoEConfig) -> str:
-    fraction = config.eval_capacity_token_fraction
-    if fraction < 0:
-        return "as in training"
-    return f"{fraction:g} of the tokens" if fraction else f"{config.eval_capacity_factor:g}"
 
 
 def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:

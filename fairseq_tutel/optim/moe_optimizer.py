@@ -37,6 +37,8 @@ class MoEOptimizerMixin:
     _gathered_state: dict[int, dict[str, Any]] | None = None
     # Whether the parameters are fp32 masters of half ones: set before a checkpoint is written.
     holds_masters: bool = False
+    # Whether the last step changed anything: under --amp one with an overflow does not.
+    took_step: bool = True
     # Under --amp fairseq unscales the gradients of torch's optimizer, and hands this object to
     # GradScaler.step, which would unscale them again; with this, it leaves found_inf here instead.
     _step_supports_amp_scaling: bool = True
@@ -72,8 +74,10 @@ class MoEOptimizerMixin:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Take the step; what was gathered for the last checkpoint is stale and freed."""
         self._gathered_state = None
-        if getattr(self, "found_inf", None) is not None and self.found_inf.item() > 0:
-            return  # torch's GradScaler, see above
+        found_inf = getattr(self, "found_inf", None)  # torch's GradScaler, see above
+        self.took_step = found_inf is None or found_inf.item() == 0
+        if not self.took_step:
+            return
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def gather_state(self, place: Topology) -> None:

@@ -40,6 +40,14 @@ class DeepExpert(nn.Module):
         return self.scale * self.body[2](hidden) + self.shift
 
 
+class PlainExpert(nn.Sequential):
+    """Linear maps alone, so that under autocast its output is in autocast's dtype."""
+
+    def __init__(self, config) -> None:
+        up, down = (config.model_dim, config.hidden_dim), (config.hidden_dim, config.model_dim)
+        super().__init__(nn.Linear(*up), nn.Linear(*down))
+
+
 class BufferExpert(DeepExpert):
     """Has a buffer, which experts would share."""
 

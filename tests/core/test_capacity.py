@@ -67,6 +67,14 @@ def test_without_a_factor_or_a_fraction_nothing_is_limited():
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, False, 0.0, 0.25),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, True, 1.5, 0.0),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": -1.0}, False, 1.5, 0.0),
+        # Experts choose as many tokens as they were trained with, unless another number is asked for.
+        ({"capacity_factor": 1.5, "choice": "experts"}, False, 1.5, 0.0),
+        (
+            {"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0},
+            False,
+            2.0,
+            0.0,
+        ),
         ({"eval_capacity_token_fraction": -1.0}, False, 0.0, 0.0),
     ],
     ids=str,
@@ -137,3 +145,9 @@ def test_evaluation_with_a_fraction_drops_by_it():
     assert int(layer(x, mask)[1].routing.dropped_K.sum()) == 0
     counts_E = layer.eval()(x, mask)[1].routing.counts_E
     assert int(counts_E.max()) == 5  # ceil(20 / 4)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30])
+def test_a_call_s_factor_is_checked(factor):
+    with pytest.raises(ValueError, match=r"capacity_factor is .*; give a finite number"):
+        MoELayer(MoEConfig(4, 4, 4))(torch.ones(3, 4), capacity_factor=factor)

@@ -257,6 +257,7 @@ DRAWING = (
     {"second_expert_policy": "random"},
     {"rsample": True, "second_expert_policy": "random"},
 )
+IN_TRAINING = (*DRAWING, {"sinkhorn": True})
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
@@ -281,7 +282,7 @@ def test_what_draws_repeats_with_the_generator_and_draws_nothing_in_evaluation(o
     top_k=st.integers(1, 6),
     dtype=st.sampled_from(list(TOLERANCE)),
     function=st.sampled_from(["softmax", "sigmoid"]),
-    options=st.sampled_from(DRAWING),
+    options=st.sampled_from(IN_TRAINING),
     groups=st.sampled_from([(1, 1), (3, 3), (3, 2), (2, 1)]),
     seed=st.integers(0, 100),
 )
@@ -386,7 +387,7 @@ def test_weights_of_taken_choices_are_divided_by_those_of_all_or_of_the_taken_al
 EVERYTHING = (
     {"score_function": "sigmoid", "normalize_gate": "after"},
     {"expert_groups": 2, "groups_per_token": 2, "routed_scaling_factor": 3.0},
-    *DRAWING,
+    *IN_TRAINING,
 )
 
 
@@ -425,6 +426,16 @@ def test_sinkhorn_spreads_the_tokens_evenly_in_training_alone(padded):
     # The weights are the scores of what was chosen.
     probs_TE = torch.softmax(logits_TE, 1)
     torch.testing.assert_close(even.weights_TK, probs_TE.gather(1, even.expert_ids_TK))
+
+
+def test_sinkhorn_leaves_out_what_a_gate_shuts_off():
+    logits_TE = logits(60)
+    logits_TE[:, 3] = -math.inf  # for all
+    logits_TE[:20, 0] = -math.inf  # for some
+    r = route(logits_TE, 2, sinkhorn=True, training=True)
+    assert r.assigned_KE.sum(0)[3] == 0 and (r.expert_ids_TK[:20] != 0).all()
+    assert (r.expert_ids_TK[:, 0] != r.expert_ids_TK[:, 1]).all()
+    assert r.weights_TK.isfinite().all()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])

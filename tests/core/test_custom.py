@@ -20,6 +20,7 @@ from torch.func import functional_call
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.custom_experts import CustomExperts
+from fairseq_tutel.ffn_step import MoEFeedForward
 from fairseq_tutel.gates import HashGate
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
@@ -170,9 +171,10 @@ def test_own_parts_can_be_copied():
 def test_own_experts_stand_beside_too(option):
     layer = own_layer(**{option: 2 if option == "shared_experts" else True})
     part = layer.beside.shared if option == "shared_experts" else layer.beside.dense
-    assert type(part) is DeepExpert
-    width = 12 if option == "shared_experts" else 6  # one of twice the width
-    assert part.body[0].weight.shape == (width, 5)
+    assert [type(expert) for expert in part.parts] == [DeepExpert] * len(part.parts)
+    assert len(part.parts) == (2 if option == "shared_experts" else 1)
+    first, last = part.parts[0].body[0].weight, part.parts[-1].body[0].weight
+    assert torch.equal(first, last) == (option == "residual")
     plain = own_layer()
     x = tokens(T)
     difference = layer.eval()(x)[0] - plain.eval()(x)[0]
@@ -377,3 +379,23 @@ def test_layers_and_seeds_hash_differently_and_the_salt_is_saved():
 def test_a_hash_without_ids_is_refused_by_a_sentence(ids, message):
     with pytest.raises(ValueError, match=message):
         MoELayer(HASH, seed=1).double()(tokens(T), token_ids=ids)
+
+
+def test_no_rows_at_all_have_autocast_s_dtype():
+    """Ranks with rows send it, and this one's buffers must fit."""
+    experts = own_layer(expert_type="custom_parts.PlainExpert").float().experts
+    with torch.autocast("cpu", torch.bfloat16):
+        some = experts(tokens(3).float(), [3, 0, 0, 0])
+        none = experts(tokens(3).float()[:0], [0, 0, 0, 0])
+    assert none.dtype == some.dtype == torch.bfloat16
+    assert none.shape == (0, some.shape[1]) and none.requires_grad
+
+
+def test_a_gate_that_is_not_used_has_no_parameters_to_train():
+    config = dataclasses.replace(CONFIG, gate_type="linear,cosine,linear", gate_index=1)
+    layer = MoEFeedForward(config, Topology(), 1, "decoder.layers.0.fc1")
+    trains = [
+        {parameter.requires_grad for parameter in gate.parameters()}
+        for gate in (layer.gate, *layer.other_gates)
+    ]
+    assert trains == [{False}, {True}, {False}]

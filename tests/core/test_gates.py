@@ -85,6 +85,13 @@ def test_jitter_multiplies_by_numbers_near_one_in_training_alone():
     assert 1.09 < float(jittered.max()) <= 1.1
 
 
+def test_jitter_is_even_around_one_in_half_precision():
+    config = MoEConfig(**SIZES, input_jitter=0.01)
+    jittered = gate_input(torch.ones(5000, 6, dtype=torch.bfloat16), config, training=True)
+    assert float(jittered.double().mean()) == pytest.approx(1, abs=2e-4)
+    assert float(jittered.max()) > 1.005
+
+
 def test_dropout_of_the_gate_s_input_keeps_its_mean():
     config = MoEConfig(**SIZES, input_dropout=0.25)
     dropped = gate_input(torch.ones(4000, 6), config, training=True)

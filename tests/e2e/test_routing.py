@@ -214,7 +214,7 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(
         (("--moe-gate-type", "no_such.Gate"), "gate_type (--moe-gate-type) is 'no_such.Gate'"),
         (
             ("--moe-expert-type", "math.pi"),
-            "expert_type (--moe-expert-type) is 'math.pi', which is no",
+            "expert_type (--moe-expert-type) is 'math.pi', which is no class",
         ),
         (
             ("--moe-choice", "experts", "--moe-rsample"),
