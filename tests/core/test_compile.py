@@ -2,10 +2,13 @@
 
 Graph breaks are allowed: exchange reads counts on the host. Covered: gates, choices, policies, scores and
 kinds of experts, padding, the bias's load; options that draw random numbers draw the same ones; with
-`-m long` more of them, autograd compiled too, both modes, other layouts and numbers of tokens.
+`-m long` more of them, autograd compiled too, both modes, other layouts and numbers of tokens, and
+torch.compile's own backend, which makes machine code.
 """
 
 import dataclasses
+import os
+import shutil
 
 import pytest
 import torch
@@ -83,3 +86,18 @@ def test_a_compiled_layer_equals_the_eager_one(options):
 @pytest.mark.parametrize("options", LONG, ids=str)
 def test_more_of_it(options):
     compare(options, "aot_eager", (CALL, (False, 3, True), (True, 4, True)))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="torch.compile's default backend needs a C++ compiler on a CPU (g++, or $CXX)",
+)
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_the_default_backend_gives_the_same():
+    # Nothing random: inductor draws numbers of its own.
+    compare(
+        {"capacity_factor": 0.5, "drop_policy": "bpr", "residual": True},
+        "inductor",
+        (CALL, (False, 3, True)),
+    )
