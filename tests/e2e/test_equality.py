@@ -23,8 +23,9 @@ CASES = {
     "translation-glu-capacity": (
         "mt", *SGD, "--moe-expert-type", "glu", "--moe-capacity-factor", -0.7,
     ),
-    "bpr-cosine-z": (
-        "lm", *SGD, "--moe-drop-policy", "bpr", "--moe-capacity-factor", 0.6, "--moe-gate-type", "cosine",
+    "bpr-cosine-sinkhorn-z": (
+        "lm", *SGD, "--moe-sinkhorn",
+        "--moe-drop-policy", "bpr", "--moe-capacity-factor", 0.6, "--moe-gate-type", "cosine",
         "--moe-gate-projection-dim", 8, "--moe-balance-loss", "gshard_all:1,z:0.1",
     ),
     "sigmoid-bias-groups-shared-sequence": (
