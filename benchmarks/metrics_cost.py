@@ -1,8 +1,10 @@
 """What the expert metrics cost of a training step, on this machine.
 
 Two steps, each with and without metrics in turn: forward and backward of one MoE layer, where they are
-what the layer records of a micro-batch; and an update of a small language model by fairseq's
-Trainer (4 layers, 2 of them MoE), where they are all that is done for them, fairseq's meters included.
+what the layer counts of a micro-batch; and an update of a small language model by fairseq's Trainer
+(4 layers, 2 of them MoE), where they are all that is done for them, fairseq's meters included.
+Two answers: what steps with metrics take more, and, less disturbed by other work on the machine, the time
+inside the functions that make metrics.
 
     OMP_NUM_THREADS=1 python benchmarks/metrics_cost.py
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,7 +27,9 @@ from fairseq.trainer import Trainer
 
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log
 from fairseq_tutel.ffn_step import MoEFeedForward
+from fairseq_tutel.metrics import tally_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DIM, HIDDEN, EXPERTS, TOP_K = 128, 256, 8, 2
@@ -38,41 +43,84 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="time for each case")
     arguments = parser.parse_args()
     print(f"D={DIM} H={HIDDEN} E={EXPERTS} K={TOP_K}, {torch.get_num_threads()} thread(s); medians")
-    cases: dict[str, Callable[[int], tuple[Step, Step]]] = {
-        "one layer": layer_steps,
-        "one layer, padding": lambda tokens: layer_steps(tokens, padding=True),
-        "an update": model_steps,
-        "an update, JSON log": lambda tokens: model_steps(tokens, "--log-format", "json"),
+    cases: dict[str, Callable[[int], Step]] = {
+        "one layer": layer_step,
+        "one layer, padding": lambda tokens: layer_step(tokens, padding=True),
+        "an update": update_step,
+        "an update, JSON log": lambda tokens: update_step(tokens, "--log-format", "json"),
     }
     for tokens in (1024, 6144):
         for name, make in cases.items():
-            without, more, pairs = measure(*make(tokens), arguments.seconds)
+            without, more, inside, pairs = measure(make(tokens), arguments.seconds)
             print(
-                f"T={tokens} {name:20} {1e3 * without:8.2f} ms without, {1e6 * more:5.0f} us more with: "
-                f"{100 * more / without:.2f} % ({pairs} pairs)",
+                f"T={tokens} {name:20} {1e3 * without:8.2f} ms without; with them "
+                f"{1e6 * more:5.0f} us or {100 * more / without:5.2f} % more, inside them "
+                f"{1e6 * inside:5.0f} us or {100 * inside / without:4.2f} % ({pairs} pairs)",
                 flush=True,
             )
 
 
-def measure(without: Step, with_metrics: Step, seconds: float) -> tuple[float, float, int]:
-    """Let two steps take turns for some seconds.
+def measure(step: Step, seconds: float) -> tuple[float, float, float, int]:
+    """Run a step without and with metrics in turn, for some seconds.
 
     Returns:
-        Medians in seconds of CPU time: of the first, and of what the other takes more; the number of pairs.
+        Medians in seconds of CPU time: of a step without metrics, of what one with metrics takes more,
+        and of what it spends inside their functions; and the number of pairs.
     """
-    steps, took, end = (without, with_metrics), ([], []), perf_counter() + seconds
-    while perf_counter() < end or len(took[0]) < 10:
-        for which in (0, 1) if len(took[0]) % 2 else (1, 0):
-            begin = process_time()  # other work on the machine does not count
-            steps[which]()
-            took[which].append(process_time() - begin)
-    warm = len(took[0]) // 10
-    base, other = (times[warm:] for times in took)
-    return median(base), median(b - a for a, b in zip(base, other, strict=True)), len(base)
+    took: dict[bool, list[float]] = {False: [], True: []}
+    inside = []
+    end = perf_counter() + seconds
+    while perf_counter() < end or len(inside) < 10:
+        for with_metrics in (False, True) if len(inside) % 2 else (True, False):
+            with clocked() if with_metrics else no_metrics() as spent:
+                begin = process_time()  # other work on the machine does not count
+                step()
+                took[with_metrics].append(process_time() - begin)
+            if with_metrics:
+                inside.append(sum(spent))
+    warm = len(inside) // 10
+    without = took[False][warm:]
+    more = [b - a for a, b in zip(without, took[True][warm:], strict=True)]
+    return median(without), median(more), median(inside[warm:]), len(without)
 
 
-def layer_steps(tokens: int, padding: bool = False) -> tuple[Step, Step]:
-    """Return forward and backward of one layer that has recorded the micro-batch, and that has not."""
+@contextmanager
+def no_metrics() -> Iterator[list[float]]:
+    """Leave out what exists for metrics alone."""
+    with (
+        patch("fairseq_tutel.ffn_step.tally_of", lambda routing: None),
+        patch("fairseq_tutel.criterions.gate_loss.expert_log", lambda *_, **__: {}),
+        patch("fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", lambda logs: None),
+    ):
+        yield []
+
+
+@contextmanager
+def clocked() -> Iterator[list[float]]:
+    """Yield a list that gets the seconds of every call of what exists for metrics alone."""
+    spent: list[float] = []
+
+    def clock(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = process_time()
+            result = function(*arguments, **options)
+            spent.append(process_time() - begin)
+            return result
+
+        return timed
+
+    with (
+        patch("fairseq_tutel.ffn_step.tally_of", clock(tally_of)),
+        patch("fairseq_tutel.criterions.gate_loss.expert_log", clock(expert_log)),
+        patch(
+            "fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", clock(reduce_expert_log)
+        ),
+    ):
+        yield spent
+
+
+def layer_step(tokens: int, padding: bool = False) -> Step:
+    """Return forward and backward of one layer."""
     config = MoEConfig(DIM, HIDDEN, EXPERTS, top_k=TOP_K, capacity_factor=1.0)
     layer = MoEFeedForward(config, Topology(), 1, "decoder.layers.0.fc1")
     x = torch.randn(tokens // SENTENCES, SENTENCES, DIM, requires_grad=True)
@@ -81,16 +129,16 @@ def layer_steps(tokens: int, padding: bool = False) -> tuple[Step, Step]:
         layer.padding_mask = torch.zeros(SENTENCES, tokens // SENTENCES, dtype=torch.bool)
         layer.padding_mask[0, -3:] = True
 
-    def step(seen: bool) -> None:
-        layer.seen = seen
+    def step() -> None:
+        layer.begin_micro_batch()
         layer.zero_grad()
         layer(x).backward(dy)
 
-    return lambda: step(True), lambda: step(False)
+    return step
 
 
-def model_steps(tokens: int, *words: str) -> tuple[Step, Step]:
-    """Return an update of a model with its metrics left out, and with them."""
+def update_step(tokens: int, *words: str) -> Step:
+    """Return an update of a small model, with one micro-batch."""
     trainer = small_trainer(*words)
     text = torch.randint(4, WORDS, (SENTENCES, tokens // SENTENCES + 1))
     lengths = torch.full((SENTENCES,), text.shape[1] - 1)
@@ -106,22 +154,7 @@ def model_steps(tokens: int, *words: str) -> tuple[Step, Step]:
         with metrics.aggregate("train"), metrics.aggregate("train_inner"):
             trainer.train_step([sample])
 
-    def step_without() -> None:
-        with no_metrics():
-            step()
-
-    return step_without, step
-
-
-@contextmanager
-def no_metrics() -> Iterator[None]:
-    """Leave out what exists for metrics alone."""
-    with (
-        patch("fairseq_tutel.ffn_step.tally_of"),
-        patch("fairseq_tutel.criterions.gate_loss.expert_log", return_value={}),
-        patch("fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log"),
-    ):
-        yield
+    return step
 
 
 def small_trainer(*words: str) -> Trainer:

@@ -64,9 +64,9 @@ def tally_of(routing: Decision) -> Tally:
     dtype = torch.promote_types(probs_TE.dtype, torch.float32)
     probs_TE = probs_TE.to(dtype)
     if routing.real_T is not None:
-        padding_T1 = ~routing.real_T.unsqueeze(1)
-        probs_TE = probs_TE.masked_fill(padding_T1, 0.0)
-        weights_TK = weights_TK.masked_fill(padding_T1, 0.0)
+        real_T1 = routing.real_T.unsqueeze(1)
+        probs_TE = torch.where(real_T1, probs_TE, 0.0)
+        weights_TK = torch.where(real_T1, weights_TK, 0.0)
     # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
     logs_TE = probs_TE.clamp_min(torch.finfo(dtype).tiny).log_()
     return Tally(
