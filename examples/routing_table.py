@@ -3,6 +3,8 @@
 Perplexity on the report half, with the places that a case was trained with and without dropping; the share
 of (token, choice) pairs dropped, and the load of the busiest expert in even shares over 20 updates, mean of
 the layers, both over the last 100 updates of training. Mean of the seeds, with the standard deviation.
+"against" is the difference in perplexity, seed by seed, to position at the same capacity, or to gshard
+without dropping: what the seeds have in common is not in it.
 """
 
 import re
@@ -35,20 +37,43 @@ def numbers(run: Path) -> list[float]:
     ]
 
 
+def seeds_of(case: Path) -> list[list[float]]:
+    """Return the numbers of every seed that is done."""
+    return [numbers(run) for run in sorted(case.glob("moe-*")) if (run / "dropless.txt").exists()]
+
+
 def row(case: Path) -> list[str]:
     """Return the case's name, and each number's mean and deviation over the seeds."""
-    seeds = [numbers(run) for run in sorted(case.glob("moe-*")) if (run / "dropless.txt").exists()]
-    cells = [case.name, str(len(seeds))]
-    for places, values in zip((1, 1, 1, 2), zip(*seeds, strict=True), strict=True):
-        spread = f" ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else ""
-        cells.append(f"{statistics.mean(values):.{places}f}{spread}")
-    return cells
+    seeds = seeds_of(case)
+    capacity = case.name.partition("-")[0]
+    base = seeds_of(
+        case.parent / f"{capacity}-{'gshard' if capacity == 'dropless' else 'position'}"
+    )
+    against = [mine[0] - other[0] for mine, other in zip(seeds, base, strict=False)]
+    cells = [case.name, str(len(seeds)), mean_of([s[0] for s in seeds], 1), mean_of(against, 1)]
+    return cells + [
+        mean_of([s[i] for s in seeds], places) for i, places in ((1, 1), (2, 1), (3, 2))
+    ]
+
+
+def mean_of(values: list[float], places: int) -> str:
+    """Return the mean and, of several values, the standard deviation."""
+    spread = f" ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{places}f}{spread}"
 
 
 def main() -> None:
     """Print the table."""
     cases = [path.parent.parent for path in sorted(Path(sys.argv[1]).glob("*/moe-1/dropless.txt"))]
-    header = ["case", "seeds", "perplexity", "without dropping", "dropped, %", "busiest expert"]
+    header = [
+        "case",
+        "seeds",
+        "perplexity",
+        "against",
+        "without dropping",
+        "dropped, %",
+        "busiest expert",
+    ]
     print(tabulate([row(case) for case in cases], header, tablefmt="github", disable_numparse=True))
 
 
