@@ -42,6 +42,11 @@ class BalanceBias(nn.Module):
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # Switched on for a model that was trained without: it begins where it would have begun.
+        state_dict.setdefault(prefix + "bias", self.bias)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A model made half-precision keeps the bias: steps of 0.001 vanish in bf16.
         bias = self.bias

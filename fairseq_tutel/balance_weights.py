@@ -25,7 +25,7 @@ def parse_balance_loss(text: str) -> dict[str, float]:
     if text.strip() in ("", "none"):
         return weights
     for part in text.split(","):
-        name, _, weight = part.strip().partition(":")
+        name, _, weight = (word.strip() for word in part.partition(":"))
         if name not in BALANCE_LOSSES or name in weights:
             raise ValueError(
                 f"{LABEL} is {text!r}: {name!r} is unknown or given twice; use none or a list of "

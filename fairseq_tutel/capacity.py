@@ -77,8 +77,8 @@ def capacity_of(config: MoEConfig, training: bool, factor: float | None = None) 
         ValueError: `factor` is no number that a capacity could have.
     """
     fraction = 0.0
-    if factor is not None and not CAPACITY[0](factor):
-        raise ValueError(f"capacity_factor is {factor}; {CAPACITY[1]}.")
+    if factor is not None and not (isinstance(factor, int | float) and CAPACITY[0](factor)):
+        raise ValueError(f"capacity_factor is {factor!r}; {CAPACITY[1]}.")
     if factor is None:
         fraction = 0.0 if training else config.eval_capacity_token_fraction
         as_in_training = training or evaluates_as_in_training(config)

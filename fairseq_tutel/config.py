@@ -6,6 +6,7 @@ command-line flags and hydra keys from this dataclass.
 """
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -29,8 +30,10 @@ EXPERT_TYPES = ("ffn", "glu")
 
 # A rule: what must hold of a value, and how the sentence that refuses it ends.
 Rule = tuple[Callable[[Any], bool], str]
-AT_LEAST_1: Rule = (lambda v: type(v) is int and v >= 1, "give a whole number, at least 1")
-AT_LEAST_0: Rule = (lambda v: type(v) is int and v >= 0, "give a whole number, at least 0")
+AT_LEAST_1: Rule = (lambda v: is_whole(v) and v >= 1, "give a whole number, at least 1")
+AT_LEAST_0: Rule = (lambda v: is_whole(v) and v >= 0, "give a whole number, at least 0")
+UP_TO_A_MILLION: Rule = (lambda v: 0 <= v <= 1e6, "give a whole number from 0 to a million")
+FROM_1_TO_A_MILLION: Rule = (lambda v: 1 <= v <= 1e6, "give a whole number from 1 to a million")
 CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a million")
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
@@ -39,6 +42,11 @@ TEMPERATURE: Rule = (
     lambda v: 0.01 <= v < math.inf,
     "give at least 0.01, which is where the gate stops it",
 )
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, Python's or NumPy's, and no boolean."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
@@ -101,13 +109,13 @@ class MoEConfig:
         0,
         "places per expert at least, where the capacity is limited; in tokens",
         flag="--moe-min-capacity",
-        rule=AT_LEAST_0,
+        rule=UP_TO_A_MILLION,
     )
     capacity_multiple: int = _option(
         1,
         "a limited capacity is rounded up to a multiple of this; in tokens",
         flag="--moe-capacity-multiple",
-        rule=AT_LEAST_1,
+        rule=FROM_1_TO_A_MILLION,
     )
     drop_policy: str = _option(
         "position",
@@ -298,6 +306,8 @@ class MoEConfig:
             choices, value = item.metadata.get("choices"), getattr(self, item.name)
             rule = one_of(choices) if choices else item.metadata.get("rule")
             shown = repr(value) if isinstance(value, str) else value
+            if not _is_of_type(value, item.type):
+                raise ValueError(f"{label_of(item.name)} is {value!r}; give {KINDS[item.type]}.")
             if rule is not None and not rule[0](value):
                 raise ValueError(f"{label_of(item.name)} is {shown}; {rule[1]}.")
         for name in self.gate_types:
@@ -320,6 +330,21 @@ FLAG_OF_FIELD = {
     "activation_dropout": "--activation-dropout",
     **{item.name: item.metadata["flag"] for item in fields(MoEConfig) if item.metadata.get("flag")},
 }
+
+
+# Of a field's type, what a bad value should have been.
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+}
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    if kind is int:
+        return is_whole(value)
+    return is_whole(value) or isinstance(value, float) if kind is float else isinstance(value, kind)
 
 
 def label_of(name: str) -> str:

@@ -46,8 +46,8 @@ def _check_counts(config: Any, label: Label) -> None:
     gates = len(config.gate_types)
     _require(
         config.gate_index < gates,
-        f"{label('gate_index')} is {config.gate_index} but there are {gates} gates; choose from 0 to "
-        f"{gates - 1}.",
+        f"{label('gate_index')} is {config.gate_index} but there is no such gate among {gates}; choose "
+        f"from 0 to {gates - 1}.",
     )
 
 
@@ -127,6 +127,11 @@ def _check_losses(config: Any, label: Label) -> None:
         not needs_noise or config.gate_noise > 0,
         f"{label('balance_loss')} is {config.balance_loss!r} but there is no noise to weigh a load by; "
         "set --moe-gate-noise, such as 1.",
+    )
+    _require(
+        not needs_noise or config.choice == "tokens",
+        f"{label('balance_loss')} is {config.balance_loss!r} but experts choose their tokens (--moe-choice "
+        "experts), all the same number; give z or none.",
     )
 
 

@@ -39,7 +39,14 @@ def load_class(label: str, name: str) -> type:
 
 def build_custom(label: str, name: str, config: Any) -> nn.Module:
     """Return the named class built as Class(config); the module keeps `moe_config` to be drawn again."""
-    module = load_class(label, name)(config)
+    kind = load_class(label, name)
+    try:
+        module: Any = kind(config)
+    except TypeError as error:
+        raise ValueError(
+            f"{label} is {name!r}, which is not built as Class(config) ({error}); give a class that takes "
+            "a MoEConfig alone."
+        ) from error
     module.moe_config = config
     return module
 

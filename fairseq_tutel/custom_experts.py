@@ -75,7 +75,13 @@ class CustomExperts(ExpertStack):
         done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
         # No rows at all: an empty run still knows dtype and width of what other ranks send and expect,
         # and gives parameters gradients, of zero.
-        return torch.cat(done) if done else run(0, rows_RD)
+        out = torch.cat(done) if done else run(0, rows_RD)
+        if out.shape != rows_RD.shape:
+            raise ValueError(
+                f"expert_type (--moe-expert-type) {self.kind.__name__} gives {tuple(out.shape)} for rows "
+                f"of shape {tuple(rows_RD.shape)}; let it return the shape it is given."
+            )
+        return out
 
 
 def _key(name: str) -> str:

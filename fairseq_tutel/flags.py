@@ -6,6 +6,7 @@ model's and a task's configuration back into the MoEConfig of one layer.
 
 import dataclasses
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -226,7 +227,8 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
     values["gate_fp32"] = not model_cfg.no_moe_gating_use_fp32
     values["hidden_dim"] = model_cfg.moe_expert_ffn_dim or layer.pop("hidden_dim")
     layer.pop("hidden_dim", None)
-    values = {key: str(v) if isinstance(v, str) else v for key, v in values.items()}
+    # fairseq's choices are enumerations of their own.
+    values = {key: v.value if isinstance(v, Enum) else v for key, v in values.items()}
     return MoEConfig(num_experts=num_experts, **values, **layer)
 
 

@@ -47,7 +47,8 @@ def gshard_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
 
     Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
     """
-    return _load_times_probability(routing, routing.assigned_KE[0], routing.num_tokens)
+    assigned_E = routing.assigned_KE[0]
+    return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 
 def gshard_all_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
@@ -111,7 +112,9 @@ def load_importance_loss(routing: Decision, gate: GateOutput) -> Tensor:
         best_TK = noisy_TE.topk(top_k + 1, dim=1).values
         is_chosen_TE = noisy_TE > best_TK[:, top_k:]
         rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
-        chance_TE = _normal_cdf((clean_TE - rival_TE) / gate.noise)
+        ahead_TE = (clean_TE - rival_TE) / gate.noise
+        # An expert that a gate of the user's shuts off has no chance, whoever its rival is.
+        chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
     return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
 
 

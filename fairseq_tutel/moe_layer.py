@@ -18,7 +18,7 @@ from fairseq_tutel.capacity import capacity_of
 from fairseq_tutel.comm.all_to_all import ExchangeTimer
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import MoEConfig, is_whole
 from fairseq_tutel.dispatch import combine, dispatch
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.experts import build_experts
@@ -216,9 +216,9 @@ class MoELayer(nn.Module):
 
     def _gate(self, index: int) -> tuple[nn.Module, MoEConfig, routing.Rules]:
         """Return a gate, and the configuration and rules that go with it."""
-        if not 0 <= index < len(self.gate_configs):
+        if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
             raise ValueError(
-                f"gate_index is {index} but there are {len(self.gate_configs)} gates; choose from 0 to "
+                f"gate_index is {index!r} but there are {len(self.gate_configs)} gates; choose from 0 to "
                 f"{len(self.gate_configs) - 1}."
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]

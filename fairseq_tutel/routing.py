@@ -21,7 +21,7 @@ from fairseq_tutel.choice import (
     scores_of,
     sinkhorn_keys,
 )
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import MoEConfig, is_whole
 from fairseq_tutel.drop_policies import slot_order
 from fairseq_tutel.slots import asking_ids, assign_slots, assign_slots_by, sentence_order
 
@@ -258,10 +258,10 @@ def _assign_by_experts(
 
 def _check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
     most = num_experts // rules.expert_groups * rules.groups_per_token
-    if not 1 <= top_k <= most:
+    if not (is_whole(top_k) and 1 <= top_k <= most):
         groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
         raise ValueError(
-            f"top_k is {top_k} but there are {most} experts{groups}; choose a value from 1 to {most}."
+            f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
         )
 
 

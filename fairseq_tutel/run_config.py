@@ -57,8 +57,10 @@ def device_of(root: Any) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = False) -> None:
+def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = False) -> str | None:
     """Refuse what cannot work, and set what experts need of the run; every change is logged once.
+
+    Returns the path of the checkpoint that the training will go on from, or None.
 
     Args:
         root: the FairseqConfig of a training.
@@ -77,7 +79,7 @@ def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = Fa
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root)
-    _refuse_bad_checkpoint(root.checkpoint)
+    path = _checkpoint_to_load(root.checkpoint)
     _use_twin_optimizer(root)
     if root.common.fp16:
         # One flat tensor of all gradients would lose which of them are experts'.
@@ -85,6 +87,7 @@ def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = Fa
     if world > 1:
         # Stock broadcasts rank 0's file through an unpickler that torch >= 2.6 refuses.
         _set(root.checkpoint, "load_checkpoint_on_all_dp_ranks", True)
+    return path
 
 
 def _set(cfg: Any, key: str, value: Any) -> None:
@@ -186,7 +189,7 @@ def _refuse_for_shared_experts(root: Any) -> None:
         )
 
 
-def _refuse_bad_checkpoint(cfg: Any) -> None:
+def _checkpoint_to_load(cfg: Any) -> str | None:
     suffix = f"{cfg.checkpoint_suffix or ''}.pt"
     last = os.path.join(cfg.save_dir, "checkpoint_last" + suffix)
     if cfg.restore_file != "checkpoint_last.pt":
@@ -206,7 +209,7 @@ def _refuse_bad_checkpoint(cfg: Any) -> None:
     if os.path.isdir(path):
         raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
     if not os.path.isfile(path):
-        return
+        return None
     with open(path, "rb") as file:
         zipped = file.read(2) == b"PK"
     if os.path.getsize(path) == 0 or (zipped and not zipfile.is_zipfile(path)):
@@ -214,6 +217,7 @@ def _refuse_bad_checkpoint(cfg: Any) -> None:
             f"{flag} is {path}, which is torn (cut off while it was written); remove it and give "
             "an older checkpoint."
         )
+    return path
 
 
 def _use_twin_optimizer(root: Any) -> None:

@@ -75,7 +75,7 @@ class MoETaskMixin:
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
         # Under --amp a step with an overflow comes here too, and its batch comes again.
         if getattr(innermost_optimizer(optimizer), "took_step", True):
-            update_biases(model, topology.in_use().world_size)
+            update_biases(model)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""

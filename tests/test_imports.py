@@ -105,8 +105,10 @@ EDGE = {
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.announce": "capacity comm.topology config",
+    "models.changed": "comm.topology flags",
     "models.build": (
-        "balance_weights comm.gradients comm.topology ffn_step flags kernels models.announce run_config"
+        "balance_weights comm.gradients comm.topology ffn_step flags kernels models.announce "
+        "models.changed run_config"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

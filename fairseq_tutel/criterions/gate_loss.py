@@ -53,10 +53,10 @@ class GateLossMixin:
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the stock criterion and keep the balance options."""
-        if not math.isfinite(cfg.moe_gate_loss_wt):
+        if not 0 <= cfg.moe_gate_loss_wt < math.inf:
             raise ValueError(
-                f"--moe-gate-loss-wt is {cfg.moe_gate_loss_wt}; give a finite number, 0 for no "
-                "balance loss."
+                f"--moe-gate-loss-wt is {cfg.moe_gate_loss_wt}; give a finite number, at least 0, which is "
+                "for no balance loss."
             )
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.gate_loss = cfg

@@ -1,14 +1,39 @@
 """What the log says of a model's experts when it is built: their facts, and what may surprise."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fairseq_tutel.capacity import evaluates_as_in_training
 from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import MoEConfig, label_of, options_of_scope
 
 logger = logging.getLogger(__name__)
+
+# In the first line of `announce` already.
+SHOWN = ("top_k", "capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction")
+# Options that another one must be on for: whether it is, and its name.
+NEEDS: dict[str, tuple[Callable[[MoEConfig], bool], str]] = {
+    **dict.fromkeys(
+        ("drop_policy", "min_capacity", "capacity_multiple"),
+        (
+            lambda c: bool(
+                c.capacity_factor or c.eval_capacity_factor or c.eval_capacity_token_fraction > 0
+            ),
+            "a capacity, such as --moe-capacity-factor 1",
+        ),
+    ),
+    "bias_update_rate": (lambda c: c.balance_bias, "--moe-balance-bias"),
+    **dict.fromkeys(
+        ("gate_temperature", "gate_projection_dim"),
+        (lambda c: "cosine" in c.gate_types, "--moe-gate-type cosine"),
+    ),
+    "second_expert_policy": (lambda c: c.top_k > 1, "--moe-top-k 2 or more"),
+    "groups_per_token": (
+        lambda c: c.groups_per_token < c.expert_groups,
+        "more --moe-expert-groups than that",
+    ),
+}
 
 
 def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[str, str]) -> None:
@@ -18,7 +43,7 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
         "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %s), "
         "expert parallel size %d, replicas %d, %s kernels (%s)",
         len(configs),
-        "/".join(map(str, dict.fromkeys(config.num_experts for config in configs))),
+        _counts([config.num_experts for config in configs]),
         first.top_k,
         first.hidden_dim,
         first.capacity_factor,
@@ -27,6 +52,12 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
         topology.num_replicas,
         *kernels,
     )
+    changed = [
+        f"{option.name} {getattr(first, option.name)}"
+        for option in options_of_scope("model")
+        if option.name not in SHOWN and getattr(first, option.name) != option.default
+    ]
+    logger.info("experts, not by default: %s", ", ".join(changed) or "nothing")
 
 
 def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:
@@ -47,10 +78,23 @@ def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:
             "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
             config.activation,
         )
-    if config.gate_types == ["hash"] and config.balance_loss not in ("", "none"):
-        logger.info("--moe-balance-loss is logged, but a hash gate has nothing that it could train")
+    for name, needs in NEEDS.items():
+        default = MoEConfig.__dataclass_fields__[name].default
+        if getattr(config, name) != default and not needs[0](config):
+            logger.warning("%s has no effect without %s", label_of(name), needs[1])
+    untrainable = config.gate_types == ["hash"] or config.choice == "experts"
+    if untrainable and "gshard" in config.balance_loss:
+        logger.info(
+            "--moe-balance-loss %s is logged but trains nothing: a hash gate has no parameters, and under "
+            "--moe-choice experts the load is even",
+            config.balance_loss,
+        )
     if getattr(cfg, "num_workers_valid", -1) >= 0:
         logger.info("--num-workers-valid is not used: validation loads by --num-workers processes")
+
+
+def _counts(counts: list[int]) -> str:
+    return "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
 def _evaluation_capacity(config: MoEConfig) -> str:

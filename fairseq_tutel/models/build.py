@@ -21,6 +21,7 @@ from fairseq_tutel.ffn_step import (
 from fairseq_tutel.flags import expert_counts, layer_config
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.models.announce import announce, warn
+from fairseq_tutel.models.changed import say_what_changed
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def install_experts(
     ]
     if training:
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
-        complete(root, model, topology, in_step=talks)
+        say_what_changed(complete(root, model, topology, in_step=talks), cfg)
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):
         replace_ffn(layer, config, topology, seed, name)
@@ -96,6 +97,17 @@ def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
                 needed,
             )
             return
+        own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
+        saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
+        saved -= {f"{layer_name}.balance_bias.bias"} if layer.balance_bias is not None else set()
+        if own != saved:
+            logger.error(
+                "the checkpoint lacks %s and has %s too many; give the --moe-gate-type, "
+                "--moe-balance-bias, --moe-shared-experts and --moe-residual it was saved with",
+                sorted(own - saved) or "nothing",
+                sorted(saved - own) or "nothing",
+            )
+            return
 
 
 def refuse_options(cfg: Any) -> None:
@@ -127,7 +139,10 @@ def _choose(model: nn.Module, freqs: dict[str, int]) -> list[tuple[str, nn.Modul
             raise ValueError(f"{flag} is {freq}; give a whole number of layers, at least 0.")
         stack = children_of(layers)
         stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-        chosen += [(f"{name}.{i}.fc1", stack[i]) for i in chosen_layers(len(stack), freq)]
+        indices = chosen_layers(len(stack), freq)
+        if freq > 0 and not indices:
+            logger.warning("no %s layer has experts: %s", side, stacks[-1])
+        chosen += [(f"{name}.{i}.fc1", stack[i]) for i in indices]
     if not chosen:
         raise ValueError(
             f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "

@@ -162,7 +162,7 @@ def train(training: Training) -> dict[str, Tensor]:
         norm = global_grad_norm(parameters, topology)
         clip_gradients(parameters, CLIP_NORM, norm)
         optimizer.step()
-        update_biases(model, world)
+        update_biases(model)
         losses.append(loss_sum / tokens)
         norms.append(norm)
     gather_experts(model, topology)

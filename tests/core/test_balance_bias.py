@@ -63,7 +63,7 @@ def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
         assert torch.equal(layer.balance_bias.load, load)
     layer.eval()(tokens(20))
     assert torch.equal(layer.balance_bias.load, load)
-    update_biases(layer, 1)
+    update_biases(layer)
     steps = (load.sum() / 4 - load).sign() * 0.001
     torch.testing.assert_close(layer.balance_bias.bias, steps)
     assert not layer.balance_bias.load.any()
@@ -126,7 +126,7 @@ def test_rate_0_freezes_the_bias():
     layer = build(bias_update_rate=0.0)
     layer.balance_bias.bias.copy_(torch.arange(4))
     layer(tokens(20))
-    update_biases(layer, 1)
+    update_biases(layer)
     assert layer.balance_bias.bias.tolist() == [0, 1, 2, 3]
     assert not layer.balance_bias.load.any()
 
@@ -180,7 +180,7 @@ def test_a_skewed_gate_is_balanced_after_some_hundred_updates(function):
     before = busiest()
     for seed in range(200):
         layer(batch(seed))
-        update_biases(layer, 1)
+        update_biases(layer)
     assert before > 3
     assert busiest() < 1.3
 
@@ -212,5 +212,5 @@ def test_a_dummy_batch_counts_nothing():
     layer.begin_micro_batch()
     layer(tokens(3, 4))
     assert not layer.balance_bias.load.any()
-    update_biases(layer, 1)
+    update_biases(layer)
     assert not layer.balance_bias.bias.any()

@@ -20,6 +20,13 @@ BAD = [
     ("num_experts", 0, ("--moe-expert-count", "is 0", "at least 1")),
     ("top_k", 0, ("--moe-top-k", "is 0", "at least 1")),
     ("top_k", 1.5, ("--moe-top-k", "is 1.5", "whole number")),
+    ("top_k", True, ("--moe-top-k", "is True", "whole number")),
+    ("capacity_factor", "1", ("--moe-capacity-factor", "is '1'", "give a number")),
+    ("gate_noise", None, ("--moe-gate-noise", "is None", "give a number")),
+    ("gate_type", None, ("--moe-gate-type", "is None", "give a word")),
+    ("balance_loss", {"z": 1}, ("--moe-balance-loss", "is {'z': 1}", "give a word")),
+    ("prescore", "no", ("--moe-prescore", "is 'no'", "true or false")),
+    ("min_capacity", 10**20, ("--moe-min-capacity", "to a million")),
     ("top_k", 5, ("--moe-top-k", "is 5", "4 experts", "from 1 to 4")),
     ("capacity_factor", float("inf"), ("--moe-capacity-factor", "is inf", "finite number")),
     ("capacity_factor", 1e30, ("--moe-capacity-factor", "is 1e+30", "at most a million")),
@@ -31,12 +38,12 @@ BAD = [
         float("nan"),
         ("--moe-eval-capacity-token-fraction", "finite"),
     ),
-    ("min_capacity", -1, ("--moe-min-capacity", "is -1", "at least 0")),
-    ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "at least 1")),
+    ("min_capacity", -1, ("--moe-min-capacity", "is -1", "to a million")),
+    ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "from 1 to")),
     ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
     ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, cosine")),
     ("gate_type", "linear,,hash", ("--moe-gate-type", "'linear,,hash'", "package.module.Class")),
-    ("gate_index", 1, ("--moe-gate-index", "is 1", "1 gates", "from 0 to 0")),
+    ("gate_index", 1, ("--moe-gate-index", "is 1", "no such gate", "from 0 to 0")),
     ("gate_index", -1, ("--moe-gate-index", "is -1", "at least 0")),
     ("score_function", "relu", ("--moe-score-function", "'relu'", "softmax, sigmoid")),
     ("normalize_gate", "yes", ("--moe-normalize-gate", "'yes'", "before, after, none")),
@@ -90,8 +97,9 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
 
 
 def test_every_option_that_can_be_wrong_is_in_the_list():
-    free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}  # bool: nothing to check
-    free |= {"prescore", "rsample", "sinkhorn", "residual", "balance_bias"}
+    # True or false, as prescore is.
+    free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}
+    free |= {"rsample", "sinkhorn", "residual", "balance_bias"}
     assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
 
 
@@ -110,6 +118,10 @@ CONTRADICTIONS = [
     (
         {"choice": "experts", "gate_type": "hash"},
         ("--moe-choice", "--moe-gate-type", "a hash alone"),
+    ),
+    (
+        {"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
+        ("--moe-balance-loss", "--moe-choice experts", "z or none"),
     ),
     ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
     ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash alone")),

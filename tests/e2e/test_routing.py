@@ -226,3 +226,34 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(
 def test_what_cannot_be_is_refused_by_one_sentence(flags, message, lm_data, tmp_path):
     output = refused("train", *lm_args(lm_data, tmp_path, *flags))
     assert message in output
+
+
+def test_what_has_no_effect_is_said(lm_data, tmp_path):
+    flags = (
+        "--moe-drop-policy", "bpr", "--moe-bias-update-rate", 0.1, "--moe-gate-temperature", 0.1,
+        "--moe-top-k", 1, "--moe-second-expert-policy", "random", "--no-save",
+    )  # fmt: skip
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=1))
+    for option, needs in {
+        "drop_policy (--moe-drop-policy)": "a capacity, such as --moe-capacity-factor 1",
+        "bias_update_rate (--moe-bias-update-rate)": "--moe-balance-bias",
+        "gate_temperature (--moe-gate-temperature)": "--moe-gate-type cosine",
+        "second_expert_policy (--moe-second-expert-policy)": "--moe-top-k 2 or more",
+    }.items():
+        assert f"{option} has no effect without {needs}" in run.output
+    assert "not by default: drop_policy bpr, gate_temperature 0.1, second_expert" in run.output
+
+
+def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):
+    fairseq("train", *lm_args(lm_data, tmp_path, "--moe-score-function", "sigmoid", updates=3))
+    flags = ("--moe-balance-bias", "--moe-balance-loss", "none")
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=5))
+    assert (
+        "trained with --moe-score-function sigmoid (now softmax), --moe-balance-loss gshard:1"
+        in (run.output)
+    )
+    bias = _load(tmp_path)["model"]["decoder.layers.0.fc1.balance_bias.bias"]
+    assert 0 < bias.abs().max() <= 0.0021  # two updates
+    output = refused("train", *lm_args(lm_data, tmp_path, "--moe-residual", updates=7))
+    assert "--moe-shared-experts and --moe-residual it was saved with" in output
+    assert "beside.mix.weight" in output
