@@ -17,7 +17,7 @@ LM_CASES = {
         ("--moe-top-k", 5),
         "top_k (--moe-top-k) is 5 but there are 4 experts; choose a value from 1 to 4",
     ),
-    "no choice": (("--moe-top-k", 0), "top_k (--moe-top-k) is 0 but there are 4 experts"),
+    "no choice": (("--moe-top-k", 0), "top_k (--moe-top-k) is 0; give a whole number, at least 1"),
     "no experts": (("--moe-expert-count", 0), "--moe-expert-count is '0'; give a number of experts"),
     "negative experts": (("--moe-expert-count=-2",), "--moe-expert-count is '-2'; give a number"),
     "words for experts": (("--moe-expert-count", "many"), "--moe-expert-count is 'many'; give a"),
@@ -37,7 +37,7 @@ LM_CASES = {
     "frequency zero": (("--moe-freq", 0), "no layer becomes a MoE layer"),
     "unknown gate": (
         ("--moe-gate-type", "cosmic"),
-        "argument --moe-gate-type: invalid choice: 'cosmic' (choose from 'linear', 'cosine')",
+        "gate_type (--moe-gate-type) is 'cosmic'; choose one of linear, cosine, hash, or package",
     ),
     "unknown drop policy": (
         ("--moe-drop-policy", "luck"),
@@ -49,7 +49,7 @@ LM_CASES = {
     ),
     "capacity that is no number": (
         ("--moe-capacity-factor", "nan"),
-        "capacity_factor (--moe-capacity-factor) is nan; it must be a finite number",
+        "capacity_factor (--moe-capacity-factor) is nan; give a finite number",
     ),
     "weight that is no number": (
         ("--moe-gate-loss-wt", "inf"),
