@@ -300,6 +300,13 @@ class MoEConfig:
         scope="system",
         choices=("ragged", "padded"),
     )
+    use_2dh: bool = _option(
+        False,
+        "rows cross nodes by 2-D hierarchical all-to-all, within the node first: fewer, larger messages, "
+        "which pays on many nodes; needs experts over several whole nodes; the result is the same",
+        flag="--moe-use-2dh",
+        scope="system",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):

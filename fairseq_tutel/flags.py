@@ -113,6 +113,13 @@ class _SystemOptions(FairseqDataclass):
             "[default: 0]"
         },
     )
+    moe_local_size: int = field(
+        default=0,
+        metadata={
+            "help": "ranks of a node, for --moe-use-2dh; 0 takes what torchrun, OpenMPI or Slurm says; in "
+            "ranks [default: 0]"
+        },
+    )
     record_a2a_perf_stats: bool = field(
         default=False,
         metadata={

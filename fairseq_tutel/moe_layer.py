@@ -229,6 +229,7 @@ class MoELayer(nn.Module):
         here = self.experts.everywhere is not None
         return exchange.ExchangePlan(
             group=None if here else self.topology.expert_group,
+            grid=self.topology.grid if self.config.use_2dh else None,
             padded=self.config.exchange == "padded",
             timer=self.timer,
         )

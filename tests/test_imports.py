@@ -38,10 +38,13 @@ CORE = {
     "dispatch": "kernels routing",
     "comm": "",
     "comm.topology": "",
+    "comm.launcher": "",
     "comm.all_to_all": "",
     "comm.gradients": "comm.topology",
     "exploration": "config",
-    "exchange": "comm.all_to_all",
+    "comm.regroup": "",
+    "comm.hierarchical": "comm.all_to_all comm.regroup comm.topology",
+    "exchange": "comm.all_to_all comm.hierarchical comm.regroup comm.topology",
     "expert_stack": "config",
     "custom_experts": "config custom expert_stack initial",
     "experts": "config custom custom_experts expert_stack initial",
@@ -107,7 +110,8 @@ EDGE = {
     "models.announce": "capacity comm.topology config",
     "models.changed": "comm.topology flags",
     "models.build": (
-        "balance_weights comm.gradients comm.topology ffn_step flags kernels models.announce "
+        "balance_weights comm.gradients comm.launcher comm.topology ffn_step flags kernels "
+        "models.announce "
         "models.changed run_config"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",

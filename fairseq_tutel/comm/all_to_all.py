@@ -5,6 +5,7 @@ R rows, D model_dim, P ranks of the group.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,51 @@ def all_to_all(
     return _AllToAll.apply(rows_RD, tuple(send_counts), tuple(receive_counts), group, timer)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearTrip:
+    """One exchange there and back, its counts known: every rank sends to every other."""
+
+    group: dist.ProcessGroup
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    timer: ExchangeTimer | None = None
+
+    @property
+    def num_sent(self) -> int:
+        """Rows that leave this rank, or stay on it."""
+        return sum(self.send)
+
+    def there(self, rows_RD: Tensor) -> Tensor:
+        """Send rows in the order of their destination ranks; return them by source rank."""
+        return all_to_all(rows_RD, self.send, self.receive, self.group, self.timer)
+
+    def back(self, rows_RD: Tensor) -> Tensor:
+        """Return rows by source rank to where they came from, in the order they were sent in."""
+        return all_to_all(rows_RD, self.receive, self.send, self.group, self.timer)
+
+
+def open_trip(
+    counts_PE: Tensor, group: dist.ProcessGroup, timer: ExchangeTimer | None = None
+) -> tuple[LinearTrip, Tensor, list[list[int]]]:
+    """Exchange counts and plan the rows' trip by them. Collective; one host read.
+
+    Args:
+        counts_PE: [P, e] int64, rows for each expert of each rank of the group.
+        group: the ranks.
+        timer: of the rows' exchanges.
+
+    Returns:
+        trip: to send rows by.
+        arriving_PE: [P, e] int64, rows from each rank for each expert here.
+        arriving: the same on the host.
+    """
+    arriving_PE = torch.empty_like(counts_PE)
+    dist.all_to_all_single(arriving_PE, counts_PE.contiguous(), group=group)
+    leaving, arriving = torch.stack([counts_PE, arriving_PE]).tolist()
+    send, receive = (tuple(sum(row) for row in rows) for rows in (leaving, arriving))
+    return LinearTrip(group=group, send=send, receive=receive, timer=timer), arriving_PE, arriving
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -76,22 +122,23 @@ class _AllToAll(torch.autograd.Function):
         timer: ExchangeTimer | None,
     ) -> Tensor:
         ctx.send, ctx.receive, ctx.group, ctx.timer = send, receive, group, timer
-        return _exchange(rows, send, receive, group, timer)
+        return exchange_rows(rows, send, receive, group, timer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-        back = _exchange(drows, ctx.receive, ctx.send, ctx.group, ctx.timer)
+        back = exchange_rows(drows, ctx.receive, ctx.send, ctx.group, ctx.timer)
         return back, None, None, None, None
 
 
-def _exchange(
+def exchange_rows(
     rows: Tensor,
     send: tuple[int, ...],
     receive: tuple[int, ...],
     group: dist.ProcessGroup,
     timer: ExchangeTimer | None,
 ) -> Tensor:
+    """Send and receive rows by their counts, without autograd."""
     rows = rows.contiguous()
     out = rows.new_empty(sum(receive), *rows.shape[1:])
 

@@ -13,6 +13,23 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The expert group's ranks by node: rank n * L + l is local index l of node n.
+
+    Attributes:
+        nodes: N.
+        local: L, ranks of each node.
+        node_group: this rank's node, L ranks.
+        rail_group: the ranks of this local index, one in each node.
+    """
+
+    nodes: int
+    local: int
+    node_group: dist.ProcessGroup
+    rail_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """One rank's place. A group is None where it would hold this rank alone."""
 
@@ -21,6 +38,7 @@ class Topology:
     expert_parallel_size: int = 1
     expert_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    grid: Grid | None = None
 
     @property
     def expert_rank(self) -> int:
@@ -57,14 +75,22 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 
 
 # new_group is collective and a group lives as long as the job: one per (W, P), shared by all models.
-_topologies: dict[tuple[int, int], Topology] = {}
+_topologies: dict[tuple[int, int, int], Topology] = {}
 _in_use: list[Topology] = []
 
 
-def make_topology(expert_counts: Sequence[int], requested: int = 0) -> Topology:
+def make_topology(
+    expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0
+) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
     Collective: every rank must call it with the same arguments. Without torch.distributed: one rank.
+
+    Args:
+        expert_counts: experts of every layer.
+        requested: P; 0 for the greatest that fits.
+        ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
+            makes none.
     """
     if not (dist.is_available() and dist.is_initialized()):
         expert_parallel_size(1, expert_counts, requested)
@@ -72,9 +98,10 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0) -> Topology:
         return _in_use[0]
     world, rank = dist.get_world_size(), dist.get_rank()
     size = expert_parallel_size(world, expert_counts, requested)
-    if (world, size) not in _topologies:
-        _topologies[world, size] = _create(world, rank, size)
-    _in_use[:] = [_topologies[world, size]]
+    key = (world, size, ranks_per_node)
+    if key not in _topologies:
+        _topologies[key] = _create(world, rank, size, ranks_per_node)
+    _in_use[:] = [_topologies[key]]
     return _in_use[0]
 
 
@@ -92,7 +119,7 @@ def destroy() -> None:
     _in_use.clear()
 
 
-def _create(world: int, rank: int, size: int) -> Topology:
+def _create(world: int, rank: int, size: int, local: int) -> Topology:
     expert_group = replica_group = None
     if size > 1:
         # Also for P = W: a communicator of its own, whose order no data-parallel bucket disturbs.
@@ -108,7 +135,26 @@ def _create(world: int, rank: int, size: int) -> Topology:
         expert_parallel_size=size,
         expert_group=expert_group,
         replica_group=replica_group,
+        grid=_create_grid(world, rank, size, local),
     )
+
+
+def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
+    if local < 2 or size <= local or size % local:
+        return None
+    node_group = rail_group = None
+    for first in range(0, world, local):
+        group = dist.new_group(range(first, first + local))
+        node_group = group if first <= rank < first + local else node_group
+    for first in range(0, world, size):
+        for index in range(local):
+            rail = range(first + index, first + size, local)
+            group = dist.new_group(rail)
+            rail_group = group if rank in rail else rail_group
+    assert node_group is not None and rail_group is not None, (
+        "every rank is in a node and on a rail"
+    )
+    return Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
 
 
 # A group of a group lives as long as the one it was made from; all layers share it.

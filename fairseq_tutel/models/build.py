@@ -7,6 +7,7 @@ from torch import nn
 
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.comm.launcher import ranks_per_node
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
@@ -54,7 +55,8 @@ def install_experts(
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
     task_cfg, root, training = config_of(task), root_of(task), is_training(task)
     requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
-    topology = make_topology(counts, requested) if training else Topology()
+    local = node_size(task_cfg)
+    topology = make_topology(counts, requested, local) if training else Topology()
     configs = [
         layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
         for count, (_, layer) in zip(counts, chosen, strict=True)
@@ -73,9 +75,32 @@ def install_experts(
     model._ddp_params_and_buffers_to_ignore = [
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
+    if training and configs[0].use_2dh and topology.grid is None:
+        logger.warning(
+            "--moe-use-2dh has no effect: experts are exchanged among %d ranks, which are not several "
+            "whole nodes of %d; results are the same",
+            topology.expert_parallel_size,
+            local,
+        )
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
+
+
+def node_size(task_cfg: Any) -> int:
+    """Return the ranks of a node where 2-D all-to-all is asked for, else 0.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if not getattr(task_cfg, "moe_use_2dh", False):
+        return 0
+    given = task_cfg.moe_local_size
+    if given < 0:
+        raise ValueError(
+            f"--moe-local-size is {given}; give the ranks of a node, or 0 for what the launcher says."
+        )
+    return given or ranks_per_node()
 
 
 def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:

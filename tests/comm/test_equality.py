@@ -29,6 +29,7 @@ CHOICES = {
     "bias": (False, True),
     "beside": ("none", "shared", "residual"),
     "exchange": ("ragged", "padded"),
+    "ranks_per_node": (0, 2),  # 2: of four ranks, two nodes
     "parallel": (0, 2, 1),  # 0: over all ranks
     "recompute": ("no", "reentrant", "non-reentrant"),
 }
@@ -87,7 +88,9 @@ def on_one_rank(training: Training) -> dict[str, torch.Tensor]:
 
 def same_on_one_rank(case: Training) -> dict[str, torch.Tensor]:
     """Train what the case computes, in the plainest way."""
-    return on_one_rank(dataclasses.replace(case, exchange="ragged", parallel=0, recompute="no"))
+    return on_one_rank(
+        dataclasses.replace(case, exchange="ragged", ranks_per_node=0, parallel=0, recompute="no")
+    )
 
 
 @pytest.mark.parametrize("world_size", (2, 4))

@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is computed, and how (the last three)."""
+    """What is computed, and how (the last four)."""
 
     optimizer: str
     top_k: int
@@ -49,6 +49,7 @@ class Training:
     bias: bool = False
     beside: str = "none"
     exchange: str = "ragged"
+    ranks_per_node: int = 0
     parallel: int = 0
     recompute: str = "no"
 
@@ -70,6 +71,7 @@ class Training:
             "shared_experts": 1 if self.beside == "shared" else 0,
             "residual": self.beside == "residual",
             "exchange": self.exchange,
+            "use_2dh": self.ranks_per_node > 0,
         }
 
 
@@ -137,7 +139,9 @@ def train(training: Training) -> dict[str, Tensor]:
     """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
     distributed = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
-    topology = make_topology([EXPERTS], training.parallel if distributed else 0)
+    topology = make_topology(
+        [EXPERTS], training.parallel if distributed else 0, training.ranks_per_node
+    )
     model = Model(training, topology)
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[training.optimizer](parameters)

@@ -11,7 +11,10 @@ from equality import assert_ranks_agree
 
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 CASES = {
-    "dropless-top1": ("lm", *SGD, "--moe-top-k", 1),
+    # Four ranks are two nodes.
+    "dropless-top1-2dh": (
+        "lm", *SGD, "--moe-top-k", 1, "--moe-use-2dh", "--moe-local-size", 2,
+    ),
     "capacity-top2-checkpointed": (
         "lm", *SGD, "--moe-top-k", 2, "--moe-capacity-factor", 0.8, "--checkpoint-activations",
     ),

@@ -1,0 +1,133 @@
+"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes.
+
+Covered: ragged and even trips, there and back, and their backward, for every split of 4, 6 and 8 ranks into
+whole nodes; ranks without rows; fp32, bf16, integers; messages across nodes by count; no grid where the
+experts are not on several whole nodes; what the launchers say of a node.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.comm import all_to_all, hierarchical, launcher
+from fairseq_tutel.comm.topology import make_topology
+
+SPLITS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
+MODEL_DIM, EXPERTS_PER_RANK = 3, 2
+
+
+def counts_of(rank, world, seed):
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    counts = torch.randint(0, 4, (world, EXPERTS_PER_RANK), generator=generator)
+    if seed == 1 and rank == 1:
+        counts.zero_()  # a rank that sends nothing
+    return counts
+
+
+def compare_trips(local, dtype, seed):
+    """On every rank: both exchanges of the same rows, and what backward makes of a projection."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = make_topology([world * EXPERTS_PER_RANK], ranks_per_node=local)
+    counts = counts_of(rank, world, seed)
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(int(counts.sum()), MODEL_DIM, generator=generator)
+    rows = (100 * rows).to(dtype)
+    results = []
+    for trip, arriving_PE, arriving in (
+        all_to_all.open_trip(counts, place.expert_group),
+        hierarchical.open_trip(counts, place.grid),
+    ):
+        x = rows.clone().requires_grad_(dtype.is_floating_point)
+        there = trip.there(x)
+        back = trip.back(there * 2)
+        if dtype.is_floating_point:
+            (back * torch.arange(len(back)).unsqueeze(1)).sum().backward()
+        grad = x.grad if x.grad is not None else torch.zeros(0)
+        results.append((arriving_PE, torch.tensor(arriving), there.detach(), back.detach(), grad))
+    return results
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
+@pytest.mark.parametrize("world, local", SPLITS)
+def test_a_ragged_trip_is_the_linear_one(ranks, world, local, dtype, seed):
+    for linear, hierarchical_ in ranks(world).run(compare_trips, local, dtype, seed):
+        for expected, got in zip(linear, hierarchical_, strict=True):
+            assert torch.equal(got, expected)
+    assert linear[2].shape[0] > 0
+
+
+def even(local):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = make_topology([world], ranks_per_node=local)
+    rows = torch.arange(2.0 * world).unsqueeze(1) + 1000 * rank
+    plan = (2,) * world
+    linear = all_to_all.LinearTrip(group=place.expert_group, send=plan, receive=plan)
+    trip = hierarchical.even_trip(2, place.grid, rows.device)
+    there = trip.there(rows)
+    return there, linear.there(rows), trip.back(there), rows
+
+
+@pytest.mark.parametrize("world, local", SPLITS)
+def test_an_even_trip_is_the_linear_one_and_comes_back(ranks, world, local):
+    for there, expected, back, rows in ranks(world).run(even, local):
+        assert torch.equal(there, expected)
+        assert torch.equal(back, rows)
+
+
+def messages(local):
+    """Count the messages that this rank sends to other nodes, by the splits of every collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = make_topology([world], ranks_per_node=local)
+    trips = (
+        all_to_all.open_trip(torch.ones(world, 1, dtype=torch.int64), place.expert_group)[0],
+        hierarchical.open_trip(torch.ones(world, 1, dtype=torch.int64), place.grid)[0],
+    )
+    sent = []
+    original = dist.all_to_all_single
+
+    def counting(out, rows, receive, send, group):
+        members = dist.get_process_group_ranks(group)
+        pairs = zip(members, send, strict=True)
+        sent[-1] += [n for other, n in pairs if other // local != rank // local and n]
+        return original(out, rows, receive, send, group=group)
+
+    dist.all_to_all_single = counting
+    try:
+        for trip in trips:
+            sent.append([])
+            trip.there(torch.ones(world, MODEL_DIM))
+    finally:
+        dist.all_to_all_single = original
+    return sent
+
+
+@pytest.mark.parametrize("world, local", SPLITS)
+def test_messages_across_nodes_fall_to_one_a_node(ranks, world, local):
+    for linear, hierarchical_ in ranks(world).run(messages, local):
+        assert linear == [1] * (world - local)
+        assert hierarchical_ == [local] * (world // local - 1)
+        assert sum(linear) == sum(hierarchical_)  # the same rows in all
+
+
+def grids(locals_):
+    return [make_topology([4], 0, local).grid is None for local in locals_]
+
+
+def test_there_is_no_grid_where_experts_are_not_on_several_whole_nodes(ranks):
+    # One rank a node; three, which do not divide 4; all on one node; no node known.
+    assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "8,4"}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_launcher_says_how_many_ranks_a_node_has(environment, expected):
+    assert launcher.ranks_per_node(environment) == expected
