@@ -39,16 +39,24 @@ def load_class(label: str, name: str) -> type:
 
 def build_custom(label: str, name: str, config: Any) -> nn.Module:
     """Return the named class built as Class(config); the module keeps `moe_config` to be drawn again."""
-    kind = load_class(label, name)
-    try:
-        module: Any = kind(config)
-    except TypeError as error:
-        raise ValueError(
-            f"{label} is {name!r}, which is not built as Class(config) ({error}); give a class that takes "
-            "a MoEConfig alone."
-        ) from error
+    module: Any = construct(label, load_class(label, name), config)
     module.moe_config = config
     return module
+
+
+def construct(label: str, kind: type, config: Any) -> Any:
+    """Return kind(config).
+
+    Raises:
+        ValueError: the class does not take a configuration alone.
+    """
+    try:
+        return kind(config)
+    except TypeError as error:
+        raise ValueError(
+            f"{label} is {kind.__module__}.{kind.__name__}, which is not built as Class(config) ({error}); "
+            "give a class that takes a MoEConfig alone."
+        ) from error
 
 
 @torch.no_grad()

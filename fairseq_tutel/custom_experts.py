@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.custom import draw
+from fairseq_tutel.config import MoEConfig, label_of
+from fairseq_tutel.custom import construct, draw
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.initial import hashed_seed
 
@@ -32,7 +32,7 @@ class CustomExperts(ExpertStack):
         super().__init__(config, num_local, first)
         self.kind = kind
         with torch.device("meta"):
-            template = kind(config)
+            template = construct(label_of("expert_type"), kind, config)
         if not isinstance(template, nn.Module) or not list(template.parameters()):
             raise ValueError(f"expert {kind.__name__} has no parameters; give a torch module.")
         if list(template.buffers()):
