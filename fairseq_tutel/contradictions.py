@@ -80,44 +80,39 @@ def _check_choosers(config: Any, label: Label) -> None:
         )
 
 
+def _refuse_beside(config: Any, label: Label, only: dict[str, Any], reason: str) -> None:
+    """Refuse every other way to choose, and every option that has not the only value it may have."""
+    others = {name: getattr(config, name) for name in only if getattr(config, name) != only[name]}
+    for name, value in {**_choosers(config), **others}.items():
+        raise ValueError(f"{label(name)} is {value} but {reason}; drop one of the two.")
+
+
 def _check_experts_choice(config: Any, label: Label) -> None:
-    if config.choice != "experts":
-        return
-    on = _choosers(config)
-    for name, only in (
-        ("drop_policy", "position"),
-        ("second_expert_policy", "all"),
-        ("expert_groups", 1),
-    ):
-        if getattr(config, name) != only:
-            on[name] = getattr(config, name)
-    for name, value in on.items():
-        raise ValueError(
-            f"{label(name)} is {value} but experts choose their tokens (--moe-choice experts), which "
-            "leaves it nothing to do; drop one of the two."
+    if config.choice == "experts":
+        _refuse_beside(
+            config,
+            label,
+            {"drop_policy": "position", "second_expert_policy": "all", "expert_groups": 1},
+            "experts choose their tokens (--moe-choice experts), which leaves it nothing to do",
         )
 
 
 def _check_hash(config: Any, label: Label) -> None:
-    if "hash" not in config.gate_types:
-        return
-    on = _choosers(config)
-    for name, only in (
-        ("choice", "tokens"),
-        ("expert_groups", 1),
-        ("score_function", "softmax"),
-        ("gate_noise", 0),
-        ("input_jitter", 0),
-        ("input_dropout", 0),
-        ("second_expert_policy", "all"),
-    ):
-        if getattr(config, name) != only:
-            on[name] = getattr(config, name)
-    for name, value in on.items():
-        raise ValueError(
-            f"{label(name)} is {value} but {label('gate_type')} is {config.gate_type!r}, and a hash alone "
-            "says what a token's experts are and that each weighs 1 / top_k; drop one of the two."
+    if "hash" in config.gate_types:
+        only = {
+            "choice": "tokens",
+            "expert_groups": 1,
+            "score_function": "softmax",
+            "gate_noise": 0,
+            "input_jitter": 0,
+            "input_dropout": 0,
+            "second_expert_policy": "all",
+        }
+        reason = (
+            f"{label('gate_type')} is {config.gate_type!r}, and a hash alone says what a token's experts "
+            "are and that each weighs 1 / top_k"
         )
+        _refuse_beside(config, label, only, reason)
 
 
 def _check_losses(config: Any, label: Label) -> None:

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.choice import scores_of
-from fairseq_tutel.routing import Assignment, Routing
-
-Decision = Assignment | Routing
+from fairseq_tutel.routing import Decision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from fairseq_tutel.routing import Assignment, Routing
-
-Decision = Assignment | Routing
+from fairseq_tutel.routing import Decision
 
 
 @dataclass(frozen=True, kw_only=True)

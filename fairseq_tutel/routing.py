@@ -78,6 +78,9 @@ class Assignment:
     max_rows: int  # of the compact layout, known without asking the device
 
 
+Decision = Assignment | Routing  # what losses and metrics read stands in both
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """How experts are chosen, weighed and filled; each field as the MoEConfig field of its name."""
