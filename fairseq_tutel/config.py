@@ -7,10 +7,13 @@ command-line flags and hydra keys from this dataclass.
 
 import math
 import numbers
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fairseq_tutel.comm.how import ALGORITHMS
+from fairseq_tutel.comm.wire import WIRES
 from fairseq_tutel.contradictions import refuse_contradictions
 from fairseq_tutel.custom import is_custom
 from fairseq_tutel.drop_policies import POLICIES
@@ -38,6 +41,11 @@ CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a mill
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
+OVERLAP: Rule = (lambda v: 1 <= v <= 32, "give a whole number from 1 to 32")
+PARALLEL_TYPE: Rule = (
+    lambda v: re.fullmatch(r"adaptive:\d{1,6}|data|model|auto", v) is not None,
+    "give adaptive:r with r a whole number, data, model or auto",
+)
 TEMPERATURE: Rule = (
     lambda v: 0.01 <= v < math.inf,
     "give at least 0.01, which is where the gate stops it",
@@ -300,12 +308,54 @@ class MoEConfig:
         scope="system",
         choices=("ragged", "padded"),
     )
-    use_2dh: bool = _option(
-        False,
-        "rows cross nodes by 2-D hierarchical all-to-all, within the node first: fewer, larger messages, "
-        "which pays on many nodes; needs experts over several whole nodes; the result is the same",
-        flag="--moe-use-2dh",
+    a2a_algorithm: str = _option(
+        "linear",
+        "how rows cross ranks: linear, every rank sends to every other; 2dh, 2-D hierarchical, within the "
+        "node first: fewer, larger messages, which pays on many nodes and needs experts over several "
+        "whole ones; auto, what a model of the cluster expects to be faster; the result is the same",
+        flag="--moe-a2a-algorithm",
         scope="system",
+        choices=(*ALGORITHMS, "auto"),
+    )
+    a2a_dtype: str = _option(
+        "same",
+        "dtype of rows while they cross ranks: same, bf16, or fp8 with a scale for every row; the "
+        "narrow ones lose digits",
+        flag="--moe-a2a-dtype",
+        scope="system",
+        choices=WIRES,
+    )
+    a2a_ffn_overlap_degree: int = _option(
+        1,
+        "chunks of rows that cross ranks while the experts work on others, 1 to 32; the result is the same",
+        flag="--moe-a2a-ffn-overlap-degree",
+        scope="system",
+        rule=OVERLAP,
+    )
+    parallel_type: str = _option(
+        "adaptive:1",
+        "how ranks share the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
+        "adaptive:1; model, r as large as it can be; auto, r by measuring; the result is the same",
+        flag="--moe-parallel-type",
+        scope="system",
+        rule=PARALLEL_TYPE,
+    )
+    adaptive_r: int = _option(
+        -1,
+        "ranks that get a row, each with that part of its expert's hidden dimension, where ranks are more "
+        "than experts: 0 (gather all experts everywhere, send no row) or a divisor of the ranks per "
+        "expert, more count as that; -1: by --moe-parallel-type; the result is the same",
+        flag="--moe-adaptive-r",
+        scope="system",
+        rule=(lambda v: -1 <= v <= 1e6, "give a whole number, at least -1"),
+    )
+    adaptive: str = _option(
+        "off",
+        "auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by measuring "
+        "updates; off: as they are given",
+        flag="--moe-adaptive",
+        scope="system",
+        choices=("off", "auto"),
     )
 
     def __post_init__(self) -> None:

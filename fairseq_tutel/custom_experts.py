@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import construct, draw
-from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.initial import hashed_seed
 
 
@@ -27,9 +27,15 @@ class CustomExperts(ExpertStack):
     """
 
     def __init__(
-        self, config: MoEConfig, kind: type, num_local: int | None = None, first: int = 0
+        self,
+        config: MoEConfig,
+        kind: type,
+        num_local: int | None = None,
+        first: int = 0,
+        slices: int = 1,
+        slice_index: int = 0,
     ) -> None:
-        super().__init__(config, num_local, first)
+        super().__init__(config, num_local, first, slices, slice_index)
         self.kind = kind
         with torch.device("meta"):
             template = construct(label_of("expert_type"), kind, config)
@@ -60,11 +66,13 @@ class CustomExperts(ExpertStack):
             for tensor, parameter in expert.named_parameters():
                 stacks[_key(tensor)][i].copy_(parameter)
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(
+        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
+    ) -> Tensor:
         """Run expert i on its counts[i] rows; an expert without rows is not called."""
         (template,) = self._template
         template.train(self.training)
-        tensors = self.tensors()
+        tensors = self.tensors() if tensors is None else tensors
         # unbind's backward stacks once; indexing would build a zero-filled stack per expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 

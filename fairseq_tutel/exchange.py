@@ -5,31 +5,51 @@ counts)` is a callable, so this file knows no experts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm import all_to_all, hierarchical
-from fairseq_tutel.comm.all_to_all import ExchangeTimer, LinearTrip
+from fairseq_tutel.comm import all_to_all, hierarchical, pipeline
+from fairseq_tutel.comm.all_to_all import LinearTrip
+from fairseq_tutel.comm.copies import destinations, repeat_blocks
 from fairseq_tutel.comm.hierarchical import HierarchicalTrip
+from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.regroup import permute, regroup_maps
+from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Grid
+from fairseq_tutel.comm.trip import Counts, Trip
 
 ExpertFn = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-    """How rows travel: within `group` (None: they stay), over its nodes where `grid` has them.
+    """How rows travel.
 
-    Ragged or padded, timed or not.
+    Attributes:
+        group: ranks that exchange them; None: they stay.
+        grid: the nodes of the group, which 2dh needs.
+        how: adaptive_r (at least 1 within a group), overlap and algorithm.
+        slices: s, ranks of one expert.
+        padded: every expert's rows are as many on every rank.
+        wire: see comm/wire.py.
+        timer: of the rows.
     """
 
     group: dist.ProcessGroup | None = None
     grid: Grid | None = None
+    how: How = field(default_factory=How)
+    slices: int = 1
     padded: bool = False
+    wire: str = "same"
     timer: ExchangeTimer | None = None
+
+    @property
+    def nodes(self) -> Grid | None:
+        """The grid that rows go over, if they do."""
+        return self.grid if self.how.algorithm == "2dh" else None
 
 
 def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, plan: ExchangePlan) -> Tensor:
@@ -45,9 +65,19 @@ def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, plan: ExchangePl
         [R', D] in the order of the input; compact rows without their unused tail.
     """
     if plan.group is None:
-        return _run_local(rows_RD, counts_E, expert_fn)
-    run_across = _run_padded if plan.padded else _run_ragged
-    return run_across(rows_RD, counts_E, expert_fn, plan.group, plan)
+        counts = counts_E.tolist()
+        return expert_fn(rows_RD[: sum(counts)], counts)
+    capacity = rows_RD.shape[0] // counts_E.shape[0]
+    if plan.padded:
+        counts_E = torch.full_like(counts_E, capacity)
+    degree = plan.how.adaptive_r
+    device, host = _counts(counts_E, capacity, plan)
+    num_rows = int(host.leaving_PE.sum()) // degree
+    rows_RD = rows_RD[:num_rows]
+    if degree == 1:
+        return _run(rows_RD, device, host, expert_fn, plan)
+    repeated = repeat_blocks(rows_RD, counts_E, num_rows, degree)
+    return repeated.summed(_run(repeated.rows_RD, device, host, expert_fn, plan))
 
 
 def agreed_capacity(counts_E: Tensor, plan: ExchangePlan) -> int:
@@ -60,51 +90,64 @@ def agreed_capacity(counts_E: Tensor, plan: ExchangePlan) -> int:
     return int(need)
 
 
-def _run_local(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn) -> Tensor:
-    counts = counts_E.tolist()
-    return expert_fn(rows_RD[: sum(counts)], counts)
-
-
-def _run_padded(
-    rows_RD: Tensor,
-    counts_E: Tensor,
-    expert_fn: ExpertFn,
-    group: dist.ProcessGroup,
-    plan: ExchangePlan,
-) -> Tensor:
-    num_ranks = dist.get_world_size(group)
-    num_local, model_dim = counts_E.shape[0] // num_ranks, rows_RD.shape[1]
-    trip: LinearTrip | HierarchicalTrip
-    rows_per_rank = rows_RD.shape[0] // num_ranks
-    if plan.grid is None:
-        even = (rows_per_rank,) * num_ranks
-        trip = LinearTrip(group=group, send=even, receive=even, timer=plan.timer)
+def _counts(counts_E: Tensor, capacity: int, plan: ExchangePlan) -> tuple[Counts, Counts]:
+    """Return the counts of all blocks on the device and on the host; collective unless padded."""
+    assert plan.group is not None
+    if plan.padded:
+        # The same on every rank, so nobody need be told; made in both places rather than copied.
+        host = _even_counts(torch.full(counts_E.shape, capacity), plan)
+        return (_even_counts(counts_E, plan) if counts_E.is_cuda else host), host
+    leaving_PE = _leaving(counts_E, plan)
+    if plan.nodes is None:
+        device = all_to_all.exchange_counts(leaving_PE, plan.group)
     else:
-        trip = hierarchical.even_trip(rows_per_rank, plan.grid, rows_RD.device, plan.timer)
-    received = trip.there(rows_RD)
-    by_source = received.view(num_ranks, num_local, -1, model_dim)  # [P, e, C, D]
-    by_expert = by_source.transpose(0, 1).reshape(received.shape)  # [e * P * C, D]
-    done = expert_fn(by_expert, [received.shape[0] // num_local] * num_local)
-    back = done.view(num_local, num_ranks, -1, model_dim).transpose(0, 1).reshape(received.shape)
-    return trip.back(back)
+        device = hierarchical.exchange_counts(leaving_PE, plan.nodes)
+    return device, device.to_host()
 
 
-def _run_ragged(
-    rows_RD: Tensor,
-    counts_E: Tensor,
-    expert_fn: ExpertFn,
-    group: dist.ProcessGroup,
-    plan: ExchangePlan,
+def _leaving(counts_E: Tensor, plan: ExchangePlan) -> Tensor:
+    counts = destinations(counts_E, plan.slices, plan.how.adaptive_r)
+    return counts.view(dist.get_world_size(plan.group), -1)
+
+
+def _even_counts(counts_E: Tensor, plan: ExchangePlan) -> Counts:
+    """Return the counts where every rank sends alike: what comes is what this rank sends itself."""
+    leaving_PE = _leaving(counts_E, plan)
+    rank = dist.get_rank(plan.group)
+    arriving_PE = leaving_PE[rank].expand_as(leaving_PE)
+    if plan.nodes is None:
+        return Counts(leaving_PE, arriving_PE)
+    nodes, local = plan.nodes.nodes, plan.nodes.local
+    for_my_rail = leaving_PE.view(nodes, local, -1)[:, rank % local]
+    return Counts(leaving_PE, arriving_PE, for_my_rail.expand(local, -1, -1))
+
+
+def _trip(device: Counts, host: Counts, plan: ExchangePlan) -> Trip:
+    assert plan.group is not None
+    if plan.nodes is None:
+        return LinearTrip.of(host, plan.group, plan.wire, plan.timer)
+    return HierarchicalTrip.of(device, host, plan.nodes, plan.wire, plan.timer)
+
+
+def _run(
+    rows_RD: Tensor, device: Counts, host: Counts, expert_fn: ExpertFn, plan: ExchangePlan
 ) -> Tensor:
-    counts_PE = counts_E.view(dist.get_world_size(group), -1)  # [P, e], what goes to each rank
-    trip: LinearTrip | HierarchicalTrip
-    if plan.grid is None:
-        trip, arriving_PE, arriving = all_to_all.open_trip(counts_PE, group, plan.timer)
-    else:
-        trip, arriving_PE, arriving = hierarchical.open_trip(counts_PE, plan.grid, plan.timer)
-    per_expert = [sum(column) for column in zip(*arriving, strict=True)]
-    received = trip.there(rows_RD[: trip.num_sent])
-    to_expert, to_source = regroup_maps(arriving_PE, sum(per_expert))
-    by_expert = permute(received, to_expert, to_source)
-    done = expert_fn(by_expert, per_expert)
-    return trip.back(permute(done, to_source, to_expert))
+    """Send the rows in as many chunks as asked for, each block of rows cut in that many parts."""
+    number = plan.how.overlap
+    hosts = [host.chunk(i, number) for i in range(number)]
+    devices = hosts if device is host else [device.chunk(i, number) for i in range(number)]
+    trips = [_trip(*both, plan) for both in zip(devices, hosts, strict=True)]
+
+    def stage(i: int, received_RD: Tensor) -> Tensor:
+        per_expert = hosts[i].arriving_PE.sum(0).tolist()
+        to_expert, to_source = regroup_maps(devices[i].arriving_PE, sum(per_expert))
+        done_RD = expert_fn(permute(received_RD, to_expert, to_source), per_expert)
+        return permute(done_RD, to_source, to_expert)
+
+    if number == 1:
+        return pipeline.run([rows_RD], trips, stage)
+    blocks = torch.stack([counts.leaving_PE.reshape(-1) for counts in devices], 1)
+    to_chunk, to_block = regroup_maps(blocks, rows_RD.shape[0])
+    sizes = [int(counts.leaving_PE.sum()) for counts in hosts]
+    chunks = permute(rows_RD, to_chunk, to_block).split(sizes)
+    return permute(pipeline.run(chunks, trips, stage), to_block, to_chunk)

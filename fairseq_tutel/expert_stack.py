@@ -1,38 +1,72 @@
-"""What all kinds of experts have in common: tensors stacked by expert, in a rank's slice or whole.
+"""What all kinds of experts have in common: tensors stacked by expert, of a rank's experts or of all.
 
-e local experts.
+e local experts, s slices of an expert.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.slices import Slice, cut, mark_slice
 from fairseq_tutel.config import MoEConfig
+
+Tensors = Mapping[str, Any]
 
 
 class ExpertStack(nn.Module):
-    """The local slice of a layer's experts: every parameter of its own has dimension 0 by expert.
+    """A rank's part of a layer's experts: every parameter of its own has dimension 0 by expert.
 
-    A state dict holds all E experts by global id: `load_state_dict` takes the local slice out of it,
-    and `state_dict` gives the whole after `comm.checkpoint` gathered it, else the local slice.
+    A state dict holds all E experts by global id: `load_state_dict` takes the local part out of it,
+    and `state_dict` gives the whole after `comm.checkpoint` gathered it, else the local part.
 
     Args:
         config: of the layer.
         num_local: experts of this rank; None for all.
         first: global id of the first of them.
+        slices: ranks that hold one expert, a part of its hidden dimension each.
+        slice_index: which part is here.
     """
 
-    def __init__(self, config: MoEConfig, num_local: int | None = None, first: int = 0) -> None:
+    # Along which dimension a stacked tensor is cut where an expert has several ranks; of a kind of
+    # expert that cannot be cut, nothing.
+    slice_dims: ClassVar[dict[str, int]] = {}
+    # Tensors that are added to the output, in its last dimension: a part's stands among zeros.
+    added: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        num_local: int | None = None,
+        first: int = 0,
+        slices: int = 1,
+        slice_index: int = 0,
+    ) -> None:
         super().__init__()
+        if slices > 1 and not self.slice_dims:
+            raise ValueError(
+                f"--moe-expert-parallel-size gives {slices} ranks to one expert, but expert_type "
+                f"(--moe-expert-type) {config.expert_type} cannot be cut into slices; give a size of at "
+                f"most {config.num_experts}, the number of experts."
+            )
         self.config = config
         self.num_local = config.num_experts if num_local is None else num_local
         self.first = first
+        self.slices, self.slice_index = slices, slice_index
         self.gathered: dict[str, Tensor] | None = None
         self.everywhere: dict[str, Tensor] | None = None
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run expert i on its counts[i] rows; `counts` is on the host and sums to R."""
+    def forward(
+        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
+    ) -> Tensor:
+        """Run expert i on its counts[i] rows.
+
+        Args:
+            rows_RD: [R, D] expert-major.
+            counts: on the host; they sum to R.
+            tensors: what to compute with, by the parameters' names; None for `self.tensors()`.
+        """
         raise NotImplementedError
 
     def reset_parameters(self, seed: int, name: str) -> None:
@@ -43,9 +77,30 @@ class ExpertStack(nn.Module):
         """Return the stacked parameters by name, without modules that all experts share."""
         return dict(self.named_parameters(recurse=False))
 
-    def tensors(self) -> dict[str, Any]:
-        """Return what a forward computes with: the local slice, or all experts where gathered."""
+    def tensors(self) -> Tensors:
+        """Return what a forward computes with: the local experts, or all of them where gathered."""
         return self.everywhere or self.expert_parameters()
+
+    def slice_of(self, name: str) -> Slice:
+        """Return how a parameter is cut."""
+        return Slice(self.slices, self.slice_dims.get(name, 1)) if self.slices > 1 else Slice()
+
+    def mark_slices(self) -> None:
+        """Let every cut parameter say so, for who gathers it without knowing its layer."""
+        if self.slices > 1:
+            for name, parameter in self.expert_parameters().items():
+                mark_slice(parameter, self.slice_of(name))
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter of one expert that is not cut."""
+        shape, how = list(self.expert_parameters()[name].shape), self.slice_of(name)
+        shape[how.dim if how.count > 1 else 0] *= how.count
+        return tuple(shape[1:])
+
+    @torch.no_grad()
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor [n, ...] of n whole experts; a view."""
+        return cut(whole, self.slice_of(name), self.slice_index)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -53,18 +108,19 @@ class ExpertStack(nn.Module):
             destination[prefix + name] = tensor
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, parameter in self.expert_parameters().items():
+        for name in self.expert_parameters():
             tensor = state_dict.get(prefix + name)
             if tensor is not None:
-                state_dict[prefix + name] = self._local_slice(prefix + name, tensor, parameter)
+                state_dict[prefix + name] = self._local_part(prefix + name, tensor)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _local_slice(self, key: str, tensor: Tensor, parameter: Tensor) -> Tensor:
-        expected = (self.config.num_experts, *parameter.shape[1:])
+    def _local_part(self, key: str, tensor: Tensor) -> Tensor:
+        name = key.rpartition(".")[2]
+        expected = (self.config.num_experts, *self.whole_shape(name))
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
                 f"{expected}; give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
                 "(a first number below the expert count is a crash file that holds one rank's part)."
             )
-        return tensor[self.first : self.first + self.num_local]
+        return self.own_part(name, tensor[self.first : self.first + self.num_local])

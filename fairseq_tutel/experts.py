@@ -5,7 +5,7 @@ counts[i] rows.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import is_custom, load_class
 from fairseq_tutel.custom_experts import CustomExperts
-from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.initial import draw_linear, seeded_generator
 
 
@@ -51,17 +51,33 @@ class Experts(ExpertStack):
     fc3_weight [e, H, D], fc3_bias [e, H]. Each expert's matrices have nn.Linear's layout.
     """
 
-    def __init__(self, config: MoEConfig, num_local: int | None = None, first: int = 0) -> None:
-        super().__init__(config, num_local, first)
-        shapes = {"fc1": (config.hidden_dim, config.model_dim)}
+    slice_dims: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("fc1_weight", "fc1_bias", "fc3_weight", "fc3_bias", "fc2_bias"), 1),
+        "fc2_weight": 2,
+    }
+    added: ClassVar[tuple[str, ...]] = ("fc2_bias",)
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        num_local: int | None = None,
+        first: int = 0,
+        slices: int = 1,
+        slice_index: int = 0,
+    ) -> None:
+        super().__init__(config, num_local, first, slices, slice_index)
+        hidden_dim, model_dim = (
+            _part_of(getattr(config, name), slices, name) for name in ("hidden_dim", "model_dim")
+        )
+        shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
-            shapes["fc3"] = (config.hidden_dim, config.model_dim)
-        shapes["fc2"] = (config.model_dim, config.hidden_dim)
-        for name, (out_dim, in_dim) in shapes.items():
+            shapes["fc3"] = (hidden_dim, hidden_dim, config.model_dim)
+        shapes["fc2"] = (model_dim, config.model_dim, hidden_dim)
+        for name, (bias_dim, out_dim, in_dim) in shapes.items():
             weight = nn.Parameter(torch.empty(self.num_local, out_dim, in_dim))
             self.register_parameter(f"{name}_weight", weight)
             bias = (
-                nn.Parameter(torch.empty(self.num_local, out_dim)) if config.expert_bias else None
+                nn.Parameter(torch.empty(self.num_local, bias_dim)) if config.expert_bias else None
             )
             self.register_parameter(f"{name}_bias", bias)
         # One layer norm for all experts (fairseq's --scale-fc): an ordinary, replicated module.
@@ -79,35 +95,53 @@ class Experts(ExpertStack):
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
                 continue
-            fan_in = getattr(self, tensor.split("_")[0] + "_weight").shape[2]
+            map_name, kind = tensor.split("_")
+            fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                kind = tensor.split("_")[1]
-                draw_linear(parameter[i], fan_in, kind, self.config.init_std, generator)
+                # A part of what is drawn for the whole, so that a model is the same for every P.
+                whole = parameter.new_empty(self.whole_shape(tensor))
+                draw_linear(whole, fan_in, kind, self.config.init_std, generator)
+                parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
-        """Run expert i on its counts[i] rows; `counts` is on the host and sums to R."""
-        hidden_RH = self._linear("fc1", rows_RD, counts)
+    def forward(
+        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
+    ) -> Tensor:
+        """Run expert i on its counts[i] rows, with its hidden dimension or a part of it."""
+        tensors = self.tensors() if tensors is None else tensors
+        hidden_RH = apply_map("fc1", rows_RD, counts, tensors)
         if self.config.expert_type == "glu":
-            hidden_RH = F.silu(hidden_RH) * self._linear("fc3", rows_RD, counts)
+            hidden_RH = F.silu(hidden_RH) * apply_map("fc3", rows_RD, counts, tensors)
         else:
             hidden_RH = ACTIVATION_FNS[self.config.activation](hidden_RH)
         hidden_RH = F.dropout(hidden_RH, self.config.activation_dropout, self.training)
         if self.hidden_layer_norm is not None:
             hidden_RH = self.hidden_layer_norm(hidden_RH)
-        return self._linear("fc2", hidden_RH, counts)
-
-    def _linear(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        tensors = self.tensors()
-        return grouped_linear(rows, counts, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
+        return apply_map("fc2", hidden_RH, counts, tensors)
 
 
-def build_experts(config: MoEConfig, num_local: int, first: int) -> ExpertStack:
+def _part_of(width: int, slices: int, name: str) -> int:
+    if width % slices:
+        raise ValueError(
+            f"{label_of(name)} is {width}, which --moe-expert-parallel-size would cut into {slices} slices "
+            "of an expert; give a multiple of that, or a smaller size."
+        )
+    return width // slices
+
+
+def build_experts(
+    config: MoEConfig, num_local: int, first: int, slices: int = 1, slice_index: int = 0
+) -> ExpertStack:
     """Return the local experts that `config.expert_type` names, ours or of the user's class."""
     if is_custom(config.expert_type):
         kind = load_class(label_of("expert_type"), config.expert_type)
-        return CustomExperts(config, kind, num_local, first)
-    return Experts(config, num_local, first)
+        return CustomExperts(config, kind, num_local, first, slices, slice_index)
+    return Experts(config, num_local, first, slices, slice_index)
+
+
+def apply_map(name: str, rows: Tensor, counts: Sequence[int], tensors: Tensors) -> Tensor:
+    """Apply the named map of every expert to its rows."""
+    return grouped_linear(rows, counts, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
 
 
 def grouped_linear(

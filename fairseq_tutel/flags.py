@@ -116,9 +116,12 @@ class _SystemOptions(FairseqDataclass):
     moe_local_size: int = field(
         default=0,
         metadata={
-            "help": "ranks of a node, for --moe-use-2dh; 0 takes what torchrun, OpenMPI or Slurm says; in "
-            "ranks [default: 0]"
+            "help": "ranks of a node, for --moe-a2a-algorithm; 0 takes what torchrun, OpenMPI or Slurm "
+            "says; in ranks [default: 0]"
         },
+    )
+    moe_use_2dh: bool = field(
+        default=False, metadata={"help": "the same as --moe-a2a-algorithm 2dh [default: off]"}
     )
     record_a2a_perf_stats: bool = field(
         default=False,
@@ -228,8 +231,9 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
     for key, name, value in (
         ("moe_batch_prioritized_routing", "drop_policy", "bpr"),
         ("moe_normalize_gate_prob_before_dropping", "normalize_gate", "before"),
+        ("moe_use_2dh", "a2a_algorithm", "2dh"),
     ):
-        if getattr(model_cfg, key, False):
+        if getattr(model_cfg, key, False) or getattr(task_cfg, key, False):
             values[name] = _alias(key, name, value, str(values[name]))
     values["gate_fp32"] = not model_cfg.no_moe_gating_use_fp32
     values["hidden_dim"] = model_cfg.moe_expert_ffn_dim or layer.pop("hidden_dim")

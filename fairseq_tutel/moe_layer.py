@@ -15,8 +15,10 @@ from fairseq_tutel.balance_bias import BalanceBias
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.beside import Beside
 from fairseq_tutel.capacity import capacity_of
-from fairseq_tutel.comm.all_to_all import ExchangeTimer
+from fairseq_tutel.comm.adaptive import gather_weights, nearest_degree, static_degree
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, is_whole
 from fairseq_tutel.dispatch import combine, dispatch
@@ -102,7 +104,17 @@ class MoELayer(nn.Module):
         self.gate = gates[0]
         self.other_gates = nn.ModuleList(gates[1:])
         local = self.topology.local_experts(config.num_experts)
-        self.experts = experts or build_experts(config, len(local), local.start)
+        slices = self.topology.slices(config.num_experts)
+        self.experts = experts or build_experts(
+            config, len(local), local.start, slices, self.topology.expert_rank % slices
+        )
+        self.experts.mark_slices()
+        # May be set anew between two steps, alike on all ranks.
+        self.how = How(
+            adaptive_r=static_degree(config, slices),
+            overlap=config.a2a_ffn_overlap_degree,
+            algorithm="linear" if config.a2a_algorithm == "auto" else config.a2a_algorithm,
+        )
         for parameter in self.experts.expert_parameters().values():
             if self.topology.expert_parallel_size > 1:
                 mark_expert(parameter)
@@ -178,7 +190,7 @@ class MoELayer(nn.Module):
         plan, config = self._plan(), self.config
         decision = routing.lay_out(assignment, self._buffer_capacity(assignment, plan))
         rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
-        rows_RD = exchange.run(rows_RD, decision.counts_E, self.experts, plan)
+        rows_RD = exchange.run(rows_RD, decision.counts_E, self._experts(plan.how), plan)
         y_TD = combine(rows_RD, decision, config.backend, config.prescore)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
@@ -225,14 +237,26 @@ class MoELayer(nn.Module):
         return gate, self.gate_configs[index], self.rules[index]
 
     def _plan(self) -> exchange.ExchangePlan:
-        # Experts that were gathered everywhere need nobody else.
-        here = self.experts.everywhere is not None
+        slices = self.topology.slices(self.config.num_experts)
+        degree = nearest_degree(self.how.adaptive_r, slices, self.config.hidden_layer_norm)
+        # Experts that are all here, for good or for this forward, need nobody else.
+        here = self.experts.everywhere is not None or degree == 0
         return exchange.ExchangePlan(
             group=None if here else self.topology.expert_group,
-            grid=self.topology.grid if self.config.use_2dh else None,
+            grid=self.topology.grid,
+            how=dataclasses.replace(self.how, adaptive_r=degree),
+            slices=slices,
             padded=self.config.exchange == "padded",
+            wire=self.config.a2a_dtype,
             timer=self.timer,
         )
+
+    def _experts(self, how: How) -> exchange.ExpertFn:
+        """Return the experts with the tensors that this rank computes with in this forward."""
+        if self.experts.everywhere is not None:
+            return self.experts
+        tensors = gather_weights(self.experts, self.topology, how.adaptive_r)
+        return lambda rows_RD, counts: self.experts(rows_RD, counts, tensors)
 
     @staticmethod
     def _buffer_capacity(assignment: routing.Assignment, plan: exchange.ExchangePlan) -> int | None:

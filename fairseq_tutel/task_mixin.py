@@ -8,8 +8,8 @@ from fairseq.data.iterators import EpochBatchIterator
 from torch import nn
 
 from fairseq_tutel.comm import checkpoint, topology
-from fairseq_tutel.comm.all_to_all import ExchangeTimer
 from fairseq_tutel.comm.balance import update_biases
+from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer

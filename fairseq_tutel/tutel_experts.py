@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
 from fairseq_tutel.config import AT_LEAST_1, MoEConfig, Rule
-from fairseq_tutel.expert_stack import ExpertStack
-from fairseq_tutel.experts import Experts, build_experts
+from fairseq_tutel.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.experts import Experts, apply_map, build_experts
 from fairseq_tutel.initial import hashed_seed
 from fairseq_tutel.tutel_options import TRUE_OR_FALSE, check, check_keys, require
 
@@ -69,30 +69,44 @@ class FFNExperts(Experts):
     """
 
     def __init__(
-        self, config: MoEConfig, num_local: int, first: int, options: Mapping[str, Any]
+        self,
+        config: MoEConfig,
+        num_local: int,
+        first: int,
+        options: Mapping[str, Any],
+        slices: int = 1,
+        slice_index: int = 0,
     ) -> None:
-        super().__init__(config, num_local, first)
+        super().__init__(config, num_local, first, slices, slice_index)
         self.activation = options.get("activation_fn")
         self.activation_with_self = options.get("activation_fn_with_self")
         out_dim = options.get("output_dim") or config.model_dim
-        self.fc2_weight = nn.Parameter(torch.empty(num_local, out_dim, config.hidden_dim))
+        require(
+            out_dim % slices == 0,
+            f"experts' output_dim is {out_dim}, which {slices} ranks of one expert do not divide; give a "
+            "multiple of that.",
+        )
+        self.fc2_weight = nn.Parameter(torch.empty(num_local, out_dim, config.hidden_dim // slices))
         if not config.expert_bias:
             return
-        self.fc2_bias = nn.Parameter(torch.empty(num_local, out_dim))
+        self.fc2_bias = nn.Parameter(torch.empty(num_local, out_dim // slices))
         for name in ("fc1", "fc2"):
             if not options.get(f"has_{name}_bias", True):
                 setattr(self, f"{name}_bias", None)
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(
+        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
+    ) -> Tensor:
         """Return [R, O]; the activation sees the rows of all local experts, [R, H]."""
-        hidden_RH = self._linear("fc1", rows_RD, counts)
+        tensors = self.tensors() if tensors is None else tensors
+        hidden_RH = apply_map("fc1", rows_RD, counts, tensors)
         if self.activation_with_self is not None:
             hidden_RH = self.activation_with_self(hidden_RH, self)
         else:
             hidden_RH = (self.activation or F.relu)(hidden_RH)
         if self.config.expert_type == "glu":
-            hidden_RH = hidden_RH * self._linear("fc3", rows_RD, counts)
-        return self._linear("fc2", hidden_RH, counts)
+            hidden_RH = hidden_RH * apply_map("fc3", rows_RD, counts, tensors)
+        return apply_map("fc2", hidden_RH, counts, tensors)
 
 
 class ModuleExperts(ExpertStack):
@@ -161,17 +175,19 @@ class ModuleExperts(ExpertStack):
         finally:
             self._given = (self.config.model_dim,)
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(
+        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
+    ) -> Tensor:
         """Run the module once on the rows of all local experts."""
         (module,) = self._module
         module.train(self.training)
         x_eND = pad_sequence(list(rows_RD.split(list(counts))), batch_first=True)
         if x_eND.shape[1] == 0:  # one row of padding keeps the graph, and with it the collectives
             x_eND = F.pad(x_eND, (0, 0, 0, 1))
-        own = {**dict(self.named_buffers()), **self.tensors()}
+        own = {**dict(self.named_buffers()), **(self.tensors() if tensors is None else tensors)}
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        tensors = {name: own[_key(name)] for name in names}
-        y = functional_call(module, tensors, (x_eND.unflatten(2, self._given), self.context))
+        state = {name: own[_key(name)] for name in names}
+        y = functional_call(module, state, (x_eND.unflatten(2, self._given), self.context))
         require(
             y.shape[:2] == x_eND.shape[:2],
             f"expert {type(module).__name__} gave the shape {tuple(y.shape)} for "

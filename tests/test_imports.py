@@ -20,7 +20,11 @@ CORE = {
     "balance_weights": "",
     "custom": "",
     "contradictions": "balance_weights",
-    "config": "contradictions custom drop_policies",
+    "comm": "",
+    "comm.how": "",
+    "comm.tuner": "comm.how",
+    "comm.wire": "",
+    "config": "comm.how comm.wire contradictions custom drop_policies",
     "allocator": "",
     "kernels.reference": "",
     "kernels.triton_dispatch": "",
@@ -36,24 +40,33 @@ CORE = {
     "losses": "choice routing",
     "metrics": "routing",
     "dispatch": "kernels routing",
-    "comm": "",
     "comm.topology": "",
     "comm.launcher": "",
-    "comm.all_to_all": "",
     "comm.gradients": "comm.topology",
     "exploration": "config",
     "comm.regroup": "",
-    "comm.hierarchical": "comm.all_to_all comm.regroup comm.topology",
-    "exchange": "comm.all_to_all comm.hierarchical comm.regroup comm.topology",
-    "expert_stack": "config",
+    "comm.slices": "",
+    "comm.timer": "",
+    "comm.asynchronous": "",
+    "comm.trip": "comm.asynchronous comm.timer comm.wire",
+    "comm.all_to_all": "comm.timer comm.trip",
+    "comm.hierarchical": ("comm.all_to_all comm.regroup comm.timer comm.topology comm.trip"),
+    "comm.pipeline": "comm.trip",
+    "comm.copies": "comm.regroup comm.trip",
+    "exchange": (
+        "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline comm.regroup comm.timer "
+        "comm.topology comm.trip"
+    ),
+    "expert_stack": "comm.slices config",
     "custom_experts": "config custom expert_stack initial",
     "experts": "config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
-    "comm.checkpoint": "comm.topology expert_stack",
+    "comm.adaptive": "comm.slices comm.topology config expert_stack",
+    "comm.checkpoint": "comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias",
     "moe_layer": (
-        "balance_bias balance_weights beside capacity comm.all_to_all comm.gradients comm.topology config "
-        "dispatch exchange expert_stack experts exploration gates losses routing"
+        "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how comm.timer "
+        "comm.topology config dispatch exchange expert_stack experts exploration gates losses routing"
     ),
     "tutel_options": "config",
     "tutel_gates": "config tutel_options",
@@ -88,12 +101,12 @@ EDGE = {
     "plugin": "allocator flags safe_globals",
     "ffn_step": "comm.checkpoint comm.topology config metrics moe_layer",
     "elastic_iterator": "",
-    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.topology",
+    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.slices comm.topology",
     "optim.moe_adam": "comm.gradients optim.moe_optimizer",
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
-        "comm.all_to_all comm.balance comm.checkpoint comm.topology elastic_iterator ffn_step "
+        "comm.balance comm.checkpoint comm.timer comm.topology elastic_iterator ffn_step "
         "optim.moe_optimizer run_config"
     ),
     "tasks.moe_language_modeling": "flags task_mixin",

@@ -1,4 +1,4 @@
-"""Checkpoints of experts: gathered by global expert id to rank 0, sliced at load.
+"""Checkpoints of experts: gathered by global expert id to rank 0, cut at load.
 
 The gathering is collective and runs tensor by tensor. Rank 0 keeps, in host memory until the next
 training step, one full copy of what it gathered: E / e times the local experts, and as much again for
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.slices import Slice, join, slice_of
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
 
@@ -18,17 +19,20 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
-def gather_to_first(tensor: Tensor, topology: Topology) -> Tensor | None:
-    """Concatenate the expert group's slices on dimension 0; on rank 0, in host memory, else None.
+def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None) -> Tensor | None:
+    """Put the expert group's parts of a parameter together; on rank 0, in host memory, else None.
+
+    A tensor of a parameter's shape, such as a moment, is cut as the parameter is: give `how` then.
 
     Only the expert group of rank 0 communicates: its ranks hold every expert once.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
+    how = slice_of(tensor) if how is None else how
     tensor = tensor.detach().contiguous()
     parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
     dist.gather(tensor, parts if topology.rank == 0 else None, dst=0, group=topology.expert_group)
-    return torch.cat([part.cpu() for part in parts]) if topology.rank == 0 else None
+    return join([part.cpu() for part in parts], how) if topology.rank == 0 else None
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
@@ -71,7 +75,7 @@ def drop_everywhere(model: nn.Module) -> None:
 
 
 def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
-    tensor = tensor.detach().contiguous()
+    how, tensor = slice_of(tensor), tensor.detach().contiguous()
     parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
     dist.all_gather(parts, tensor, group=topology.expert_group)
-    return torch.cat(parts)
+    return join(parts, how)

@@ -21,10 +21,11 @@ def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         to_b_major: [R] int64, b-major row r is a-major row to_b_major[r].
         to_a_major: [R] int64, the inverse.
     """
-    starts_AB = _starts(counts_AB)
-    starts_BA = _starts(counts_AB.t())
-    to_b_major = _spread(starts_AB.t() - starts_BA, counts_AB.t(), num_rows)
-    to_a_major = _spread(starts_BA.t() - starts_AB, counts_AB, num_rows)
+    starts_AB = block_starts(counts_AB)
+    starts_BA = block_starts(counts_AB.t())
+    rows_R = torch.arange(num_rows, device=counts_AB.device)
+    to_b_major = rows_R + spread(starts_AB.t() - starts_BA, counts_AB.t(), num_rows)
+    to_a_major = rows_R + spread(starts_BA.t() - starts_AB, counts_AB, num_rows)
     return to_b_major, to_a_major
 
 
@@ -33,14 +34,15 @@ def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     return _Permute.apply(rows_RD, index_R, inverse_R)
 
 
-def _starts(counts: Tensor) -> Tensor:
+def block_starts(counts: Tensor) -> Tensor:
+    """Return where each block begins, blocks lying in the order of the flattened counts."""
     flat = counts.reshape(-1)
     return (flat.cumsum(0) - flat).view(counts.shape)
 
 
-def _spread(shifts: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    shift_R = torch.repeat_interleave(shifts.reshape(-1), counts.reshape(-1), output_size=num_rows)
-    return torch.arange(num_rows, device=counts.device) + shift_R
+def spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """Give every row its block's value: [R], without a host read."""
+    return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
 class _Permute(torch.autograd.Function):

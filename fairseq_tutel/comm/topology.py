@@ -1,12 +1,13 @@
 """Topology: which ranks exchange tokens and which hold the same experts; the only creator of groups.
 
-W world_size, P expert_parallel_size. P consecutive ranks exchange tokens (an expert group); ranks equal
-modulo P are replicas of the same experts (a replica group).
+W world_size, P expert_parallel_size, E experts. P consecutive ranks exchange tokens (an expert group);
+ranks equal modulo P are replicas of the same experts (a replica group). Where P exceeds a layer's E,
+s = P / E consecutive ranks hold a slice each of one expert.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -31,7 +32,10 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's place. A group is None where it would hold this rank alone."""
+    """One rank's place. A group is None where it would hold this rank alone.
+
+    `share_groups` has, by size, the consecutive ranks among which slices of an expert may be gathered.
+    """
 
     world_size: int = 1
     rank: int = 0
@@ -39,6 +43,7 @@ class Topology:
     expert_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     grid: Grid | None = None
+    share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def expert_rank(self) -> int:
@@ -51,31 +56,44 @@ class Topology:
         return self.world_size // self.expert_parallel_size
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global ids of the experts that this rank holds."""
-        count = num_experts // self.expert_parallel_size
-        return range(self.expert_rank * count, (self.expert_rank + 1) * count)
+        """Return the global ids of the experts that this rank holds, or holds a slice of."""
+        count = max(1, num_experts // self.expert_parallel_size)
+        first = self.expert_rank // self.slices(num_experts) * count
+        return range(first, first + count)
+
+    def slices(self, num_experts: int) -> int:
+        """Return s, how many ranks of the expert group one expert has."""
+        return max(1, self.expert_parallel_size // num_experts)
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
     """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts.
 
     Raises:
-        ValueError: `requested` does not divide W and every expert count.
+        ValueError: `requested` does not divide W, or neither divides a layer's experts nor is a multiple.
     """
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
-    if requested < 0 or any(n % requested for n in (world_size, *expert_counts)):
+    fits = requested > 0 and world_size % requested == 0
+    if not fits or any(n % requested and requested % n for n in expert_counts):
         counts = ", ".join(map(str, sorted(set(expert_counts))))
         raise ValueError(
             f"--moe-expert-parallel-size is {requested}, which does not divide both the number of "
-            f"ranks ({world_size}) and the number of experts ({counts}); give a common divisor, "
-            "or 0 for the greatest one."
+            f"ranks ({world_size}) and the number of experts ({counts}), or give every expert as many "
+            "ranks; give a common divisor, a divisor of the ranks that is a multiple of the experts, or "
+            "0 for the greatest common divisor."
         )
     return requested
 
 
-# new_group is collective and a group lives as long as the job: one per (W, P), shared by all models.
-_topologies: dict[tuple[int, int, int], Topology] = {}
+def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
+    """Return how many ranks may gather an expert's slices: the divisors of each layer's s, but for 1."""
+    every = {size // n for n in expert_counts if size > n}
+    return tuple(sorted({d for s in every for d in range(2, s + 1) if s % d == 0}))
+
+
+# new_group is collective and a group lives as long as the job: made once, shared by all models.
+_topologies: dict[tuple[int, int, int, tuple[int, ...]], Topology] = {}
 _in_use: list[Topology] = []
 
 
@@ -98,9 +116,10 @@ def make_topology(
         return _in_use[0]
     world, rank = dist.get_world_size(), dist.get_rank()
     size = expert_parallel_size(world, expert_counts, requested)
-    key = (world, size, ranks_per_node)
+    shares = share_sizes(size, expert_counts)
+    key = (world, size, ranks_per_node, shares)
     if key not in _topologies:
-        _topologies[key] = _create(world, rank, size, ranks_per_node)
+        _topologies[key] = _create(world, rank, size, ranks_per_node, shares)
     _in_use[:] = [_topologies[key]]
     return _in_use[0]
 
@@ -119,13 +138,11 @@ def destroy() -> None:
     _in_use.clear()
 
 
-def _create(world: int, rank: int, size: int, local: int) -> Topology:
+def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...]) -> Topology:
     expert_group = replica_group = None
     if size > 1:
         # Also for P = W: a communicator of its own, whose order no data-parallel bucket disturbs.
-        for first in range(0, world, size):
-            group = dist.new_group(range(first, first + size))
-            expert_group = group if first <= rank < first + size else expert_group
+        expert_group = _consecutive(world, rank, size)
         for first in range(size if size < world else 0):
             group = dist.new_group(range(first, world, size))
             replica_group = group if rank % size == first else replica_group
@@ -136,24 +153,30 @@ def _create(world: int, rank: int, size: int, local: int) -> Topology:
         expert_group=expert_group,
         replica_group=replica_group,
         grid=_create_grid(world, rank, size, local),
+        share_groups={number: _consecutive(world, rank, number) for number in shares},
     )
+
+
+def _consecutive(world: int, rank: int, number: int) -> dist.ProcessGroup:
+    """Make a group of every `number` consecutive ranks, and return this rank's."""
+    mine = None
+    for first in range(0, world, number):
+        group = dist.new_group(range(first, first + number))
+        mine = group if first <= rank < first + number else mine
+    assert mine is not None, "every rank is in one"
+    return mine
 
 
 def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
     if local < 2 or size <= local or size % local:
         return None
-    node_group = rail_group = None
-    for first in range(0, world, local):
-        group = dist.new_group(range(first, first + local))
-        node_group = group if first <= rank < first + local else node_group
+    node_group, rail_group = _consecutive(world, rank, local), None
     for first in range(0, world, size):
         for index in range(local):
             rail = range(first + index, first + size, local)
             group = dist.new_group(rail)
             rail_group = group if rank in rail else rail_group
-    assert node_group is not None and rail_group is not None, (
-        "every rank is in a node and on a rail"
-    )
+    assert rail_group is not None, "every rank is on one"
     return Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
 
 

@@ -75,10 +75,10 @@ def install_experts(
     model._ddp_params_and_buffers_to_ignore = [
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
-    if training and configs[0].use_2dh and topology.grid is None:
+    if training and configs[0].a2a_algorithm == "2dh" and topology.grid is None:
         logger.warning(
-            "--moe-use-2dh has no effect: experts are exchanged among %d ranks, which are not several "
-            "whole nodes of %d; results are the same",
+            "--moe-a2a-algorithm 2dh has no effect: experts are exchanged among %d ranks, which are not "
+            "several whole nodes of %d; results are the same",
             topology.expert_parallel_size,
             local,
         )

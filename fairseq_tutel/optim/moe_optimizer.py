@@ -25,6 +25,7 @@ from fairseq_tutel.comm.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
+from fairseq_tutel.comm.slices import cut, slice_of
 from fairseq_tutel.comm.topology import Topology
 
 # Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
@@ -92,7 +93,8 @@ class MoEOptimizerMixin:
                 state[MASTER] = parameter.data
             for key in sorted(state):
                 if _is_per_expert(state[key], parameter, parameter.shape[0]):
-                    gathered.setdefault(index, {})[key] = gather_to_first(state[key], place)
+                    whole = gather_to_first(state[key], place, slice_of(parameter))
+                    gathered.setdefault(index, {})[key] = whole
         self._gathered_state = gathered if place.rank == 0 else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class MoEOptimizerMixin:
         if place.expert_parallel_size > 1:
             for index, parameter in enumerate(params):
                 if is_expert(parameter) and index in state:
-                    state[index] = _slice(state[index], parameter, place)
+                    state[index] = _own_part(state[index], parameter, place)
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
         for index, master in masters.items():
@@ -133,12 +135,12 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
     return torch.is_tensor(value) and value.dim() == parameter.dim() and len(value) == num_experts
 
 
-def _slice(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
-    num_local = parameter.shape[0]
-    whole = num_local * place.expert_parallel_size
-    first = place.expert_rank * num_local
+def _own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
+    num_local, how = parameter.shape[0], slice_of(parameter)
+    whole = num_local * place.expert_parallel_size // how.count
+    first = place.expert_rank // how.count * num_local
     return {
-        key: value[first : first + num_local].clone()
+        key: cut(value[first : first + num_local], how, place.expert_rank % how.count).clone()
         if _is_per_expert(value, parameter, whole)
         else value
         for key, value in state.items()

@@ -3,8 +3,9 @@
 Covered, in pairwise combinations: SGD and AdamW; dropless, capacity, negative capacity; top-1, 2, 4;
 drop policies that draw no random numbers; linear and cosine gate; tokens, experts and groups of experts
 that choose; softmax and sigmoid; every normalisation; weights on inputs; the balance bias; shared and
-residual experts; several balance losses; ragged and padded exchange; experts over all ranks, over some
-(replicas), over none; activation checkpointing of both kinds. Losses, gradient norms, weights and biases
+residual experts; several balance losses; ragged and padded exchange, linear and hierarchical, in chunks;
+experts over all ranks, over some (replicas), over none, in slices; every r; activation checkpointing of
+both kinds. Losses, gradient norms, weights and biases
 are compared.
 """
 
@@ -20,6 +21,7 @@ CHOICES = {
     "optimizer": ("sgd", "adamw"),
     "top_k": (1, 2, 4),
     "capacity_factor": (0.0, 1.0, -0.5),
+    "experts": (4, 2),
     "drop_policy": ("position", "bpr", "probability"),
     "gate": ("linear", "cosine"),
     "choice": ("tokens", "experts", "groups"),
@@ -30,7 +32,9 @@ CHOICES = {
     "beside": ("none", "shared", "residual"),
     "exchange": ("ragged", "padded"),
     "ranks_per_node": (0, 2),  # 2: of four ranks, two nodes
-    "parallel": (0, 2, 1),  # 0: over all ranks
+    "parallel": ("gcd", "2", "1", "all"),  # all: of four ranks two for each of two experts
+    "degree": (1, 0, 2),
+    "overlap": (1, 3),
     "recompute": ("no", "reentrant", "non-reentrant"),
 }
 SEEDS = 30  # tried for each case; of several numbers the one that needs the fewest cases
@@ -89,7 +93,15 @@ def on_one_rank(training: Training) -> dict[str, torch.Tensor]:
 def same_on_one_rank(case: Training) -> dict[str, torch.Tensor]:
     """Train what the case computes, in the plainest way."""
     return on_one_rank(
-        dataclasses.replace(case, exchange="ragged", ranks_per_node=0, parallel=0, recompute="no")
+        dataclasses.replace(
+            case,
+            exchange="ragged",
+            ranks_per_node=0,
+            parallel="gcd",
+            degree=1,
+            overlap=1,
+            recompute="no",
+        )
     )
 
 

@@ -37,7 +37,7 @@ def test_a_size_that_does_not_divide_both_is_refused_by_a_sentence(world_size, c
     assert message.startswith(f"--moe-expert-parallel-size is {requested}, which does not divide")
     assert f"ranks ({world_size})" in message
     assert all(str(count) in message for count in counts)
-    assert message.endswith("give a common divisor, or 0 for the greatest one.")
+    assert message.endswith("or 0 for the greatest common divisor.")
 
 
 @pytest.mark.parametrize("size", (1, 2, 4))

@@ -25,7 +25,7 @@ from fairseq_tutel.comm.gradients import (
 from fairseq_tutel.comm.topology import Topology
 
 UPDATES, MICRO_BATCHES = 20, 4
-MODEL_DIM, EXPERTS = 6, 4
+MODEL_DIM = 6
 CLIP_NORM = 2.0
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
@@ -35,11 +35,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is computed, and how (the last four)."""
+    """What is computed, and how (from the exchange on)."""
 
     optimizer: str
     top_k: int
     capacity_factor: float
+    experts: int = 4
     drop_policy: str = "position"
     gate: str = "linear"
     choice: str = "tokens"  # or experts, or groups: tokens within one of two groups
@@ -50,20 +51,24 @@ class Training:
     beside: str = "none"
     exchange: str = "ragged"
     ranks_per_node: int = 0
-    parallel: int = 0
+    parallel: str = "gcd"  # ranks that share one set of experts: that, a number, or all
+    degree: int = 1
+    overlap: int = 1
     recompute: str = "no"
 
     def options(self) -> dict[str, Any]:
         """Return the options of a layer; experts that choose leave a policy and a bias nothing to do."""
         experts_choose = self.choice == "experts"
+        groups = self.choice == "groups" and self.experts == 4
         return {
-            "top_k": self.top_k,
+            "num_experts": self.experts,
+            "top_k": min(self.top_k, self.experts),
             "capacity_factor": self.capacity_factor,
             "drop_policy": "position" if experts_choose else self.drop_policy,
             "gate_type": self.gate,
             "choice": "experts" if experts_choose else "tokens",
-            "expert_groups": 2 if self.choice == "groups" else 1,
-            "groups_per_token": 2 if self.choice == "groups" and self.top_k > 2 else 1,
+            "expert_groups": 2 if groups else 1,
+            "groups_per_token": 2 if groups and self.top_k > 2 else 1,
             "score_function": self.scores,
             "normalize_gate": self.normalize,
             "prescore": self.prescore,
@@ -71,7 +76,9 @@ class Training:
             "shared_experts": 1 if self.beside == "shared" else 0,
             "residual": self.beside == "residual",
             "exchange": self.exchange,
-            "use_2dh": self.ranks_per_node > 0,
+            "a2a_algorithm": "2dh" if self.ranks_per_node > 0 else "linear",
+            "adaptive_r": self.degree,
+            "a2a_ffn_overlap_degree": self.overlap,
         }
 
 
@@ -84,7 +91,6 @@ class Model(nn.Module):
         config = MoEConfig(
             model_dim=MODEL_DIM,
             hidden_dim=8,
-            num_experts=EXPERTS,
             gate_projection_dim=3,
             balance_loss="gshard:1,gshard_all:0.5,gshard_sequence:0.5,z:0.1",
             bias_update_rate=0.05,
@@ -139,8 +145,9 @@ def train(training: Training) -> dict[str, Tensor]:
     """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
     distributed = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    parallel = {"gcd": 0, "all": world, "2": 2, "1": 1}[training.parallel]
     topology = make_topology(
-        [EXPERTS], training.parallel if distributed else 0, training.ranks_per_node
+        [training.experts], parallel if distributed else 0, training.ranks_per_node
     )
     model = Model(training, topology)
     parameters = list(model.parameters())

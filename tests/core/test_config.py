@@ -82,6 +82,14 @@ BAD = [
     ("init_std", float("nan"), ("init_std is nan", "at least 0")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
+    ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto")),
+    ("a2a_dtype", "int8", ("--moe-a2a-dtype", "'int8'", "choose one of same, bf16, fp8")),
+    ("a2a_ffn_overlap_degree", 0, ("--moe-a2a-ffn-overlap-degree", "is 0", "from 1 to 32")),
+    ("a2a_ffn_overlap_degree", 33, ("--moe-a2a-ffn-overlap-degree", "is 33", "from 1 to 32")),
+    ("parallel_type", "adaptive", ("--moe-parallel-type", "'adaptive'", "data, model or auto")),
+    ("parallel_type", "adaptive:-1", ("--moe-parallel-type", "'adaptive:-1'", "adaptive:r")),
+    ("adaptive_r", -2, ("--moe-adaptive-r", "is -2", "at least -1")),
+    ("adaptive", "on", ("--moe-adaptive", "'on'", "choose one of off, auto")),
 ]
 
 
@@ -99,7 +107,7 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
 def test_every_option_that_can_be_wrong_is_in_the_list():
     # True or false, as prescore is.
     free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}
-    free |= {"rsample", "sinkhorn", "residual", "balance_bias", "use_2dh"}
+    free |= {"rsample", "sinkhorn", "residual", "balance_bias"}
     assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
 
 
@@ -195,5 +203,10 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
     assert [field.name for field in options_of_scope("system")] == [
         "backend",
         "exchange",
-        "use_2dh",
+        "a2a_algorithm",
+        "a2a_dtype",
+        "a2a_ffn_overlap_degree",
+        "parallel_type",
+        "adaptive_r",
+        "adaptive",
     ]

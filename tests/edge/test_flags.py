@@ -58,7 +58,8 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
     values |= {"expert_groups": 2, "groups_per_token": 2, "second_expert_policy": "random"}
     values |= {"rsample": False, "sinkhorn": True, "balance_bias": False, "bias_update_rate": 0.01}
     values |= {"shared_experts": 2, "residual": True, "expert_grad_norm": "sqrt_world_size"}
-    values |= {"use_2dh": True}
+    values |= {"a2a_algorithm": "2dh", "a2a_dtype": "bf16", "a2a_ffn_overlap_degree": 4}
+    values |= {"parallel_type": "model", "adaptive_r": 2, "adaptive": "auto"}
     words = {"model": [], "system": []}
     for scope, given in words.items():
         for option in options_of_scope(scope):

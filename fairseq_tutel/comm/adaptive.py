@@ -1,0 +1,135 @@
+"""Adaptive parallelism: one stored layout of sliced experts, several ways to share the work.
+
+P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r of them get a row; H hidden_dim. Rank
+(e, q) of expert e keeps slice q, whatever r is, so that switching between two steps moves nothing:
+
+    r = 0  every rank gathers all experts; no row travels
+    r = 1  an expert's ranks gather it whole; each takes a part of its rows (expert + data)
+    r = s  nobody gathers; every row goes to all of the expert's ranks (expert + model)
+    else   groups of s / r consecutive ranks gather H / r of the expert; every row goes to r ranks
+
+The partial outputs of r ranks are summed where the row came from.
+
+Source: Tutel (Hwang et al. 2023), section 3.2.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fairseq_tutel.comm.slices import slice_of
+from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.config import MoEConfig, label_of
+from fairseq_tutel.expert_stack import ExpertStack
+
+
+def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
+    """Return every r: 0 and the divisors of s; with `whole_hidden` (a norm over it) 0 and 1."""
+    divisors = (r for r in range(1, slices + 1) if slices % r == 0)
+    return (0, 1) if whole_hidden else (0, *divisors)
+
+
+def static_degree(config: MoEConfig, slices: int) -> int:
+    """Return the r that a configuration asks for in a layer of so many slices; larger ones are s.
+
+    Raises:
+        ValueError: it is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
+    """
+    kind = config.parallel_type
+    degree = config.adaptive_r
+    name, value = "adaptive_r", str(degree)
+    if degree < 0:
+        name, value = "parallel_type", kind
+        degree = slices if kind == "model" else int(kind.partition(":")[2] or 1)
+    degree = min(degree, slices)
+    if degree not in allowed_degrees(slices):
+        raise ValueError(
+            f"{label_of(name)} is {value}, but {slices} ranks hold one expert; give 0 or a divisor of "
+            f"{slices}."
+        )
+    if degree > 1 and config.hidden_layer_norm:
+        raise ValueError(
+            f"{label_of(name)} is {value}, which would give a rank a part of the hidden dimension, but the "
+            "layer norm of --scale-fc needs the whole; give 0 or 1."
+        )
+    return degree
+
+
+def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
+    """Return the largest r that is allowed and at most `degree`, for a layer with fewer slices."""
+    return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
+
+
+def gather_weights(experts: ExpertStack, topology: Topology, degree: int) -> dict[str, Any]:
+    """Return the tensors that this rank computes with under r = `degree`. Collective, with autograd.
+
+    Backward sums the gradients of all ranks that gathered, and keeps the own slice's.
+    """
+    named = experts.expert_parameters()
+    slices = experts.slices
+    joined = slices if degree == 0 else slices // degree
+    group = topology.expert_group if degree == 0 else topology.share_groups.get(joined)
+    if group is None:
+        tensors: dict[str, Any] = dict(named)
+    else:
+        stacked = _Gather.apply(group, *named.values())
+        tensors = {
+            name: _merge(stack, joined, slice_of(parameter).dim)
+            for (name, parameter), stack in zip(named.items(), stacked, strict=True)
+        }
+    if degree > 1:
+        part = experts.slice_index // joined
+        for name in experts.added:
+            if name in tensors:
+                tensors[name] = _in_place(tensors[name], part, degree)
+    return tensors
+
+
+def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
+    """Turn [G, e, ...] of G ranks into [experts, ...], slices of an expert along `dim`."""
+    flat = stack.flatten(0, 1)
+    if slices == 1:
+        return flat
+    by_expert = flat.unflatten(0, (-1, slices))
+    return by_expert.movedim(1, dim).flatten(dim, dim + 1)
+
+
+def _in_place(tensor: Tensor, part: int, number: int) -> Tensor:
+    """Put part `part` of `number` where it is in the whole last dimension, with zeros elsewhere."""
+    width = tensor.shape[-1]
+    return F.pad(tensor, (part * width, (number - 1 - part) * width))
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of several tensors at once: each [...] becomes [G, ...] of the group's G ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        number = dist.get_world_size(group)
+        stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
+        works = [
+            dist.all_gather(list(stack.unbind(0)), t.contiguous(), group=group, async_op=True)
+            for stack, t in zip(stacks, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return stacks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
+        outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
+        works = [
+            dist.reduce_scatter(
+                out, list(stack.contiguous().unbind(0)), group=ctx.group, async_op=True
+            )
+            for out, stack in zip(outs, dstacks, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return None, *outs

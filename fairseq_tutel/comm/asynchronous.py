@@ -1,0 +1,86 @@
+"""Work beside the computation: on the CPU in one communication thread, on a GPU on a stream of its own.
+
+One thread, so that collectives start in the same order on every rank.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """A tensor that is on its way."""
+
+    def result(self) -> Tensor:
+        """Return it; what follows on this thread, or on this stream, comes after it."""
+
+
+def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Pending:
+    """Begin `function(rows)`, which is not differentiated, and return at once."""
+    if rows.is_cuda:
+        return _start_on_stream(function, rows)
+    future: Future[Tensor] = Future()
+    _jobs().put((function, rows, future))
+    return future
+
+
+class _Thread:
+    """Made at the first use, and again in a forked child, which has none of its parent's threads."""
+
+    jobs: "queue.SimpleQueue[Any] | None" = None
+    thread: threading.Thread | None = None
+
+
+def _jobs() -> "queue.SimpleQueue[Any]":
+    if _Thread.jobs is None or _Thread.thread is None or not _Thread.thread.is_alive():
+        _Thread.jobs = queue.SimpleQueue()
+        # A daemon: after an error elsewhere the process ends without waiting for a peer's answer.
+        _Thread.thread = threading.Thread(
+            target=_work, args=(_Thread.jobs,), name="communication", daemon=True
+        )
+        _Thread.thread.start()
+    return _Thread.jobs
+
+
+def _work(jobs: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        function, rows, future = jobs.get()
+        try:
+            with torch.no_grad():
+                future.set_result(function(rows))
+        except BaseException as error:  # raised again where the result is asked for
+            future.set_exception(error)
+        # Nothing may keep tensors alive until the next job comes.
+        del function, rows, future
+
+
+@dataclass(frozen=True)
+class _OnStream:
+    out: Tensor
+    done: Any
+
+    def result(self) -> Tensor:
+        current = torch.cuda.current_stream(self.out.device)
+        current.wait_event(self.done)
+        self.out.record_stream(current)
+        return self.out
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> _OnStream:
+    stream = _streams.setdefault(rows.device, torch.cuda.Stream(rows.device))
+    stream.wait_stream(torch.cuda.current_stream(rows.device))
+    with torch.cuda.stream(stream), torch.no_grad():
+        rows.record_stream(stream)
+        out = function(rows)
+        done = torch.cuda.Event()
+        done.record(stream)
+    return _OnStream(out, done)

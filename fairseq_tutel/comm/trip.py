@@ -1,0 +1,157 @@
+"""A trip: rows there and back over one group of ranks, their counts known, with autograd.
+
+R rows, D model_dim, P ranks, e experts of a rank. How rows go is the subclass's: `LinearTrip`,
+`HierarchicalTrip`. Each direction is the other's inverse, and its backward.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fairseq_tutel.comm import asynchronous
+from fairseq_tutel.comm.timer import ExchangeTimer
+from fairseq_tutel.comm.wire import pack, unpack
+
+
+class Counts(NamedTuple):
+    """Rows of every block of one exchange.
+
+    Attributes:
+        leaving_PE: [P, e] int64, from here for each expert of each rank.
+        arriving_PE: [P, e], from each rank for each expert here.
+        passing_LNE: [L, N, e], from each rank of this node, for this local index of each node; only a
+            hierarchical trip passes through.
+    """
+
+    leaving_PE: Tensor
+    arriving_PE: Tensor
+    passing_LNE: Tensor | None = None
+
+    def chunk(self, index: int, number: int) -> "Counts":
+        """Return the counts of chunk `index` of `number`: every block is cut alike by all ranks."""
+        passing = self.passing_LNE
+        return Counts(
+            chunk_of(self.leaving_PE, index, number),
+            chunk_of(self.arriving_PE, index, number),
+            None if passing is None else chunk_of(passing, index, number),
+        )
+
+    def to_host(self) -> "Counts":
+        """Return the same on the host, by one read."""
+        if not self.leaving_PE.is_cuda:
+            return self
+        given = [c for c in self if c is not None]
+        host = torch.cat([c.reshape(-1) for c in given]).cpu()
+        parts = host.split([c.numel() for c in given])
+        return Counts(*(part.view(c.shape) for part, c in zip(parts, given, strict=True)))
+
+
+def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
+    """Return the size of chunk `index` of `number` of a block; they differ by one at most."""
+    return count * (index + 1) // number - count * index // number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trip:
+    """One exchange there and back.
+
+    Attributes:
+        wire: what rows look like on the wire; see comm/wire.py.
+        timer: adds the time of both directions, and of their backwards, where given.
+    """
+
+    wire: str = "same"
+    timer: ExchangeTimer | None = None
+
+    def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
+        """Send and receive, without autograd."""
+        raise NotImplementedError
+
+    def travel(self, rows_RD: Tensor, homeward: bool) -> Tensor:
+        """Pack, move, unpack, without autograd."""
+        packed = pack(rows_RD, self.wire).contiguous()
+        return unpack(self.move(packed, homeward), self.wire, rows_RD.dtype)
+
+    def there(self, rows_RD: Tensor) -> Tensor:
+        """Send rows in the order of their destination ranks; return them by source rank."""
+        return _Travel.apply(rows_RD, self, False)
+
+    def back(self, rows_RD: Tensor) -> Tensor:
+        """Return rows by source rank to where they came from, in the order they were sent in."""
+        return _Travel.apply(rows_RD, self, True)
+
+    def start(self, rows_RD: Tensor, homeward: bool) -> "Started":
+        """Begin `there` or `back` beside the computation."""
+        flight = _Flight(self, homeward)
+        return Started(_Start.apply(rows_RD, flight), flight)
+
+
+class _Flight:
+    """A direction of a trip that is under way: forward, and later its backward."""
+
+    def __init__(self, trip: Trip, homeward: bool) -> None:
+        self.trip, self.homeward = trip, homeward
+        self.pending: list[asynchronous.Pending] = []
+
+    def begin(self, rows: Tensor, homeward: bool) -> None:
+        """Start the movement of rows."""
+        trip = self.trip
+        self.pending.append(asynchronous.start(lambda r: trip.travel(r, homeward), rows))
+
+    def land(self) -> Tensor:
+        """Wait, and return the rows."""
+        return self.pending.pop().result()
+
+
+class Started(NamedTuple):
+    """What `Trip.start` returns. The token carries the graph from there to `finish`, and no numbers."""
+
+    token: Tensor
+    flight: _Flight
+
+    def finish(self) -> Tensor:
+        """Wait, and return the rows."""
+        return _Finish.apply(self.token, self.flight)
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: Trip, homeward: bool) -> Tensor:
+        ctx.trip, ctx.homeward = trip, homeward
+        return trip.travel(rows, homeward)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.trip.travel(drows, not ctx.homeward), None, None
+
+
+class _Start(torch.autograd.Function):
+    """Forward begins what `_Finish` waits for; backward waits for what `_Finish` began."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.begin(rows, flight.homeward)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.flight.land(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.land()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.flight.begin(drows, not ctx.flight.homeward)
+        return drows.new_empty(0), None

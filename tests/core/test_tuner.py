@@ -1,0 +1,147 @@
+"""The tuner finds the best of a synthetic cost, by few steps, and tells the same to all ranks.
+
+Covered: every unimodal cost over r with any pair effects; r = 0; a bound on the steps; noise; costs that are no
+numbers; keys apart from each other; saved and loaded; what cannot be chosen here is not loaded.
+"""
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.tuner import TRIALS, Tuner
+
+RS = (0, 1, 2, 4, 8, 16)
+OVERLAPS, ALGORITHMS = (1, 2, 4, 8), ("linear", "2dh")
+EVERY = [
+    How(adaptive_r=r, overlap=d, algorithm=a)
+    for r, d, a in itertools.product(RS, OVERLAPS, ALGORITHMS)
+]
+
+
+def tuner():
+    return Tuner(RS, OVERLAPS, ALGORITHMS)
+
+
+def search(tuner, cost, key="0"):
+    """Run a whole search; return what was run."""
+    ran = []
+    while not tuner.settled(key):
+        ran.append(tuner.choose(key))
+        tuner.record(key, ran[-1], cost(ran[-1]))
+        assert len(ran) <= tuner.most_steps()
+    return ran
+
+
+def model(gather, send, overlap_gain, far):
+    """Weights gathered over s / r ranks, rows sent to r: falls, then rises."""
+
+    def cost(how):
+        if how.adaptive_r == 0:
+            return 1.0 + gather * 16
+        exchange = send * how.adaptive_r * (far if how.algorithm == "linear" else 1.0)
+        hidden = overlap_gain * min(exchange, 1.0) * (1 - 1 / how.overlap)
+        return 1.0 + gather * 16 / how.adaptive_r + exchange - hidden + 0.01 * how.overlap
+
+    return cost
+
+
+@given(
+    st.floats(0.001, 1), st.floats(0.001, 1), st.floats(0, 0.9), st.floats(0.5, 2)
+)  # fmt: skip
+def test_the_best_of_a_unimodal_cost_is_found_within_five_percent(gather, send, gain, far):
+    cost = model(gather, send, gain, far)
+    found = tuner()
+    search(found, cost)
+    assert cost(found.choose("0")) <= 1.05 * min(map(cost, EVERY))
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=5, max_size=5), st.integers(0, 4))
+def test_the_least_of_a_strictly_unimodal_sequence_is_found_exactly(numbers, at):
+    falling = sorted({*numbers, 11, 12, 13, 14}, reverse=True)[:at]
+    costs = [*falling, 0.05, *[20 + i for i in range(4 - at)]]
+    by_r = dict(zip(RS[1:], costs, strict=True))
+    found = Tuner(RS[1:], (1,), ("linear",))
+    search(found, lambda how: by_r[how.adaptive_r])
+    assert found.choose("0").adaptive_r == RS[1:][at]
+
+
+def test_r_is_searched_in_few_steps_and_not_one_by_one():
+    many = tuple(range(1, 65))
+    found = Tuner(many, (1,), ("linear",))
+    ran = search(found, lambda how: (how.adaptive_r - 41) ** 2 + 1)
+    assert found.choose("0").adaptive_r == 41
+    assert len({how.adaptive_r for how in ran}) <= 20
+
+
+def test_no_rows_sent_is_found_where_it_is_best():
+    found = tuner()
+    search(found, lambda how: 1.0 if how.adaptive_r == 0 else 2.0)
+    assert found.choose("0").adaptive_r == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_ten_percent_costs_little(seed):
+    rng = random.Random(seed)
+    cost = model(0.05, 0.3, 0.8, 1.5)
+    found = tuner()
+    search(found, lambda how: cost(how) * rng.uniform(1.0, 1.1) * (3 if rng.random() < 0.1 else 1))
+    assert cost(found.choose("0")) <= 1.1 * min(map(cost, EVERY))
+
+
+def test_equal_costs_choose_equally():
+    cost = model(0.1, 0.2, 0.5, 1.2)
+    first, second = tuner(), tuner()
+    assert search(first, cost) == search(second, cost)
+    assert first.choose("0") == second.choose("0")
+
+
+def test_the_first_step_of_a_candidate_is_not_counted():
+    found = Tuner((1,), (1, 2), ("linear",))
+    ran = set()
+
+    def cost(how):
+        first = how not in ran
+        ran.add(how)
+        return 1000.0 if first else float(how.overlap)
+
+    search(found, cost)
+    assert found.choose("0").overlap == 1
+    assert max(map(max, found.costs["0"].values())) == 2.0
+
+
+def test_steps_that_are_no_measurement_are_tried_again():
+    found = Tuner((1,), (1, 2), ("linear",))
+    asked = found.choose("0")
+    for _ in range(3 * TRIALS):
+        found.record("0", asked, float("nan"))
+        found.record("0", How(overlap=8), 1.0)
+        found.record("another", asked, 1.0)
+    assert found.choose("0") == asked and not found.settled("0")
+
+
+def test_every_key_has_a_search_of_its_own():
+    found = tuner()
+    search(found, lambda how: 1.0 + how.overlap, "small")
+    search(found, lambda how: 10.0 - how.overlap, "large")
+    assert found.choose("small").overlap == 1
+    assert found.choose("large").overlap == 8
+
+
+def test_a_saved_tuner_goes_on_where_it_was():
+    found = tuner()
+    search(found, model(0.1, 0.2, 0.5, 1.2))
+    found.choose("begun")
+    state = json.loads(json.dumps(found.state()))
+    assert set(state) == {"0"}
+    again = tuner()
+    again.load(state)
+    assert again.settled("0") and again.choose("0") == found.choose("0")
+    assert again.state() == state
+    smaller = Tuner((0, 1), (1,), ("linear",))
+    smaller.load(state)
+    assert smaller.settled("0") == smaller._can_choose(found.choose("0"))
