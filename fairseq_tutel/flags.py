@@ -123,6 +123,20 @@ class _SystemOptions(FairseqDataclass):
     moe_use_2dh: bool = field(
         default=False, metadata={"help": "the same as --moe-a2a-algorithm 2dh [default: off]"}
     )
+    moe_adaptive_file: str = field(
+        default="",
+        metadata={
+            "help": "where --moe-adaptive auto keeps what it found, for the next run; empty: "
+            "moe_adaptive.json in --save-dir [default: empty]"
+        },
+    )
+    moe_adaptive_window: int = field(
+        default=128,
+        metadata={
+            "help": "--moe-adaptive auto chooses anew for every window of capacities of this width; in "
+            "places of an expert [default: 128]"
+        },
+    )
     record_a2a_perf_stats: bool = field(
         default=False,
         metadata={

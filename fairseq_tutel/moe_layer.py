@@ -128,6 +128,9 @@ class MoELayer(nn.Module):
             else None
         )
         self.timer: ExchangeTimer | None = None
+        # For the tuner: the most that an expert was assigned in the last micro-batch, dropped or not.
+        self.watches_load = False
+        self.busiest: Tensor | None = None
         self.counts_load = True  # off in a recompute, which is no new micro-batch
         self.balance_weights = parse_balance_loss(config.balance_loss)
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
@@ -216,6 +219,8 @@ class MoELayer(nn.Module):
         )
         if bias is not None and self.training and self.counts_load:
             bias.count(assignment.assigned_KE)
+        if self.watches_load:
+            self.busiest = assignment.assigned_KE.sum(0).max()
         return assignment, losses.GateOutput(
             logits_TE=logits_TE,
             clean_TE=clean_TE,

@@ -57,7 +57,9 @@ def device_of(root: Any) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = False) -> str | None:
+def complete(
+    root: Any, model: nn.Module, topology: Topology, in_step: bool = False, sliced: bool = False
+) -> str | None:
     """Refuse what cannot work, and set what experts need of the run; every change is logged once.
 
     Returns the path of the checkpoint that the training will go on from, or None.
@@ -67,6 +69,7 @@ def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = Fa
         model: the stock model, before its FFNs are replaced.
         topology: where experts will live.
         in_step: whether layers talk across ranks even where each holds all experts.
+        sliced: whether ranks hold slices of experts.
     """
     world = root.distributed_training.distributed_world_size
     # On the command line fairseq itself concludes this; under hydra the run would be in fp32.
@@ -78,7 +81,7 @@ def complete(root: Any, model: nn.Module, topology: Topology, in_step: bool = Fa
     if topology.expert_parallel_size > 1 or (in_step and topology.world_size > 1):
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
-        _refuse_for_shared_experts(root)
+        _refuse_for_shared_experts(root, sliced)
     path = _checkpoint_to_load(root.checkpoint)
     _use_twin_optimizer(root)
     if root.common.fp16:
@@ -180,8 +183,13 @@ def _refuse_layerdrop(model: nn.Module) -> None:
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
-def _refuse_for_shared_experts(root: Any) -> None:
+def _refuse_for_shared_experts(root: Any, sliced: bool) -> None:
     name = root.optimizer._name
+    if sliced and getattr(root.optimizer, "fp16_adam_stats", False):
+        raise ValueError(
+            "--fp16-adam-stats is set, whose scales hold for a whole expert, and ranks hold slices of one; "
+            "drop it, or give --moe-expert-parallel-size a divisor of the experts."
+        )
     if name.removeprefix("moe_") in NOT_ELEMENTWISE:
         raise ValueError(
             f"--optimizer is {name}, whose updates look at all experts of a layer at once, and ranks "

@@ -14,6 +14,7 @@ from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.run_config import config_of
+from fairseq_tutel.update_tuner import UpdateTuner
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class MoETaskMixin:
     """Goes before a FairseqTask class."""
 
     _has_experts = False
+    moe_tuner: UpdateTuner | None = None
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion; say so once when it has no balance loss."""
@@ -55,6 +57,8 @@ class MoETaskMixin:
             checkpoint.drop_everywhere(model)
         for layer in layers:
             layer.skip_tokens = ignore_grad
+        if self.moe_tuner is not None and not self.moe_tuner.running:
+            self.moe_tuner.begin(int(sample["ntokens"]))
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         with _out_of_memory_ends_the_job(f"the training step of update {update_num}"):
@@ -76,6 +80,8 @@ class MoETaskMixin:
         # Under --amp a step with an overflow comes here too, and its batch comes again.
         if getattr(innermost_optimizer(optimizer), "took_step", True):
             update_biases(model)
+        if self.moe_tuner is not None:
+            self.moe_tuner.end()
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""

@@ -68,6 +68,7 @@ CORE = {
         "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how comm.timer "
         "comm.topology config dispatch exchange expert_stack experts exploration gates losses routing"
     ),
+    "update_tuner": "comm.adaptive comm.how comm.tuner moe_layer",
     "tutel_options": "config",
     "tutel_gates": "config tutel_options",
     "tutel_experts": "config expert_stack experts initial tutel_options",
@@ -76,7 +77,8 @@ CORE = {
         "tutel_gates tutel_options"
     ),
     "fairseq_tutel": (
-        "comm.balance comm.topology config dispatch losses metrics moe_layer routing tutel_layer"
+        "comm.balance comm.how comm.topology config dispatch losses metrics moe_layer routing tutel_layer "
+        "update_tuner"
     ),
     "safe_globals": "",
     "tools": "",
@@ -107,7 +109,7 @@ EDGE = {
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
         "comm.balance comm.checkpoint comm.timer comm.topology elastic_iterator ffn_step "
-        "optim.moe_optimizer run_config"
+        "optim.moe_optimizer run_config update_tuner"
     ),
     "tasks.moe_language_modeling": "flags task_mixin",
     "tasks.moe_translation": "flags task_mixin",
@@ -125,7 +127,7 @@ EDGE = {
     "models.build": (
         "balance_weights comm.gradients comm.launcher comm.topology ffn_step flags kernels "
         "models.announce "
-        "models.changed run_config"
+        "models.changed run_config update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

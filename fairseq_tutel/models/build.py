@@ -1,6 +1,7 @@
 """From a stock model to its MoE twin: choose layers, check the run, place the experts."""
 
 import logging
+import os
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from fairseq_tutel.ffn_step import (
     chosen_layers,
     hand_out_token_ids,
     layer_facts,
+    moe_layers,
     named_stacks,
     replace_ffn,
 )
@@ -24,6 +26,7 @@ from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.models.announce import announce, warn
 from fairseq_tutel.models.changed import say_what_changed
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
+from fairseq_tutel.update_tuner import UpdateTuner
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,8 @@ def install_experts(
     ]
     if training:
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
-        say_what_changed(complete(root, model, topology, in_step=talks), cfg)
+        sliced = any(topology.slices(count) > 1 for count in counts)
+        say_what_changed(complete(root, model, topology, talks, sliced), cfg)
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):
         replace_ffn(layer, config, topology, seed, name)
@@ -82,18 +86,41 @@ def install_experts(
             topology.expert_parallel_size,
             local,
         )
+    if training:
+        task.moe_tuner = _tuner_of(model, task_cfg, root)
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
 
 
+def _tuner_of(model: nn.Module, task_cfg: Any, root: Any) -> UpdateTuner | None:
+    """Return the tuner of a training that asks for one; None, and a warning, where it has no choice.
+
+    Raises:
+        ValueError: a window below 1.
+    """
+    layers = moe_layers(model)
+    first = layers[0]
+    if "auto" not in (first.config.adaptive, first.config.parallel_type):
+        return None
+    window = task_cfg.moe_adaptive_window
+    if window < 1:
+        raise ValueError(f"--moe-adaptive-window is {window}; give a number of places, at least 1.")
+    if first.topology.expert_parallel_size == 1:
+        logger.warning("--moe-adaptive auto has no effect: every rank has all experts")
+        return None
+    path = task_cfg.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
+    return UpdateTuner(layers, window, path)
+
+
 def node_size(task_cfg: Any) -> int:
-    """Return the ranks of a node where 2-D all-to-all is asked for, else 0.
+    """Return the ranks of a node where rows may go over nodes, else 0.
 
     Raises:
         ValueError: a negative number.
     """
-    if not getattr(task_cfg, "moe_use_2dh", False):
+    asked = [_get(task_cfg, key) for key in ("moe_use_2dh", "moe_a2a_algorithm", "moe_adaptive")]
+    if not any(str(value) in ("True", "2dh", "auto") for value in asked):
         return 0
     given = task_cfg.moe_local_size
     if given < 0:

@@ -1,8 +1,8 @@
 """Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts.
 
-Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow wires and their error; the order
-of what is started and awaited, forward and backward; an error in the communication thread is raised
-where it is waited for; bytes and messages by formula.
+Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow wires and their error; the
+order of what is started and awaited, forward and backward; an error in the communication thread is
+raised where it is waited for; bytes and messages by formula.
 """
 
 import dataclasses
@@ -96,12 +96,13 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
     y = pipeline.run(x.split(2), trips, stage)
     forward, lines[:] = list(lines), []
     assert forward == [
-        "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0", "back 1",
+        "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
+        "back 1",
     ]  # fmt: skip
     y.sum().backward()
     assert lines == [
-        "start", "start", "there 1", "experts 1 backward", "start", "there 0", "experts 0 backward", "start",
-        "back 1", "back 0",
+        "start", "start", "there 1", "experts 1 backward", "start", "there 0", "experts 0 backward",
+        "start", "back 1", "back 0",
     ]  # fmt: skip
     assert torch.equal(x.grad, torch.full((4, 2), 2.0))
 

@@ -1,7 +1,7 @@
 """The tuner finds the best of a synthetic cost, by few steps, and tells the same to all ranks.
 
-Covered: every unimodal cost over r with any pair effects; r = 0; a bound on the steps; noise; costs that are no
-numbers; keys apart from each other; saved and loaded; what cannot be chosen here is not loaded.
+Covered: every unimodal cost over r with any pair effects; r = 0; a bound on the steps; noise; costs that
+are no numbers; keys apart from each other; saved and loaded; what cannot be chosen here is not loaded.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Rows on the wire: as they are bit for bit, in bf16 by rounding, in fp8 within the error of three bits.
 
-Covered: shapes and bytes; the error of each form, relative to a row's largest element; rows of zeros, of tiny and
-of huge numbers; infinities and NaN stay visible; dtypes that are narrow already; no rows.
+Covered: shapes and bytes; the error of each form, relative to a row's largest element; rows of zeros, of
+tiny and of huge numbers; infinities and NaN stay visible; dtypes that are narrow already; no rows.
 """
 
 import pytest

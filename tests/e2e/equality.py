@@ -21,15 +21,15 @@ def assert_ranks_agree(kind, data, extra, tmp_path):
         save = tmp_path / str(ranks)
         fairseq("train", *make(data, save, *args, "--update-freq", 4 // ranks), ranks=ranks)
         results[ranks] = torch.load(save / "checkpoint_last.pt", weights_only=False)
-    expected = _facts(results[1])
+    expected = facts_of(results[1])
     assert expected["moe_gate_loss 0"] > 0.5
     assert expected["gnorm 0"] > 0
     for ranks in (2, 4):
-        assert _facts(results[ranks]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        _same_weights(results[1]["model"], results[ranks]["model"], adam="moe_sgd" not in extra)
+        assert facts_of(results[ranks]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        same_weights(results[1]["model"], results[ranks]["model"], adam="moe_sgd" not in extra)
 
 
-def _facts(checkpoint):
+def facts_of(checkpoint):
     """Return the exact averages of the epoch so far, as the checkpoint keeps them."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])
     facts = {}
@@ -42,7 +42,7 @@ def _facts(checkpoint):
     return {name: value for name, value in facts.items() if name.split()[0] not in timing}
 
 
-def _same_weights(expected, found, adam):
+def same_weights(expected, found, adam):
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         if not (adam and name.endswith(EXEMPT_WITH_ADAM)):

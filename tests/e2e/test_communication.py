@@ -1,0 +1,150 @@
+"""How rows travel and experts are shared is the task's affair: every way trains the same model.
+
+Covered: on four ranks slices of experts with every r, two nodes, chunks, padded buffers, a tuner that
+changes the way from update to update, its dictionary and its resume; narrow wires, which err; bf16 with fp32 masters of slices;
+checkpoints between slices, whole experts and one rank; options that have nothing to do; refusals.
+"""
+
+import json
+
+import pytest
+import torch
+from cli import fairseq, refused
+from equality import facts_of, same_bits, same_weights
+from models import lm_args
+
+TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
+ALL_FOUR = ("--moe-expert-parallel-size", 4)
+WAYS = {
+    "model, in chunks": (*ALL_FOUR, "--moe-adaptive-r", 2, "--moe-a2a-ffn-overlap-degree", 3),
+    "experts gathered": (*ALL_FOUR, "--moe-parallel-type", "adaptive:0"),
+    "over two nodes, in chunks": (
+        *ALL_FOUR, "--moe-use-2dh", "--moe-local-size", 2, "--moe-a2a-ffn-overlap-degree", 2,
+    ),
+    "model, padded": (
+        *ALL_FOUR, "--moe-parallel-type", "model", "--moe-exchange", "padded",
+        "--moe-a2a-algorithm", "auto",
+    ),
+    "tuned": (
+        *ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2, "--moe-adaptive-window", 4,
+    ),
+}  # fmt: skip
+
+
+def train(data, folder, *extra, ranks=4, updates=6):
+    flags = ("--update-freq", 4 // ranks, *extra)
+    return fairseq("train", *lm_args(data, folder, *flags, updates=updates), ranks=ranks)
+
+
+def loaded(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def plain(lm_data, tmp_path_factory):
+    """The same training on one rank."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(lm_data, folder, *TWO_EXPERTS, ranks=1)
+    return loaded(folder)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
+    run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
+    assert "expert parallel size 4" in run.output
+    got = loaded(tmp_path)
+    assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
+    same_weights(plain["model"], got["model"], adam=False)
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp8"))
+def test_a_narrow_wire_trains_nearly_the_same_model(dtype, plain, lm_data, tmp_path):
+    flags = (*TWO_EXPERTS, *ALL_FOUR, "--moe-a2a-dtype", dtype)
+    train(lm_data, tmp_path, *flags)
+    got, expected = facts_of(loaded(tmp_path)), facts_of(plain)
+    assert got["loss 0"] != expected["loss 0"]
+    assert got["loss 0"] == pytest.approx(expected["loss 0"], rel=0.01)
+
+
+def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_path):
+    flags = (*TWO_EXPERTS, *ALL_FOUR, "--moe-adaptive", "auto")
+    run = train(lm_data, tmp_path, *flags, updates=60)
+    assert "adaptive: capacity factor 0, 0 to 127 places: adaptive_r " in run.output
+    assert "ways measured" in run.logs[0] and "ways measured" not in run.logs[1]
+    path = tmp_path / "moe_adaptive.json"
+    found = json.loads(path.read_text())
+    (bucket,) = found["buckets"].values()
+    tried = {(row["adaptive_r"], row["overlap"]) for row in bucket["costs"]}
+    assert {r for r, _ in tried} == {0, 1, 2} and {d for _, d in tried} == {1, 2, 4, 8}
+    cheapest = min(bucket["costs"], key=lambda row: row["cost"])
+    assert {k: cheapest[k] for k in bucket["best"]} == bucket["best"]
+    again = train(lm_data, tmp_path, *flags, updates=62)
+    assert "adaptive: 1 buckets from " in again.output and "ways measured" not in again.output
+    other = train(
+        lm_data, tmp_path / "other", *flags, "--moe-adaptive-file", path, "--moe-top-k", 1
+    )
+    assert "is of another model or cluster" in other.output
+    path.write_text("{torn")
+    torn = train(lm_data, tmp_path / "torn", *flags, "--moe-adaptive-file", path, updates=1)
+    assert "cannot be read" in torn.output
+
+
+def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
+    """Twelve updates in one go, and with a stop in the middle at which everything changes."""
+    adam = ("--moe-expert-count", 2, "--optimizer", "moe_adam")
+    sliced = (*adam, *ALL_FOUR, "--moe-parallel-type", "model")
+    train(lm_data, tmp_path / "whole", *adam, ranks=1, updates=12)
+    train(lm_data, tmp_path, *sliced, updates=6)
+    train(lm_data, tmp_path, *adam, ranks=2, updates=9)
+    train(lm_data, tmp_path, *sliced, "--moe-adaptive-r", 0, updates=12)
+    expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
+    same_weights(expected["model"], got["model"], adam=True)
+    moments = expected["last_optimizer_state"]["state"]
+    for index, state in got["last_optimizer_state"]["state"].items():
+        assert state["exp_avg_sq"].shape == moments[index]["exp_avg_sq"].shape
+
+
+def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
+    flags = ("--moe-expert-count", 2, *ALL_FOUR, "--bf16", "--moe-parallel-type", "model")
+    train(lm_data, tmp_path / "whole", *flags, updates=4)
+    train(lm_data, tmp_path, *flags, updates=2)
+    train(lm_data, tmp_path, *flags, updates=4)
+    expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
+    same_bits(expected["model"], got["model"])
+    same_bits(expected["last_optimizer_state"]["state"], got["last_optimizer_state"]["state"])
+
+
+def test_options_with_nothing_to_do_say_so(lm_data, tmp_path):
+    flags = (
+        "--moe-adaptive",
+        "auto",
+        "--moe-a2a-algorithm",
+        "2dh",
+        "--moe-expert-parallel-size",
+        1,
+    )
+    run = train(lm_data, tmp_path, *flags, ranks=2, updates=1)
+    assert "--moe-adaptive auto has no effect: every rank has all experts" in run.output
+    assert "--moe-a2a-algorithm 2dh has no effect" in run.output
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (("--moe-adaptive-window", 0, "--moe-adaptive", "auto"), "--moe-adaptive-window is 0; give"),
+        (("--moe-use-2dh", "--moe-a2a-algorithm", "auto"), "--moe-use-2dh and --moe-a2a-algorithm auto"),
+        (("--moe-parallel-type", "tensor"), "(--moe-parallel-type) is 'tensor'; give adaptive:r"),
+        (("--moe-a2a-ffn-overlap-degree", 99), "(--moe-a2a-ffn-overlap-degree) is 99; give a whole"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_in_a_sentence(flags, sentence, lm_data, tmp_path):
+    assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags))
+
+
+def test_what_slices_cannot_do_is_refused_in_a_sentence(lm_data, tmp_path):
+    for flags, sentence in (
+        (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "cut into 4"),
+        ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold slices of one; drop it"),
+        ((*ALL_FOUR, "--moe-expert-count", 6), "or give every expert as many ranks"),
+    ):  # fmt: skip
+        assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags), ranks=4)
