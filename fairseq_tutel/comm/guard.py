@@ -1,0 +1,179 @@
+"""Guard: a collective that fails says on which rank, in which operation, and who is missing.
+
+torch's own error names a socket at most. After one, every rank that met it answers a roll call over
+the store by which the ranks found each other, and names those that did not answer.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+logger = logging.getLogger(__name__)
+
+# Or the time-out, where that is shorter.
+LONGEST_ROLL_CALL = 5.0
+# What may come on top: a store that hangs is given up, and the rank that keeps it leaves last.
+GRACE_SECONDS = 1.0
+LONGEST_SECONDS = 365 * 24 * 3600
+ROLL = "fairseq_tutel/roll_call"
+# gloo raises plain RuntimeErrors; these name its source file. The last is a file store's.
+MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed; the message names the rank, the operation and who is missing."""
+
+
+_timeout: list[timedelta] = []
+
+
+def set_timeout(seconds: int) -> None:
+    """Set how long a collective of groups that are made from now on may wait for a rank.
+
+    Args:
+        seconds: of each collective; 0 leaves torch's own, 30 minutes (10 under NCCL).
+
+    Raises:
+        ValueError: no whole number from 0 to a year's.
+    """
+    if not (type(seconds) is int and 0 <= seconds <= LONGEST_SECONDS):
+        raise ValueError(
+            f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
+            "year), or 0 for torch's own limits."
+        )
+    _timeout[:] = [timedelta(seconds=seconds)] if seconds else []
+
+
+def timeout_of_groups() -> timedelta | None:
+    """Return what `set_timeout` set, as new_group's `timeout`; None for torch's own."""
+    return _timeout[0] if _timeout else None
+
+
+def limit(group: dist.ProcessGroup | None) -> None:
+    """Give a group that exists (None: the default one) the time-out that `set_timeout` set."""
+    if _timeout:
+        distributed_c10d._set_pg_timeout(_timeout[0], group)
+
+
+class guarded:  # noqa: N801 - reads as a sentence at its use
+    """`with guarded("the exchange of …", group): collective`: a failure names who is missing.
+
+    Costs a microsecond where nothing fails. Errors that are not of communication pass unchanged, and so
+    does what an inner guard has explained.
+
+    Args:
+        operation: ends the sentence "rank 1 could not finish …".
+        group: whose ranks are called; None for all.
+
+    Raises:
+        CommunicationError: the collective failed for want of another rank.
+    """
+
+    __slots__ = ("group", "operation", "start")
+
+    def __init__(self, operation: str, group: dist.ProcessGroup | None = None) -> None:
+        self.operation, self.group = operation, group
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and is_of_communication(error):
+            seconds = time.perf_counter() - self.start
+            raise CommunicationError(_explain(self.operation, seconds, self.group)) from error
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether torch raised this for want of another rank, and no guard has explained it yet."""
+    if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+        return False
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in MARKS)
+
+
+def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks without a key `prefix/rank` in the store, by halving: few requests for many."""
+    if not ranks or store.check([f"{prefix}/{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    middle = len(ranks) // 2
+    return absent(store, prefix, ranks[:middle]) + absent(store, prefix, ranks[middle:])
+
+
+def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: float) -> list[int]:
+    """Wait until each rank has a key `prefix/rank`, `seconds` at most; return those without one."""
+    deadline, pause = time.monotonic() + seconds, 0.05
+    keys = [f"{prefix}/{rank}" for rank in ranks]
+    while not store.check(keys):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return absent(store, prefix, ranks)
+        time.sleep(min(pause, left))
+        pause *= 2  # thousands of ranks may ask
+    return []
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0-2, 5" for several, which are in ascending order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    names = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def _explain(operation: str, seconds: float, group: dist.ProcessGroup | None) -> str:
+    rank = dist.get_rank()
+    members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    wait = min(_timeout[0].total_seconds() if _timeout else LONGEST_ROLL_CALL, LONGEST_ROLL_CALL)
+    start = f"rank {rank} could not finish {operation} and gave up after {seconds:.1f} s: "
+    # A launcher that sees a rank end may end this one before the roll is called.
+    logger.error("%scalling the roll for up to %g s", start, wait)
+    missing = _call_the_roll(rank, sorted(members), wait)
+    now = f"--moe-comm-timeout (now {_timeout[0].total_seconds() if _timeout else 0:g})"
+    if missing is None:
+        return (
+            f"{start}the store by which ranks find each other does not answer either, so rank 0 or the "
+            "launcher, which keeps it, has ended or stopped; look at the log of that first."
+        )
+    if not missing:
+        return (
+            f"{start}{name_ranks(sorted(members))} all answered a roll call, so a connection broke or "
+            f"one of them was late; look for the first error in their logs, or raise {now} where one is "
+            "only slow."
+        )
+    name = name_ranks(missing)
+    return (
+        f"{start}{name} did not answer a roll call of {wait:g} s; look at the log of {name} "
+        f"for what ended or stopped it, or raise {now} where it is only slow."
+    )
+
+
+def _call_the_roll(rank: int, ranks: list[int], seconds: float) -> list[int] | None:
+    """Answer and wait for the others; return who did not answer, or None without a store."""
+    missing: list[list[int]] = []
+
+    def call() -> None:
+        # A failed job is not gone on with, so that the key of one roll call serves.
+        with contextlib.suppress(RuntimeError):
+            store = distributed_c10d._get_default_store()
+            store.set(f"{ROLL}/{rank}", "here")
+            missing.append(wait_for(store, ROLL, ranks, seconds))
+
+    # A stopped process that keeps the store would hold its callers for ever.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds + GRACE_SECONDS)
+    if rank == 0:
+        time.sleep(GRACE_SECONDS)  # others may be about to read from this process
+    return missing[0] if missing else None
