@@ -8,9 +8,13 @@ s = P / E consecutive ranks hold a slice each of one expert.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from fairseq_tutel.comm.fingerprint import agree
+from fairseq_tutel.comm.guard import guarded, name_ranks, timeout_of_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,8 @@ def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
 
 # new_group is collective and a group lives as long as the job: made once, shared by all models.
 _topologies: dict[tuple[int, int, int, tuple[int, ...]], Topology] = {}
+# The arguments that all ranks were found to give alike.
+_agreed: set[tuple[tuple[int, ...], int, int]] = set()
 _in_use: list[Topology] = []
 
 
@@ -102,19 +108,25 @@ def make_topology(
 ) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
-    Collective: every rank must call it with the same arguments. Without torch.distributed: one rank.
+    Collective: every rank must call it with the same arguments, which are compared the first time. Without
+    torch.distributed: one rank.
 
     Args:
         expert_counts: experts of every layer.
         requested: P; 0 for the greatest that fits.
         ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
             makes none.
+
+    Raises:
+        ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
+        CommunicationError: a rank did not come.
     """
     if not (dist.is_available() and dist.is_initialized()):
         expert_parallel_size(1, expert_counts, requested)
         _in_use[:] = [Topology()]
         return _in_use[0]
     world, rank = dist.get_world_size(), dist.get_rank()
+    _agree(tuple(expert_counts), requested, ranks_per_node)
     size = expert_parallel_size(world, expert_counts, requested)
     shares = share_sizes(size, expert_counts)
     key = (world, size, ranks_per_node, shares)
@@ -135,7 +147,22 @@ def in_use() -> Topology:
 def destroy() -> None:
     """Forget every group, after dist.destroy_process_group."""
     _topologies.clear()
+    _agreed.clear()
     _in_use.clear()
+
+
+def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) -> None:
+    """Compare the arguments of all ranks before any group is made: others would make ranks wait."""
+    arguments = (expert_counts, requested, ranks_per_node)
+    if arguments not in _agreed:
+        agree(
+            {
+                "--moe-expert-parallel-size": requested,
+                "the number of experts of each layer": expert_counts,
+                "the number of ranks of a node": ranks_per_node,
+            }
+        )
+        _agreed.add(arguments)
 
 
 def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...]) -> Topology:
@@ -144,7 +171,7 @@ def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...
         # Also for P = W: a communicator of its own, whose order no data-parallel bucket disturbs.
         expert_group = _consecutive(world, rank, size)
         for first in range(size if size < world else 0):
-            group = dist.new_group(range(first, world, size))
+            group = _new(range(first, world, size))
             replica_group = group if rank % size == first else replica_group
     return Topology(
         world_size=world,
@@ -161,7 +188,7 @@ def _consecutive(world: int, rank: int, number: int) -> dist.ProcessGroup:
     """Make a group of every `number` consecutive ranks, and return this rank's."""
     mine = None
     for first in range(0, world, number):
-        group = dist.new_group(range(first, first + number))
+        group = _new(range(first, first + number))
         mine = group if first <= rank < first + number else mine
     assert mine is not None, "every rank is in one"
     return mine
@@ -174,7 +201,7 @@ def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
     for first in range(0, world, size):
         for index in range(local):
             rail = range(first + index, first + size, local)
-            group = dist.new_group(rail)
+            group = _new(rail)
             rail_group = group if rank in rail else rail_group
     assert rail_group is not None, "every rank is on one"
     return Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
@@ -220,4 +247,11 @@ def _new_group(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
     # Local synchronization: the ranks outside know nothing of this layer and join in no call.
     everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
     backend = dist.get_backend(group)
-    return dist.new_group(everywhere, backend=backend, use_local_synchronization=True)
+    return _new(everywhere, group, backend=backend, use_local_synchronization=True)
+
+
+def _new(
+    ranks: Sequence[int], callers: dist.ProcessGroup | None = None, **options: Any
+) -> dist.ProcessGroup:
+    with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
+        return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
