@@ -9,6 +9,7 @@ from torch import nn
 
 from fairseq_tutel.comm import checkpoint, topology
 from fairseq_tutel.comm.balance import update_biases
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
@@ -61,7 +62,8 @@ class MoETaskMixin:
             self.moe_tuner.begin(int(sample["ntokens"]))
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
-        with _out_of_memory_ends_the_job(f"the training step of update {update_num}"):
+        step = f"the training step of update {update_num}"
+        with guarded(step), _out_of_memory_ends_the_job(step):
             result = super().train_step(  # type: ignore[misc]
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
@@ -87,7 +89,8 @@ class MoETaskMixin:
         """Run the stock step; out of memory ends the job."""
         for layer in moe_layers(model):
             layer.skip_tokens = False
-        with _out_of_memory_ends_the_job("a validation step"):
+        step = "a validation step"
+        with guarded(step), _out_of_memory_ends_the_job(step):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:

@@ -7,7 +7,8 @@
 3. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
    the middle leaves a torn file.
 4. `distributed.utils.call_main`: fairseq-train takes --bf16 for a wish to run on a TPU, and reads ranks
-   and devices by that before it builds anything of ours.
+   and devices by that before it builds anything of ours; and where one of fairseq's own collectives
+   fails, no code of ours is nearer that could say who is missing.
 """
 
 import functools
@@ -26,6 +27,7 @@ from fairseq.trainer import Trainer
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.comm import checkpoint, topology
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 
 logger = logging.getLogger(__name__)
@@ -118,7 +120,7 @@ def copy(original: Any) -> Any:
 
 
 def call_main(original: Any) -> Any:
-    """Let --bf16 mean bf16 on the devices there are."""
+    """Let --bf16 mean bf16 on the devices there are, and a failed collective name the missing rank."""
 
     @functools.wraps(original)
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
@@ -126,7 +128,8 @@ def call_main(original: Any) -> Any:
             for section in cfg.values():
                 if OmegaConf.is_dict(section) and "tpu" in section:
                     section.tpu = False
-        return original(cfg, main, **kwargs)
+        with guarded("a collective of fairseq's own"):
+            return original(cfg, main, **kwargs)
 
     return wrapper
 

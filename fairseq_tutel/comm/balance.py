@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairseq_tutel.balance_bias import BalanceBias
+from fairseq_tutel.comm.guard import guarded
 
 
 def update_biases(model: nn.Module) -> None:
@@ -20,6 +21,7 @@ def update_biases(model: nn.Module) -> None:
         return
     load = torch.cat([bias.load for bias in biases])
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(load)
+        with guarded("the all-reduce of the experts' load"):
+            dist.all_reduce(load)
     for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
         bias.update(load_E)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.slices import Slice, join, slice_of
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
@@ -31,8 +32,10 @@ def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None
     how = slice_of(tensor) if how is None else how
     tensor = tensor.detach().contiguous()
     parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
-    dist.gather(tensor, parts if topology.rank == 0 else None, dst=0, group=topology.expert_group)
-    return join([part.cpu() for part in parts], how) if topology.rank == 0 else None
+    first, group = topology.rank == 0, topology.expert_group
+    with guarded("the gathering of experts on rank 0", group):
+        dist.gather(tensor, parts if first else None, dst=0, group=group)
+    return join([part.cpu() for part in parts], how) if first else None
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
@@ -77,5 +80,6 @@ def drop_everywhere(model: nn.Module) -> None:
 def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
     how, tensor = slice_of(tensor), tensor.detach().contiguous()
     parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
-    dist.all_gather(parts, tensor, group=topology.expert_group)
+    with guarded("the gathering of experts on every rank", topology.expert_group):
+        dist.all_gather(parts, tensor, group=topology.expert_group)
     return join(parts, how)

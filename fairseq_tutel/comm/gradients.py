@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.topology import Topology
 
 
@@ -44,7 +45,8 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if topology.replica_group is not None:
-            dist.all_reduce(parameter.grad, group=topology.replica_group)
+            with guarded("the all-reduce of expert gradients", topology.replica_group):
+                dist.all_reduce(parameter.grad, group=topology.replica_group)
         parameter.grad.div_(topology.world_size)
 
 
@@ -59,7 +61,8 @@ def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> N
         return
     finite = torch.stack([g.isfinite().all() for g in grads]).all()
     overflow = (~finite).to(torch.float32)
-    dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+    with guarded("the all-reduce of the gradients' overflow"):
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
     first = grads[0][(0,) * grads[0].dim()]
     first.copy_(torch.where(overflow > 0, torch.inf, first))
 
@@ -79,7 +82,8 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
             (experts if is_expert(parameter) else dense).append(parameter.grad)
     square = _square_norm(experts, device)
     if topology.expert_parallel_size > 1:
-        dist.all_reduce(square)
+        with guarded("the all-reduce of the gradient norm"):
+            dist.all_reduce(square)
         square = square / topology.num_replicas
     return (square + _square_norm(dense, device)).sqrt()
 
