@@ -14,6 +14,7 @@ from torch import Tensor
 from fairseq_tutel.comm import all_to_all, hierarchical, pipeline
 from fairseq_tutel.comm.all_to_all import LinearTrip
 from fairseq_tutel.comm.copies import destinations, repeat_blocks
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.hierarchical import HierarchicalTrip
 from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.regroup import permute, regroup_maps
@@ -36,6 +37,7 @@ class ExchangePlan:
         padded: every expert's rows are as many on every rank.
         wire: see comm/wire.py.
         timer: of the rows.
+        name: of the layer, for errors.
     """
 
     group: dist.ProcessGroup | None = None
@@ -45,6 +47,7 @@ class ExchangePlan:
     padded: bool = False
     wire: str = "same"
     timer: ExchangeTimer | None = None
+    name: str = ""
 
     @property
     def nodes(self) -> Grid | None:
@@ -86,7 +89,8 @@ def agreed_capacity(counts_E: Tensor, plan: ExchangePlan) -> int:
     One small all-reduce, and the one host read of a padded forward.
     """
     need = counts_E.max().clamp_min(1)
-    dist.all_reduce(need, op=dist.ReduceOp.MAX, group=plan.group)
+    with guarded("the agreement on the size of buffers", plan.group):
+        dist.all_reduce(need, op=dist.ReduceOp.MAX, group=plan.group)
     return int(need)
 
 
@@ -124,9 +128,11 @@ def _even_counts(counts_E: Tensor, plan: ExchangePlan) -> Counts:
 
 def _trip(device: Counts, host: Counts, plan: ExchangePlan) -> Trip:
     assert plan.group is not None
+    name = f"the exchange of rows of {plan.name}" if plan.name else Trip.name
+    options = {"wire": plan.wire, "timer": plan.timer, "name": name}
     if plan.nodes is None:
-        return LinearTrip.of(host, plan.group, plan.wire, plan.timer)
-    return HierarchicalTrip.of(device, host, plan.nodes, plan.wire, plan.timer)
+        return LinearTrip.of(host, plan.group, **options)
+    return HierarchicalTrip.of(device, host, plan.nodes, **options)
 
 
 def _run(

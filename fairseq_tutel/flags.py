@@ -137,6 +137,13 @@ class _SystemOptions(FairseqDataclass):
             "places of an expert [default: 128]"
         },
     )
+    moe_comm_timeout: int = field(
+        default=1800,
+        metadata={
+            "help": "how long a collective waits for another rank before the job ends with an error that "
+            "names it; 0 leaves torch's own limits; in seconds [default: 1800]"
+        },
+    )
     record_a2a_perf_stats: bool = field(
         default=False,
         metadata={

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.choice import scores_of
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.routing import Decision
 
 
@@ -67,7 +68,8 @@ def gshard_global_loss(routing: Decision, gate: GateOutput) -> Tensor:
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
-        dist.all_reduce(assigned_E)
+        with guarded("the sum of all ranks' loads"):
+            dist.all_reduce(assigned_E)
     return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 

@@ -88,7 +88,7 @@ class MoELayer(nn.Module):
         experts: ExpertStack | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.name = config, name
         self.topology = topology or Topology()
         self.gate_configs = [
             # What the layer's losses ask of a gate, such as noise, is checked for each.
@@ -254,6 +254,7 @@ class MoELayer(nn.Module):
             padded=self.config.exchange == "padded",
             wire=self.config.a2a_dtype,
             timer=self.timer,
+            name=self.name,
         )
 
     def _experts(self, how: How) -> exchange.ExpertFn:

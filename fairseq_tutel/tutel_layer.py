@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import tutel_options as options
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.topology import Topology, make_topology, topology_within
 from fairseq_tutel.config import AT_LEAST_1, CAPACITY, MoEConfig
 from fairseq_tutel.expert_stack import ExpertStack
@@ -274,7 +275,8 @@ def _agreed_seeds(
     if topology.num_replicas > 1:
         first = [experts]
         source = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(first, src=source, group=group)
+        with guarded("the agreement on seeds", group):
+            dist.broadcast_object_list(first, src=source, group=group)
         (experts,) = first
     return gate, experts
 

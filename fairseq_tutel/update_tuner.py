@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.adaptive import allowed_degrees
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.how import ALGORITHMS, How
 from fairseq_tutel.comm.tuner import Tuner
 from fairseq_tutel.moe_layer import MoELayer
@@ -66,7 +67,8 @@ class UpdateTuner:
             math.inf
         )  # a rank that measured nothing voids the measurement
         if dist.is_initialized():
-            dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+            with guarded("the tuner's agreement on an update"):
+                dist.all_reduce(facts, op=dist.ReduceOp.MAX)
         tokens, milliseconds, busiest = facts.tolist()
         if self._last is not None:
             self._record(milliseconds)

@@ -128,7 +128,7 @@ def call_main(original: Any) -> Any:
             for section in cfg.values():
                 if OmegaConf.is_dict(section) and "tpu" in section:
                     section.tpu = False
-        with guarded("a collective of fairseq's own"):
+        with guarded("a collective of fairseq's own", timed=False):
             return original(cfg, main, **kwargs)
 
     return wrapper

@@ -37,43 +37,45 @@ CORE = {
     "slots": "",
     "routing": "capacity choice config drop_policies slots",
     "balance_bias": "",
-    "losses": "choice routing",
+    "comm.guard": "",
+    "losses": "choice comm.guard routing",
     "metrics": "routing",
     "dispatch": "kernels routing",
-    "comm.topology": "",
+    "comm.fingerprint": "comm.guard",
+    "comm.topology": "comm.fingerprint comm.guard",
     "comm.launcher": "",
-    "comm.gradients": "comm.topology",
+    "comm.gradients": "comm.guard comm.topology",
     "exploration": "config",
     "comm.regroup": "",
     "comm.slices": "",
     "comm.timer": "",
     "comm.asynchronous": "",
     "comm.trip": "comm.asynchronous comm.timer comm.wire",
-    "comm.all_to_all": "comm.timer comm.trip",
-    "comm.hierarchical": ("comm.all_to_all comm.regroup comm.timer comm.topology comm.trip"),
+    "comm.all_to_all": "comm.guard comm.trip",
+    "comm.hierarchical": ("comm.all_to_all comm.regroup comm.topology comm.trip"),
     "comm.pipeline": "comm.trip",
     "comm.copies": "comm.regroup comm.trip",
     "exchange": (
-        "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline comm.regroup comm.timer "
-        "comm.topology comm.trip"
+        "comm.all_to_all comm.copies comm.guard comm.hierarchical comm.how comm.pipeline comm.regroup "
+        "comm.timer comm.topology comm.trip"
     ),
     "expert_stack": "comm.slices config",
     "custom_experts": "config custom expert_stack initial",
     "experts": "config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
-    "comm.adaptive": "comm.slices comm.topology config expert_stack",
-    "comm.checkpoint": "comm.slices comm.topology expert_stack",
-    "comm.balance": "balance_bias",
+    "comm.adaptive": "comm.guard comm.slices comm.topology config expert_stack",
+    "comm.checkpoint": "comm.guard comm.slices comm.topology expert_stack",
+    "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how comm.timer "
         "comm.topology config dispatch exchange expert_stack experts exploration gates losses routing"
     ),
-    "update_tuner": "comm.adaptive comm.how comm.tuner moe_layer",
+    "update_tuner": "comm.adaptive comm.guard comm.how comm.tuner moe_layer",
     "tutel_options": "config",
     "tutel_gates": "config tutel_options",
     "tutel_experts": "config expert_stack experts initial tutel_options",
     "tutel_layer": (
-        "comm.topology config expert_stack gates initial moe_layer tutel_experts "
+        "comm.guard comm.topology config expert_stack gates initial moe_layer tutel_experts "
         "tutel_gates tutel_options"
     ),
     "fairseq_tutel": (
@@ -108,7 +110,7 @@ EDGE = {
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
-        "comm.balance comm.checkpoint comm.timer comm.topology elastic_iterator ffn_step "
+        "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
         "optim.moe_optimizer run_config update_tuner"
     ),
     "tasks.moe_language_modeling": "flags task_mixin",
@@ -122,11 +124,12 @@ EDGE = {
     "criterions.gate_loss": "criterions.expert_log ffn_step run_config",
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
+    "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
     "models.announce": "capacity comm.topology config",
     "models.changed": "comm.topology flags",
     "models.build": (
         "balance_weights comm.gradients comm.launcher comm.topology ffn_step flags kernels "
-        "models.announce "
+        "models.agreement models.announce "
         "models.changed run_config update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
@@ -138,7 +141,7 @@ EDGE = {
     "models": (
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
-    "wrapped": "comm.checkpoint comm.topology optim.moe_optimizer",
+    "wrapped": "comm.checkpoint comm.guard comm.topology optim.moe_optimizer",
     "train": "comm.topology plugin",
     "tools.environment": "kernels",
     "__main__": ("fairseq_tutel tools.average tools.environment tools.report tools.user_dir"),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.slices import slice_of
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, label_of
@@ -112,24 +113,26 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         number = dist.get_world_size(group)
         stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
-        works = [
-            dist.all_gather(list(stack.unbind(0)), t.contiguous(), group=group, async_op=True)
-            for stack, t in zip(stacks, tensors, strict=True)
-        ]
-        for work in works:
-            work.wait()
+        with guarded("the gathering of experts' weights", group):
+            works = [
+                dist.all_gather(list(stack.unbind(0)), t.contiguous(), group=group, async_op=True)
+                for stack, t in zip(stacks, tensors, strict=True)
+            ]
+            for work in works:
+                work.wait()
         return stacks
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
         outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
-        works = [
-            dist.reduce_scatter(
-                out, list(stack.contiguous().unbind(0)), group=ctx.group, async_op=True
-            )
-            for out, stack in zip(outs, dstacks, strict=True)
-        ]
-        for work in works:
-            work.wait()
+        with guarded("the summing of experts' gradients", ctx.group):
+            works = [
+                dist.reduce_scatter(
+                    out, list(stack.contiguous().unbind(0)), group=ctx.group, async_op=True
+                )
+                for out, stack in zip(outs, dstacks, strict=True)
+            ]
+            for work in works:
+                work.wait()
         return None, *outs

@@ -4,13 +4,13 @@ R rows, D model_dim, P ranks of the group, e experts of a rank.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm.timer import ExchangeTimer
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.trip import Counts, Trip
 
 Splits = tuple[int, ...]
@@ -35,22 +35,20 @@ class LinearTrip(Trip):
         cls,
         host: Counts,
         group: dist.ProcessGroup,
-        wire: str = "same",
-        timer: ExchangeTimer | None = None,
+        **options: Any,
     ) -> Self:
-        """Plan a trip by its counts on the host."""
+        """Plan a trip by its counts on the host; the options are those of every trip."""
         return cls(
             group=group,
             send=tuple(host.leaving_PE.sum(1).tolist()),
             receive=tuple(host.arriving_PE.sum(1).tolist()),
-            wire=wire,
-            timer=timer,
+            **options,
         )
 
     def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
         """Send and receive."""
         splits = (self.receive, self.send) if homeward else (self.send, self.receive)
-        return exchange_rows(wire_RX, *splits, self.group, self.timer)
+        return exchange_rows(wire_RX, *splits, self.group, self)
 
 
 def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Counts:
@@ -67,25 +65,26 @@ def even_exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send block i to rank i of the group; return what came, in the order of the ranks."""
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks)
-    dist.all_to_all_single(out, blocks, group=group)
+    with guarded("the exchange of row counts", group):
+        dist.all_to_all_single(out, blocks, group=group)
     return out
 
 
 def exchange_rows(
-    rows: Tensor,
-    send: Splits,
-    receive: Splits,
-    group: dist.ProcessGroup,
-    timer: ExchangeTimer | None,
+    rows: Tensor, send: Splits, receive: Splits, group: dist.ProcessGroup, trip: Trip
 ) -> Tensor:
-    """Send the next send[p] rows to rank p of the group; return what all ranks sent, by source."""
+    """Send the next send[p] rows to rank p of the group; return what all ranks sent, by source.
+
+    The trip that this is a leg of gives its name to errors, and its timer.
+    """
     out = rows.new_empty(sum(receive), *rows.shape[1:])
 
     def collective() -> None:
-        dist.all_to_all_single(out, rows, list(receive), list(send), group=group)
+        with guarded(trip.name, group):
+            dist.all_to_all_single(out, rows, list(receive), list(send), group=group)
 
-    if timer is None:
+    if trip.timer is None:
         collective()
     else:
-        timer.measure(rows, collective)
+        trip.timer.measure(rows, collective)
     return out

@@ -71,23 +71,29 @@ class guarded:  # noqa: N801 - reads as a sentence at its use
     Args:
         operation: ends the sentence "rank 1 could not finish …".
         group: whose ranks are called; None for all.
+        timed: say how long it took; not where much else is done within.
 
     Raises:
         CommunicationError: the collective failed for want of another rank.
     """
 
-    __slots__ = ("group", "operation", "start")
+    __slots__ = ("group", "operation", "start", "timed")
 
-    def __init__(self, operation: str, group: dist.ProcessGroup | None = None) -> None:
-        self.operation, self.group = operation, group
+    def __init__(
+        self, operation: str, group: dist.ProcessGroup | None = None, timed: bool = True
+    ) -> None:
+        self.operation, self.group, self.timed = operation, group, timed
 
     def __enter__(self) -> None:
         self.start = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and is_of_communication(error):
-            seconds = time.perf_counter() - self.start
-            raise CommunicationError(_explain(self.operation, seconds, self.group)) from error
+            after = (
+                f" and gave up after {time.perf_counter() - self.start:.1f} s" if self.timed else ""
+            )
+            what = f"could not finish {self.operation}{after}"
+            raise CommunicationError(_explain(what, self.group)) from error
 
 
 def is_of_communication(error: BaseException) -> bool:
@@ -132,11 +138,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def _explain(operation: str, seconds: float, group: dist.ProcessGroup | None) -> str:
+def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     rank = dist.get_rank()
     members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
     wait = min(_timeout[0].total_seconds() if _timeout else LONGEST_ROLL_CALL, LONGEST_ROLL_CALL)
-    start = f"rank {rank} could not finish {operation} and gave up after {seconds:.1f} s: "
+    start = f"rank {rank} {what}: "
     # A launcher that sees a rank end may end this one before the roll is called.
     logger.error("%scalling the roll for up to %g s", start, wait)
     missing = _call_the_roll(rank, sorted(members), wait)

@@ -9,13 +9,12 @@ Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from fairseq_tutel.comm.all_to_all import Splits, even_exchange, exchange_rows
 from fairseq_tutel.comm.regroup import regroup_maps
-from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Grid
 from fairseq_tutel.comm.trip import Counts, Trip
 
@@ -44,10 +43,9 @@ class HierarchicalTrip(Trip):
         device: Counts,
         host: Counts,
         grid: Grid,
-        wire: str = "same",
-        timer: ExchangeTimer | None = None,
+        **options: Any,
     ) -> Self:
-        """Plan a trip by its counts on the device and on the host."""
+        """Plan a trip by its counts; the options are those of every trip."""
         assert device.passing_LNE is not None and host.passing_LNE is not None
         nodes, local = grid.nodes, grid.local
         leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
@@ -60,8 +58,7 @@ class HierarchicalTrip(Trip):
             across=(tuple(passing_LN.sum(0).tolist()), tuple(arriving_NL.sum(1).tolist())),
             by_local=regroup_maps(leaving, int(leaving_NL.sum())),
             by_node=regroup_maps(device.passing_LNE.sum(2), int(passing_LN.sum())),
-            wire=wire,
-            timer=timer,
+            **options,
         )
 
     def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
@@ -75,10 +72,10 @@ class HierarchicalTrip(Trip):
         return self._within(rows, receive, send).index_select(0, self.by_local[1])
 
     def _within(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
-        return exchange_rows(rows, send, receive, self.grid.node_group, self.timer)
+        return exchange_rows(rows, send, receive, self.grid.node_group, self)
 
     def _across(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
-        return exchange_rows(rows, send, receive, self.grid.rail_group, self.timer)
+        return exchange_rows(rows, send, receive, self.grid.rail_group, self)
 
 
 def exchange_counts(counts_PE: Tensor, grid: Grid) -> Counts:

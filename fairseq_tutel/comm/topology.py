@@ -82,10 +82,9 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
     if not fits or any(n % requested and requested % n for n in expert_counts):
         counts = ", ".join(map(str, sorted(set(expert_counts))))
         raise ValueError(
-            f"--moe-expert-parallel-size is {requested}, which does not divide both the number of "
-            f"ranks ({world_size}) and the number of experts ({counts}), or give every expert as many "
-            "ranks; give a common divisor, a divisor of the ranks that is a multiple of the experts, or "
-            "0 for the greatest common divisor."
+            f"--moe-expert-parallel-size is {requested}, which does not fit the number of ranks "
+            f"({world_size}) and the number of experts ({counts}); give a common divisor, a divisor of the "
+            "ranks that is a multiple of the experts, or 0 for the greatest common divisor."
         )
     return requested
 

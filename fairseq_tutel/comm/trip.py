@@ -61,9 +61,11 @@ class Trip:
     Attributes:
         wire: what rows look like on the wire; see comm/wire.py.
         timer: adds the time of both directions, and of their backwards, where given.
+        name: what an error calls it.
     """
 
     wire: str = "same"
+    name: str = "the exchange of rows"
     timer: ExchangeTimer | None = None
 
     def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:

@@ -23,6 +23,7 @@ from fairseq_tutel.ffn_step import (
 )
 from fairseq_tutel.flags import expert_counts, layer_config
 from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.models.agreement import start_together
 from fairseq_tutel.models.announce import announce, warn
 from fairseq_tutel.models.changed import say_what_changed
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
@@ -54,9 +55,11 @@ def install_experts(
     Raises:
         ValueError: a bad option, or a run that cannot work; the message names option and fix.
     """
+    task_cfg, root, training = config_of(task), root_of(task), is_training(task)
+    if training:
+        start_together(root, model, task)
     chosen = _choose(model, freqs)
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
-    task_cfg, root, training = config_of(task), root_of(task), is_training(task)
     requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
     local = node_size(task_cfg)
     topology = make_topology(counts, requested, local) if training else Topology()

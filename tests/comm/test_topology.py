@@ -30,11 +30,11 @@ def test_a_size_that_divides_both_is_taken(requested):
     "world_size, counts, requested",
     [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)],
 )
-def test_a_size_that_does_not_divide_both_is_refused_by_a_sentence(world_size, counts, requested):
+def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, counts, requested):
     with pytest.raises(ValueError) as error:
         expert_parallel_size(world_size, counts, requested)
     message = str(error.value)
-    assert message.startswith(f"--moe-expert-parallel-size is {requested}, which does not divide")
+    assert message.startswith(f"--moe-expert-parallel-size is {requested}, which does not fit")
     assert f"ranks ({world_size})" in message
     assert all(str(count) in message for count in counts)
     assert message.endswith("or 0 for the greatest common divisor.")

@@ -11,7 +11,7 @@ from models import lm_args, mt_args
 LM_CASES = {
     "explicit P that does not divide": (
         ("--moe-expert-parallel-size", 3),
-        "--moe-expert-parallel-size is 3, which does not divide both the number of ranks (1)",
+        "--moe-expert-parallel-size is 3, which does not fit the number of ranks (1)",
     ),
     "more choices than experts": (
         ("--moe-top-k", 5),
@@ -112,8 +112,7 @@ def test_a_bad_option_is_refused_by_name(case, lm_data, tmp_path):
 RANK_CASES = {
     "P that does not divide the experts": (
         ("--moe-expert-parallel-size", 2, "--moe-expert-count", 3),
-        "does not divide both the number of ranks (2) and the number of experts (3); give a common "
-        "divisor, or 0 for the greatest one",
+        "does not fit the number of ranks (2) and the number of experts (3); give a common divisor, a",
     ),
     "layerdrop": (
         ("--decoder-layerdrop", 0.2),

@@ -1,8 +1,9 @@
 """How rows travel and experts are shared is the task's affair: every way trains the same model.
 
 Covered: on four ranks slices of experts with every r, two nodes, chunks, padded buffers, a tuner that
-changes the way from update to update, its dictionary and its resume; narrow wires, which err; bf16 with fp32 masters of slices;
-checkpoints between slices, whole experts and one rank; options that have nothing to do; refusals.
+changes the way from update to update, its dictionary and its resume; narrow wires, which err; bf16 with
+fp32 masters of slices; checkpoints between slices, whole experts and one rank; options that have nothing
+to do; refusals.
 """
 
 import json
@@ -145,6 +146,6 @@ def test_what_slices_cannot_do_is_refused_in_a_sentence(lm_data, tmp_path):
     for flags, sentence in (
         (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "cut into 4"),
         ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold slices of one; drop it"),
-        ((*ALL_FOUR, "--moe-expert-count", 6), "or give every expert as many ranks"),
+        ((*ALL_FOUR, "--moe-expert-count", 6), "which does not fit the number of ranks (4)"),
     ):  # fmt: skip
         assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags), ranks=4)

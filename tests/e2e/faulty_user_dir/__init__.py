@@ -1,8 +1,9 @@
 """A --user-dir that loads the plugin and then breaks one rank on purpose.
 
 FAULT is "where:when:what": where = step (a training forward), save (half of a checkpoint is
-written) or copy (half of checkpoint_last is written); when = the how-many-th call; what = kill, oom,
-error, full (the disk is full) or nan. FAULT_RANK is the rank it happens on.
+written) or copy (half of checkpoint_last is written); when = the how-many-th call; what = kill, stop
+(until somebody lets it go on), oom, error, full (the disk is full) or nan. FAULT_RANK is the rank it
+happens on.
 """
 
 import os
@@ -38,6 +39,8 @@ def _forward(original):
         what = _fault("step") if model.training else None
         if what == "kill":
             _kill()
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "oom":
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if what == "error":

@@ -1,0 +1,146 @@
+"""Several ranks through fairseq-train: who is missing is named in time, who was started otherwise at start.
+
+Covered: a killed and a stopped rank, in an exchange and in fairseq's own; different options of model,
+exchange, batches and criterion, another dictionary, another number of parameters; what ranks may have of
+their own; a bad time-out, and one through hydra.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cli import ROOT, free_port, refused, start, tail, torchrun_environment, wait
+from models import lm_args, mt_args
+
+FAULTY = str(Path(__file__).parent / "faulty_user_dir")
+TIMEOUT_S = 3
+
+
+def _start(data, folder, *flags, fault, rank, ranks=2):
+    words = lm_args(data, folder, "--user-dir", FAULTY, "--moe-comm-timeout", TIMEOUT_S, *flags)
+    return start("train", *words, ranks=ranks, env={"FAULT": fault, "FAULT_RANK": str(rank)})
+
+
+def _start_each(*commands):
+    """Start ranks whose command lines differ."""
+    port, count = free_port(), len(commands)
+    return [
+        started
+        for rank, words in enumerate(commands)
+        for started in start("train", *words, env=torchrun_environment(rank, count, port))
+    ]
+
+
+def _last_error(log):
+    return [line for line in log.splitlines() if "Error: " in line][-1]
+
+
+def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
+    flags = ("--moe-expert-count", 3)
+    run = wait(_start(lm_data, tmp_path, *flags, fault="step:3:kill", rank=1, ranks=3))
+    assert run.exit_codes[1] == -9 and 0 not in run.exit_codes
+    for rank in (0, 2):
+        error = _last_error(run.logs[rank])
+        assert f"CommunicationError: rank {rank} could not finish " in error, tail(run.logs[rank])
+        assert (
+            f"rank 1 did not answer a roll call of {TIMEOUT_S} s; look at the log of rank 1"
+            in error
+        )
+        # What torchrun leaves time for, which ends the others itself.
+        assert (
+            "gave up after" in run.logs[rank]
+            and ": calling the roll for up to 3 s" in run.logs[rank]
+        )
+    assert not (tmp_path / "crash.pt").exists()
+
+
+def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_data, tmp_path):
+    flags = ("--moe-expert-parallel-size", 1)
+    started = _start(lm_data, tmp_path, *flags, fault="step:3:stop", rank=1)
+    (process, _), (stopped, _) = started
+    process.join(
+        60
+    )  # start-up, the time-out and the roll call: torch alone would wait half an hour
+    assert process.exitcode not in (0, None)
+    stopped.kill()
+    run = wait(started)
+    error = _last_error(run.logs[0])
+    assert (
+        "CommunicationError: rank 0 could not finish a collective of fairseq's own: rank 1 did not"
+        in error
+    )
+    assert f"raise --moe-comm-timeout (now {TIMEOUT_S}) where it is only slow" in error
+    assert '"num_updates": "2"' in run.logs[0]
+
+
+DIFFERENT = {
+    "--moe-top-k": (2, 1),
+    "--moe-expert-count": (4, 8),
+    "--moe-expert-parallel-size": (2, 1),
+    "--decoder-embed-dim": (16, 32),
+    "--batch-size": (4, 2),
+}
+
+
+@pytest.mark.parametrize("flag", DIFFERENT)
+def test_ranks_with_different_options_are_told_so_at_start(lm_data, tmp_path, flag):
+    first, second = DIFFERENT[flag]
+    run = wait(
+        _start_each(
+            lm_args(lm_data, tmp_path, flag, first), lm_args(lm_data, tmp_path, flag, second)
+        )
+    )
+    for log in run.logs:
+        error = _last_error(log)
+        assert f"{flag} is {first} on rank 0 and {second} on rank 1" in error, tail(log)
+        assert "start all ranks with the same command, packages and data." in error
+        assert "CommunicationError" not in log
+    assert run.seconds < 60
+
+
+def test_a_model_of_encoder_and_decoder_is_compared_too(mt_data, tmp_path):
+    first, second = (mt_args(mt_data, tmp_path, "--encoder-ffn-embed-dim", n) for n in (32, 48))
+    run = wait(_start_each(first, second))
+    for log in run.logs:
+        error = _last_error(log)
+        assert "ValueError: --encoder-ffn-embed-dim is 32 on rank 0 and 48 on rank 1" in error, (
+            tail(log)
+        )
+
+
+def test_another_dictionary_of_the_same_size_is_told(lm_data, tmp_path):
+    other = tmp_path / "data"
+    shutil.copytree(lm_data, other)
+    lines = (other / "dict.txt").read_text().splitlines()
+    (other / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
+    run = wait(_start_each(lm_args(lm_data, tmp_path / "a"), lm_args(other, tmp_path / "a")))
+    for log in run.logs:
+        assert "the digest of the source dictionary is " in _last_error(log), tail(log)
+
+
+def test_what_a_rank_may_have_of_its_own_is_not_compared(lm_data, tmp_path):
+    other = tmp_path / "data"
+    shutil.copytree(lm_data, other)
+    own = ("--log-interval", 5, "--log-file", tmp_path / "log", "--data-buffer-size", 3)
+    own = (*own, "--tensorboard-logdir", tmp_path / "board", "--keep-last-epochs", 2)
+    run = wait(
+        _start_each(
+            lm_args(lm_data, tmp_path / "a", updates=1),
+            lm_args(other, tmp_path / "b", *own, updates=1),
+        )
+    )
+    assert run.ok, tail(run.output)
+
+
+def test_a_time_out_that_is_none_is_refused(lm_data, tmp_path):
+    output = refused("train", *lm_args(lm_data, tmp_path, "--moe-comm-timeout=-1"))
+    assert "--moe-comm-timeout is -1; give whole seconds from 1 to " in output
+
+
+def test_the_time_out_goes_through_hydra(lm_data, tmp_path):
+    words = (
+        "--config-dir", "configs/hydra", "--config-name", "tiny_lm", f"task.data={lm_data}",
+        f"checkpoint.save_dir={tmp_path}", "+task.moe_comm_timeout=-2",
+    )  # fmt: skip
+    output = refused("hydra-train", *words, cwd=ROOT, env={"PWD": str(ROOT)})
+    assert "--moe-comm-timeout is -2; give whole seconds" in output
