@@ -102,6 +102,13 @@ CORE = {
         "tools.run_log tools.run_summary"
     ),
     "tools.user_dir": "",
+    "tools.plan_figure": "comm.cost",
+    "tools.options": "",
+    "tools.plan": "comm.cost comm.machine tools.options tools.plan_figure",
+    "tools.tune": (
+        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology experts "
+        "tools.options"
+    ),
 }
 EDGE = {
     "flags": "config",
@@ -147,7 +154,9 @@ EDGE = {
     "wrapped": "comm.checkpoint comm.guard comm.topology optim.moe_optimizer",
     "train": "comm.topology plugin",
     "tools.environment": "kernels",
-    "__main__": ("fairseq_tutel tools.average tools.environment tools.report tools.user_dir"),
+    "__main__": (
+        "fairseq_tutel tools.average tools.environment tools.plan tools.report tools.tune tools.user_dir"
+    ),
 }
 TABLE = {**CORE, **EDGE}
 

@@ -1,0 +1,264 @@
+"""plan: say how to run a model's experts on a cluster: P, r, d and the all-to-all, by the cost model.
+
+A prediction from links and arithmetic, with even load, of forward, backward and all-reduces; the optimizer
+and the data are not in it. Formulas, sources and how far off it is: docs/scaling.md.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel.comm.cost import Plan, Work, best
+from fairseq_tutel.comm.machine import PRESETS, Link, Machine
+from fairseq_tutel.tools.options import (
+    DTYPES,
+    add_numbers,
+    option,
+    refuse_dtype,
+    refuse_numbers,
+    refuse_output,
+)
+
+PLOTS = (".png", ".svg", ".pdf")
+# Plans whose parts are shown side by side.
+DETAILED = 3
+
+NUMBERS = (
+    ("nodes", 1, "of the cluster"),
+    ("gpus_per_node", 8, "ranks of a node"),
+    ("layers", 12, "MoE layers of the model"),
+    ("model_dim", 1024, "width of the model"),
+    ("hidden_dim", 4096, "hidden dimension of one expert"),
+    ("experts", 64, "of a layer, over all ranks"),
+    ("top_k", 2, "experts of a token"),
+    ("tokens", 8192, "of a micro-batch on one rank"),
+    ("top", 8, "plans to show"),
+)
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser(
+        "plan", help="predict how to run a model's experts on a cluster", description=__doc__
+    )
+    add_numbers(parser, NUMBERS)
+    parser.add_argument("--gpu", default="a100", help=f"one of {', '.join(PRESETS)} [a100]")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="instead of --gpu: from tune --measure --json"
+    )
+    parser.add_argument("--intra-gb-s", type=float, metavar="X", help="of a rank in its node, GB/s")
+    parser.add_argument("--inter-gb-s", type=float, metavar="X", help="of a rank to others, GB/s")
+    parser.add_argument(
+        "--alpha-us", type=float, metavar="X", help="of a message to another node, microseconds"
+    )
+    parser.add_argument("--glu", action="store_true", help="experts of three matrices")
+    parser.add_argument("--dtype", default="bf16", help=f"one of {', '.join(DTYPES)} [bf16]")
+    parser.add_argument(
+        "--dense-parameters",
+        type=int,
+        metavar="N",
+        help="all that is not experts [attention of the MoE layers: 4 x layers x model-dim squared]",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans here too")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help=f"draw them here: {', '.join(PLOTS)}"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the plans that the command line asks for; end with one sentence if that cannot be done."""
+    try:
+        refuse_output("--json", arguments.json)
+        refuse_output("--plot", arguments.plot)
+        if arguments.plot and arguments.plot.suffix not in PLOTS:
+            raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
+        work = chosen_work(arguments)
+        machine = chosen_machine(arguments)
+        plans = ways(best(work, machine, arguments.nodes, arguments.gpus_per_node))
+        shown = plans[: arguments.top]
+        text = page(shown, work, machine)
+        if arguments.plot:
+            _draw(shown, work, machine, arguments.plot)
+        if arguments.json:
+            _write(_json(shown, work, machine), arguments.json)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(text)
+    for path in (arguments.json, arguments.plot):
+        if path:
+            print(f"wrote {path}")
+
+
+def chosen_work(arguments: argparse.Namespace) -> Work:
+    """Return the model of the command line.
+
+    Raises:
+        ValueError: an option that is too small, too large or unknown.
+    """
+    refuse_numbers(arguments, NUMBERS)
+    refuse_dtype(arguments.dtype)
+    dense = arguments.dense_parameters
+    if dense is None:
+        dense = 4 * arguments.layers * arguments.model_dim**2
+    if dense < 0:
+        raise ValueError(f"--dense-parameters is {dense}; give a number from 0.")
+    return Work(
+        tokens=arguments.tokens,
+        model_dim=arguments.model_dim,
+        hidden_dim=arguments.hidden_dim,
+        experts=arguments.experts,
+        top_k=arguments.top_k,
+        bytes_per_element=DTYPES[arguments.dtype],
+        glu=arguments.glu,
+        layers=arguments.layers,
+        dense_parameters=dense,
+    )
+
+
+def chosen_machine(arguments: argparse.Namespace) -> Machine:
+    """Return the machine of the command line, with the links that it gives.
+
+    Raises:
+        ValueError: an unknown GPU, a bad file, or a number that is too small.
+    """
+    for key in ("intra_gb_s", "inter_gb_s"):
+        value = getattr(arguments, key)
+        if value is not None and not value > 0:
+            raise ValueError(f"{option(key)} is {value:g}; give GB/s above 0.")
+    alpha = arguments.alpha_us
+    if alpha is not None and not alpha >= 0:
+        raise ValueError(f"--alpha-us is {alpha:g}; give microseconds from 0.")
+    if arguments.machine:
+        machine = Machine.from_json(arguments.machine)
+    elif arguments.gpu in PRESETS:
+        machine = PRESETS[arguments.gpu]
+        if arguments.dtype == "fp32":  # without tensor cores, as torch computes it by default
+            machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
+    else:
+        raise ValueError(
+            f"--gpu is {arguments.gpu}; give one of {', '.join(PRESETS)}, or a --machine FILE."
+        )
+    intra = _with(machine.intra, arguments.intra_gb_s)
+    inter = _with(machine.inter, arguments.inter_gb_s)
+    if alpha is not None:
+        inter = Link(alpha * 1e-6, inter.bytes_per_s)
+    return replace(machine, intra=intra, inter=inter)
+
+
+def ways(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the first, so the best, plan of every (P, r), in their order."""
+    first: dict[tuple[int, int], Plan] = {}
+    for plan in plans:
+        first.setdefault((plan.cluster.expert_parallel_size, plan.how.adaptive_r), plan)
+    return list(first.values())
+
+
+def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
+    """Return the tables of ranked plans: all in a line each, the first ones by their parts.
+
+    Raises:
+        ValueError: what makes tables is not installed.
+    """
+    try:
+        from tabulate import tabulate
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "plan needs tabulate, which is not installed; pip install tabulate."
+        ) from error
+
+    cluster = plans[0].cluster
+    head = (
+        f"{cluster.world} x {machine.name} on {cluster.nodes} node(s); {work.layers} MoE layer(s) of "
+        f"{work.experts} experts, {_billions(work)} parameters; predicted, for {work.tokens} tokens a rank"
+    )
+    ranked = [_line(plan, work) for plan in plans]
+    detailed = plans[:DETAILED]
+    names = [name_of(plan) for plan in detailed]
+    parts = [
+        [part, *(f"{1e3 * plan.parts[part]:.2f}" for plan in detailed)] for part in plans[0].parts
+    ]
+    memory = [
+        [kind, *(f"{plan.memory[kind] / 1e9:.2f}" for plan in detailed)] for kind in plans[0].memory
+    ]
+
+    def table(rows: list, header: list[str]) -> str:
+        aligned = ("left", *("right",) * (len(header) - 1))
+        return tabulate(rows, header, tablefmt="github", colalign=aligned, disable_numparse=True)
+
+    ranking = table(ranked, [*"Prd", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"])
+    return "\n\n".join(
+        (
+            head,
+            ranking,
+            table(parts, ["part of the step, ms", *names]),
+            table(memory, ["memory of a rank, GB", *names]),
+        )
+    )
+
+
+def name_of(plan: Plan) -> str:
+    """Return a plan's choices in a few letters."""
+    how, size = plan.how, plan.cluster.expert_parallel_size
+    if how.adaptive_r == 0 or size == 1:
+        return f"P={size} r={how.adaptive_r}"
+    return f"P={size} r={how.adaptive_r} d={how.overlap} {how.algorithm}"
+
+
+def _with(link: Link, gb_s: float | None) -> Link:
+    return link if gb_s is None else Link(link.alpha_s, gb_s * 1e9)
+
+
+def _billions(work: Work) -> str:
+    parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
+    return f"{parameters / 1e9:.2f} billion"
+
+
+def _line(plan: Plan, work: Work) -> list[str]:
+    how, size = plan.how, plan.cluster.expert_parallel_size
+    travels = how.adaptive_r > 0 and size > 1
+    return [
+        str(size),
+        str(how.adaptive_r),
+        str(how.overlap) if travels else "-",
+        how.algorithm if travels else "-",
+        f"{1e3 * plan.seconds:.2f}",
+        f"{plan.cluster.world * work.tokens / plan.seconds:,.0f}",
+        f"{plan.bytes / 1e9:.2f}",
+        "yes" if plan.fits else "no",
+    ]
+
+
+def _json(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
+    listed = [{**asdict(plan), "seconds": plan.seconds, "bytes": plan.bytes} for plan in plans]
+    made = {"work": asdict(work), "machine": asdict(machine), "plans": listed}
+    return json.dumps(made, indent=2) + "\n"
+
+
+def _write(text: str, path: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--json is {path}, which can not be written: {error.strerror}."
+        ) from error
+
+
+def _draw(plans: Sequence[Plan], work: Work, machine: Machine, path: Path) -> None:
+    try:
+        from fairseq_tutel.tools.plan_figure import draw
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--plot needs {error.name}, which is not installed; pip install 'fairseq-tutel[report]'."
+        ) from error
+    title = f"{plans[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
+    try:
+        draw({name_of(plan): plan for plan in plans}, title, path)
+    except OSError as error:
+        raise ValueError(
+            f"--plot is {path}, which can not be written: {error.strerror}."
+        ) from error

@@ -1,0 +1,313 @@
+"""tune: measure this machine for the cost model: memory, experts, gate and, under torchrun, links.
+
+    python -m fairseq_tutel tune --measure --json machine.json
+    torchrun --nproc_per_node 8 -m fairseq_tutel tune --measure --json machine.json
+
+What it writes is what `plan --machine` reads. Of every time the least counts, of each repeat the
+slowest rank's.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.comm.all_to_all import exchange_rows
+from fairseq_tutel.comm.fit import Row, fit_machine, predicted, relative_errors
+from fairseq_tutel.comm.hierarchical import even_trip
+from fairseq_tutel.comm.launcher import ranks_per_node
+from fairseq_tutel.comm.machine import PRESETS, Link, Machine
+from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.experts import grouped_linear
+from fairseq_tutel.tools.options import add_numbers, refuse_dtype, refuse_numbers, refuse_output
+
+NUMBERS = (
+    ("model_dim", 512, "width of the model"),
+    ("hidden_dim", 2048, "hidden dimension of one expert"),
+    ("experts", 8, "of a layer, over all ranks"),
+    ("top_k", 2, "experts of a token"),
+    ("tokens", 1024, "of a micro-batch on one rank"),
+    ("max_mib", 16, "largest all-to-all of a rank, in MiB"),
+    ("repeats", 7, "runs of what is timed, after one that is not"),
+)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ROW_FLOATS = 256  # a row of 1 KiB
+_COPIED_BYTES = 2**26
+# Links of a CPU where none is measured: a loopback and 10 Gb/s Ethernet, by their order of magnitude.
+_CPU_LINKS = Link(20e-6, 2e9), Link(50e-6, 1.25e9)
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser(
+        "tune",
+        help="measure this machine for the cost model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        required=True,
+        help="time this machine, for a minute or so",
+    )
+    add_numbers(parser, NUMBERS)
+    parser.add_argument(
+        "--dtype", help="fp32, fp16 or bf16, of the experts [bf16 on a GPU, or fp32]"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine here")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print; end with one sentence where that cannot be done."""
+    try:
+        machine, rows = measured(arguments)
+        if machine is None:  # another rank prints
+            return
+        print(page(machine, rows))
+        if arguments.json:
+            machine.to_json(arguments.json)
+            print(f"\nwrote {arguments.json}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: --json is {arguments.json}, which can not be written: {error.strerror}.")
+
+
+def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
+    """Return the machine, on rank 0 alone, and the all-to-alls that its links were fitted to.
+
+    Raises:
+        ValueError: a bad option, something that is not installed, or experts that no ranks can share.
+    """
+    refuse_output("--json", arguments.json)
+    refuse_numbers(arguments, NUMBERS)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    refuse_dtype(dtype)
+    _refuse_without_tabulate()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _machine(arguments, device, _DTYPES[dtype], Topology()), []
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        topology = make_topology([arguments.experts], ranks_per_node=ranks_per_node())
+        if topology.expert_group is None:
+            raise ValueError(
+                f"--experts is {arguments.experts}, which has no divisor in common with the "
+                f"{topology.world_size} ranks, so that no row would travel; give a multiple of these."
+            )
+        machine = _machine(arguments, device, _DTYPES[dtype], topology)
+        rows = list(_exchanges(arguments, device, topology))
+        return (fit_machine(rows, machine) if topology.rank == 0 else None), rows
+    finally:
+        dist.destroy_process_group()
+
+
+def page(machine: Machine, rows: list[Row]) -> str:
+    """Return what was measured as tables: the machine, and each all-to-all beside the model's time."""
+    from tabulate import tabulate
+
+    facts = [
+        ["memory, read and written, GB/s", f"{machine.memory_bytes_per_s / 1e9:.2f}"],
+        ["experts, forward and backward, TFLOP/s", f"{machine.flops_per_s / 1e12:.4f}"],
+        ["gate, TFLOP/s in fp32", f"{machine.gate_flops_per_s / 1e12:.4f}"],
+        ["memory of a rank, GB", f"{machine.memory_bytes / 1e9:.1f}"],
+        ["launch of a collective, us", f"{1e6 * machine.launch_s:.1f}"],
+    ]
+    for name, link in (("within a node", machine.intra), ("between nodes", machine.inter)):
+        facts.append([f"message {name}, us", f"{1e6 * link.alpha_s:.1f}"])
+        facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
+    tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
+    if not rows:
+        tables.append(
+            "No links are measured, on one rank: those above are typical ones of its kind."
+        )
+        return "\n\n".join(tables)
+    if all(row["nodes"] == 1 for row in rows):
+        tables.append("Links between nodes are not measured, on one node: a typical one is above.")
+    shown = [
+        [
+            row["nodes"],
+            row["local"],
+            row["algorithm"],
+            f"{row['bytes_per_rank'] / 1024:g}",
+            f"{1e3 * row['seconds']:.3f}",
+            f"{1e3 * predicted(row, machine):.3f}",
+        ]
+        for row in rows
+    ]
+    header = ["nodes", "ranks of each", "all-to-all", "KiB of a rank", "measured, ms", "model, ms"]
+    tables.append(tabulate(shown, header, tablefmt="github", disable_numparse=True))
+    errors = relative_errors(rows, machine)
+    tables.append(
+        f"The model is {errors.median:.0%} off in the median, {errors.p90:.0%} in 9 of 10 cases, "
+        f"{errors.largest:.0%} at most."
+    )
+    return "\n\n".join(tables)
+
+
+def _refuse_without_tabulate() -> None:
+    try:
+        import tabulate  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "tune needs tabulate, which is not installed; pip install tabulate."
+        ) from error
+
+
+def _machine(
+    arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
+) -> Machine:
+    """Measure what needs no other rank; the links are those of such a device, until they are fitted."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    known = next((m for key, m in PRESETS.items() if key in name.lower()), PRESETS["a100"])
+    typical = known if device.type == "cuda" else None
+    local = ranks_per_node() or 1
+    if device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
+    rows, dim, hidden = (
+        arguments.tokens * arguments.top_k,
+        arguments.model_dim,
+        arguments.hidden_dim,
+    )
+    return Machine(
+        name=name,
+        intra=typical.intra if typical else _CPU_LINKS[0],
+        inter=typical.inter if typical else _CPU_LINKS[1],
+        memory_bytes_per_s=2 * _COPIED_BYTES / _time(_copy(device), arguments, device),
+        flops_per_s=6
+        * rows
+        * dim
+        * hidden
+        / _time(_experts(arguments, device, dtype, topology), arguments, device),
+        gate_flops_per_s=2
+        * arguments.tokens
+        * dim
+        * hidden
+        / _time(_gate(arguments, device), arguments, device),
+        memory_bytes=memory,
+        launch_s=typical.launch_s if typical else 0.0,
+        inter_shared=typical is None,
+    )
+
+
+def _copy(device: torch.device) -> Callable[[], object]:
+    """Gather rows into another order, as dispatch and regroup do."""
+    rows = torch.ones(_COPIED_BYTES // 4096, 1024, device=device)
+    order = torch.randperm(len(rows), device=device)
+    return lambda: rows.index_select(0, order)
+
+
+def _experts(
+    arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
+) -> Callable[[], object]:
+    """One projection of all local experts at the model's shape, forward and backward."""
+    count = arguments.experts // topology.expert_parallel_size
+    rows = arguments.tokens * arguments.top_k
+    counts = [rows // count + (i < rows % count) for i in range(count)]
+    rows_RD = torch.randn(rows, arguments.model_dim, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(count, arguments.hidden_dim, arguments.model_dim, device=device)
+    weight = weight.to(dtype).requires_grad_()
+
+    def step() -> None:
+        out = grouped_linear(rows_RD, counts, weight)
+        torch.autograd.grad(out, (rows_RD, weight), out.detach())
+
+    return step
+
+
+def _gate(arguments: argparse.Namespace, device: torch.device) -> Callable[[], object]:
+    """A matrix product in fp32; as wide as an expert, since few experts would measure launches."""
+    x = torch.randn(arguments.tokens, arguments.model_dim, device=device)
+    weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
+    return lambda: x @ weight
+
+
+def _exchanges(
+    arguments: argparse.Namespace, device: torch.device, topology: Topology
+) -> Iterator[Row]:
+    """Time all-to-alls of every size: of the expert group and, on a grid, of nodes, rails and by 2DH."""
+    grid, group, size = topology.grid, topology.expert_group, topology.expert_parallel_size
+    # A group that is spread over nodes without being a grid is one rank of each.
+    local = ranks_per_node() or topology.world_size
+    shape = (grid.nodes, grid.local) if grid else (size, 1) if local == 1 else (1, size)
+    linear: list[tuple[int, int, Any]] = [(*shape, group)]
+    if grid:
+        linear += [(1, grid.local, grid.node_group), (grid.nodes, 1, grid.rail_group)]
+    for nodes, within, ranks in linear:
+        for rows_RD in _buffers(arguments, device, nodes * within):
+            even = (len(rows_RD) // (nodes * within),) * (nodes * within)
+            step = _linear(rows_RD, even, ranks)
+            yield _row(nodes, within, "linear", rows_RD, _time(step, arguments, device))
+    for rows_RD in _buffers(arguments, device, size) if grid else ():
+        assert grid is not None
+        trip = even_trip(len(rows_RD) // size, grid, device)
+        step = _hierarchical(rows_RD, trip)
+        yield _row(*shape, "2dh", rows_RD, _time(step, arguments, device))
+
+
+def _linear(rows_RD: torch.Tensor, even: tuple[int, ...], group: Any) -> Callable[[], object]:
+    return lambda: exchange_rows(rows_RD, even, even, group, None)
+
+
+def _hierarchical(rows_RD: torch.Tensor, trip: Any) -> Callable[[], object]:
+    return lambda: trip.there(rows_RD)
+
+
+def _buffers(
+    arguments: argparse.Namespace, device: torch.device, ranks: int
+) -> Iterator[torch.Tensor]:
+    """Yield rows to exchange, four times as many each time, from one for each rank."""
+    count = ranks
+    while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
+        yield torch.zeros(count, _ROW_FLOATS, device=device)
+        count *= 4
+
+
+def _row(nodes: int, local: int, algorithm: str, rows_RD: torch.Tensor, seconds: float) -> Row:
+    return {
+        "nodes": nodes,
+        "local": local,
+        "algorithm": algorithm,
+        "bytes_per_rank": rows_RD.nbytes,
+        "seconds": seconds,
+    }
+
+
+def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:
+    """Return the least seconds of a step, which other work on the machine disturbed least.
+
+    Of each repeat the slowest rank counts. Collective where ranks are joined.
+    """
+    together = dist.is_initialized()
+    times = []
+    for _ in range(arguments.repeats + 1):
+        if together:
+            dist.barrier()
+        _finish(device)
+        start = perf_counter()
+        step()
+        _finish(device)
+        times.append(perf_counter() - start)
+    slowest = torch.tensor(times[1:], dtype=torch.float64, device=device)
+    if together:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.min())
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

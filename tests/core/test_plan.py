@@ -1,0 +1,270 @@
+"""`python -m fairseq_tutel plan` and `tune`: what they print, write and refuse.
+
+Covered: the ranking and its parts against the model; presets, files and single links; files and pictures;
+tune on one rank, on two of a node, and on two nodes of two; what it writes is what plan reads.
+"""
+
+import builtins
+import json
+import os
+import socket
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+from workers import Workers
+
+from fairseq_tutel.__main__ import main
+from fairseq_tutel.comm.cost import Cluster, Work, memory_bytes, step_seconds
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.machine import PRESETS, Machine
+
+CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
+MODEL = (
+    "--layers",
+    6,
+    "--model-dim",
+    2048,
+    "--hidden-dim",
+    8192,
+    "--experts",
+    16,
+    "--tokens",
+    4096,
+)
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """Run the tools' command line in this process; return what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def tables(text):
+    """Return the rows of every table as lists of cells, headers first."""
+    blocks = [block for block in text.split("\n\n") if block.startswith("|")]
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        for block in blocks
+    ]
+
+
+def test_the_plans_are_the_model_s_ranked_and_taken_apart(tool, tmp_path):
+    text = tool("plan", *CLUSTER, *MODEL, "--top", 5, "--json", tmp_path / "plans.json")
+    assert text.startswith("256 x H100 on 32 node(s); 6 MoE layer(s) of 16 experts, ")
+    ranking, parts, memory = tables(text.split("wrote")[0])
+    assert ranking[0] == ["P", "r", "d", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"]
+    assert len(ranking) == 2 + 5
+    steps = [float(row[4]) for row in ranking[2:]]
+    assert steps == sorted(steps)
+    size, r, d, algorithm, step, speed, gigabytes, fits = ranking[2]
+    work = Work(
+        tokens=4096, model_dim=2048, hidden_dim=8192, experts=16, layers=6,
+        dense_parameters=4 * 6 * 2048**2,
+    )  # fmt: skip
+    cluster = Cluster(nodes=32, local=8, expert_parallel_size=int(size))
+    how = How(adaptive_r=int(r), overlap=int(d), algorithm=algorithm)
+    seconds = step_seconds(work, PRESETS["h100"], cluster, how)
+    assert float(step) == pytest.approx(1e3 * seconds, abs=0.006)
+    assert int(speed.replace(",", "")) == pytest.approx(256 * 4096 / seconds, rel=1e-3)
+    assert float(gigabytes) == pytest.approx(
+        sum(memory_bytes(work, cluster, how).values()) / 1e9, abs=0.006
+    )
+    assert fits == "yes"
+    assert sum(float(row[1]) for row in parts[2:]) == pytest.approx(float(step), abs=0.05)
+    assert sum(float(row[1]) for row in memory[2:]) == pytest.approx(float(gigabytes), abs=0.05)
+    written = json.loads((tmp_path / "plans.json").read_text())
+    assert [1e3 * plan["seconds"] for plan in written["plans"]] == pytest.approx(steps, abs=0.006)
+    assert written["work"]["experts"] == 16
+    assert len({(plan[0], plan[1]) for plan in ranking[2:]}) == 5
+
+
+def test_more_experts_than_one_gpu_holds_are_marked(tool):
+    huge = ("--hidden-dim", 32768, "--model-dim", 8192, "--experts", 512, "--gpus-per-node", 8)
+    (*_, last) = tables(tool("plan", *huge))[0]
+    assert last[-1] == "no"
+
+
+def test_links_of_the_command_line_count(tool):
+    def best_step(*words):
+        return float(tables(tool("plan", *CLUSTER, *MODEL, *words))[0][2][4])
+
+    stock = best_step()
+    assert best_step("--inter-gb-s", 400) < stock < best_step("--inter-gb-s", 5)
+    assert best_step("--alpha-us", 100) > stock
+    assert best_step("--intra-gb-s", 1) > stock
+    assert best_step("--gpu", "a100") > stock > best_step("--top-k", 1)
+    assert best_step("--dtype", "fp32") > stock
+    assert best_step("--glu") > stock
+
+
+def test_a_machine_s_file_gives_its_plans(tool, tmp_path):
+    PRESETS["h100"].to_json(tmp_path / "machine.json")
+    from_file = tool("plan", *CLUSTER[:4], *MODEL, "--machine", tmp_path / "machine.json")
+    assert from_file == tool("plan", *CLUSTER, *MODEL)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_plot_shows_every_plan_and_part(tool, tmp_path, ending):
+    path = tmp_path / f"plans.{ending}"
+    text = tool("plan", *CLUSTER, *MODEL, "--top", 4, "--plot", path)
+    assert text.endswith(f"wrote {path}\n")
+    content = path.read_bytes()
+    assert 5_000 < len(content) < 150_000
+    if ending == "png":
+        assert content.startswith(b"\x89PNG")
+
+
+REFUSED = {
+    "nodes": (("--nodes", 0), "--nodes is 0; give a number of at least 1."),
+    "layers": (("--layers", -2), "--layers is -2; give a number of at least 1."),
+    "top-k": (("--top-k", 65), "--top-k is 65 of 64 --experts; give no more than these."),
+    "gpu": (
+        ("--gpu", "v100"),
+        "--gpu is v100; give one of a100, h100, h200, mi250, or a --machine",
+    ),
+    "dtype": (("--dtype", "fp8"), "--dtype is fp8; give one of fp32, fp16, bf16."),
+    "intra": (("--intra-gb-s", 0), "--intra-gb-s is 0; give GB/s above 0."),
+    "inter": (("--inter-gb-s", "nan"), "--inter-gb-s is nan; give GB/s above 0."),
+    "alpha": (("--alpha-us", -1), "--alpha-us is -1; give microseconds from 0."),
+    "dense": (("--dense-parameters", -1), "--dense-parameters is -1; give a number from 0."),
+    "machine": (("--machine", "FOLDER/none.json"), "FOLDER/none.json can not be read as a machine"),
+    "json": (("--json", "FOLDER/none/plan.json"), "--json is FOLDER/none/plan.json; give the name"),
+    "plot": (("--plot", "FOLDER/plan.txt"), "--plot is FOLDER/plan.txt; end it in one of .png, "),
+    "plot's folder": (("--plot", "FOLDER"), "--plot is FOLDER; give the name of a file in"),
+    "device": (
+        ("--json", "/dev/full"),
+        "--json is /dev/full, which can not be written: No space left on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_values_are_refused_in_one_sentence(tool, tmp_path, case):
+    words, sentence = REFUSED[case]
+    with pytest.raises(SystemExit) as end:
+        tool("plan", *(str(word).replace("FOLDER", str(tmp_path)) for word in words))
+    message = end.value.code
+    assert message.startswith("error: " + sentence.replace("FOLDER", str(tmp_path)))
+    assert "\n" not in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("plan",), ("tune", "--measure")])
+def test_without_tabulate_it_says_what_to_install(tool, monkeypatch, words):
+    import_it = builtins.__import__
+
+    def import_all_but_it(name, *rest):
+        if name == "tabulate":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return import_it(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", import_all_but_it)
+    with pytest.raises(SystemExit) as end:
+        tool(*words)
+    needs = f"error: {words[0]} needs tabulate, which is not installed; pip install tabulate."
+    assert end.value.code == needs
+
+
+SMALL = (
+    "tune", "--measure", "--tokens", 64, "--model-dim", 64, "--hidden-dim", 128, "--repeats", 3,
+)  # fmt: skip
+
+
+def test_one_rank_measures_all_but_links(tool, tmp_path):
+    path = tmp_path / "machine.json"
+    text = tool(*SMALL, "--json", path)
+    assert "No links are measured, on one rank" in text
+    machine = Machine.from_json(path)
+    assert 1e8 < machine.memory_bytes_per_s < 1e12
+    assert 1e8 < machine.flops_per_s < 1e13
+    assert machine.inter_shared
+    assert "x " + machine.name in tool("plan", "--machine", path, "--nodes", 2, "--dtype", "fp32")
+
+
+def test_measuring_must_be_asked_for(tool, capsys):
+    with pytest.raises(SystemExit):
+        tool("tune")
+    assert "--measure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--repeats", 0), "--repeats is 0; give a number of at least 1."),
+        (("--dtype", "int8"), "--dtype is int8; give one of fp32, fp16, bf16."),
+        (("--json", "/nowhere/m.json"), "--json is /nowhere/m.json; give the name of a file in an"),
+    ],
+)
+def test_bad_values_of_tune_are_refused_in_one_sentence(tool, words, sentence):
+    with pytest.raises(SystemExit, match="^error: " + sentence):
+        tool(*SMALL, *words)
+
+
+def become_rank(rank, world, local, port):
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
+    }
+
+
+def tune(*words):
+    """Run the tool as one rank; return what it printed and how it ended."""
+    sys.argv = ["fairseq_tutel", *map(str, words)]
+    printed = StringIO()
+    try:
+        with redirect_stdout(printed):
+            main()
+    except SystemExit as end:
+        return printed.getvalue(), end.code
+    return printed.getvalue(), None
+
+
+def run_ranks(world, local, *words):
+    """Return every rank's print and end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = Workers(world, become_rank, lambda: (world, local, port))
+    try:
+        return ranks.run(tune, *words)
+    finally:
+        ranks.close()
+
+
+def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
+    path = tmp_path / "machine.json"
+    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
+    assert ended is None
+    assert others == [("", None)] * 3
+    _, exchanges = tables(printed)
+    assert {tuple(row[:3]) for row in exchanges[2:]} == {
+        ("2", "2", "linear"), ("2", "2", "2dh"), ("1", "2", "linear"), ("2", "1", "linear"),
+    }  # fmt: skip
+    machine = Machine.from_json(path)
+    assert machine.inter.bytes_per_s > 1e6
+    assert "off in the median" in printed
+
+
+def test_one_node_says_that_links_between_nodes_are_not_measured():
+    (printed, ended), _ = run_ranks(2, 2, *SMALL)
+    assert ended is None
+    assert "Links between nodes are not measured, on one node" in printed
+    assert {tuple(row[:3]) for row in tables(printed)[1][2:]} == {("1", "2", "linear")}
+
+
+def test_experts_that_no_ranks_share_are_refused():
+    for printed, ended in run_ranks(2, 2, *SMALL, "--experts", 3):
+        assert printed == ""
+        assert ended.startswith("error: --experts is 3, which has no divisor in common with the 2")
