@@ -156,3 +156,15 @@ PRESETS = {
         tflops=362.1 / 2, fp32_tflops=45.3 / 2, memory_gb=64,
     ),
 }  # fmt: skip
+
+# A rank on a CPU, by orders of magnitude: a loopback, 10 Gb/s Ethernet for a node, a core's arithmetic.
+CPU = Machine(
+    name="CPU",
+    intra=Link(20e-6, 2e9),
+    inter=Link(50e-6, 1.25e9),
+    memory_bytes_per_s=4e9,
+    flops_per_s=8e10,
+    gate_flops_per_s=8e10,
+    memory_bytes=8e9,
+    inter_shared=True,
+)

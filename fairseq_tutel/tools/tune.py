@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from fairseq_tutel.comm.all_to_all import exchange_rows
 from fairseq_tutel.comm.fit import Row, fit_machine, predicted, relative_errors
 from fairseq_tutel.comm.hierarchical import even_trip
 from fairseq_tutel.comm.launcher import ranks_per_node
-from fairseq_tutel.comm.machine import PRESETS, Link, Machine
+from fairseq_tutel.comm.machine import CPU, PRESETS, Machine
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.experts import grouped_linear
 from fairseq_tutel.tools.options import add_numbers, refuse_dtype, refuse_numbers, refuse_output
@@ -40,8 +41,6 @@ NUMBERS = (
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ROW_FLOATS = 256  # a row of 1 KiB
 _COPIED_BYTES = 2**26
-# Links of a CPU where none is measured: a loopback and 10 Gb/s Ethernet, by their order of magnitude.
-_CPU_LINKS = Link(20e-6, 2e9), Link(50e-6, 1.25e9)
 
 
 def add_to(tools: Any) -> None:
@@ -170,37 +169,29 @@ def _machine(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
 ) -> Machine:
     """Measure what needs no other rank; the links are those of such a device, until they are fitted."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    known = next((m for key, m in PRESETS.items() if key in name.lower()), PRESETS["a100"])
-    typical = known if device.type == "cuda" else None
-    local = ranks_per_node() or 1
     if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        typical = next((m for key, m in PRESETS.items() if key in name.lower()), PRESETS["a100"])
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
+        name, typical = platform.machine(), CPU
+        pages = os.sysconf("SC_PHYS_PAGES")
+        memory = os.sysconf("SC_PAGE_SIZE") * pages / (ranks_per_node() or 1)
     rows, dim, hidden = (
         arguments.tokens * arguments.top_k,
         arguments.model_dim,
         arguments.hidden_dim,
     )
-    return Machine(
+    copy_s = _time(_copy(device), arguments, device)
+    experts_s = _time(_experts(arguments, device, dtype, topology), arguments, device)
+    gate_s = _time(_gate(arguments, device), arguments, device)
+    return replace(
+        typical,
         name=name,
-        intra=typical.intra if typical else _CPU_LINKS[0],
-        inter=typical.inter if typical else _CPU_LINKS[1],
-        memory_bytes_per_s=2 * _COPIED_BYTES / _time(_copy(device), arguments, device),
-        flops_per_s=6
-        * rows
-        * dim
-        * hidden
-        / _time(_experts(arguments, device, dtype, topology), arguments, device),
-        gate_flops_per_s=2
-        * arguments.tokens
-        * dim
-        * hidden
-        / _time(_gate(arguments, device), arguments, device),
+        memory_bytes_per_s=2 * _COPIED_BYTES / copy_s,
+        flops_per_s=6 * rows * dim * hidden / experts_s,
+        gate_flops_per_s=2 * arguments.tokens * dim * hidden / gate_s,
         memory_bytes=memory,
-        launch_s=typical.launch_s if typical else 0.0,
-        inter_shared=typical is None,
     )
 
 

@@ -1,24 +1,27 @@
 """`python -m fairseq_tutel plan` and `tune`: what they print, write and refuse.
 
 Covered: the ranking and its parts against the model; presets, files and single links; files and pictures;
-tune on one rank, on two of a node, and on two nodes of two; what it writes is what plan reads.
+tune on one rank, on two of a node, and on two nodes of two; what it writes is what plan reads; the tables
+of docs/scaling.md.
 """
 
 import builtins
+import importlib.util
 import json
 import os
 import socket
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from workers import Workers
 
 from fairseq_tutel.__main__ import main
-from fairseq_tutel.comm.cost import Cluster, Work, memory_bytes, step_seconds
+from fairseq_tutel.comm.cost import Cluster, Work, exchange_seconds, memory_bytes, step_seconds
 from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.machine import PRESETS, Machine
+from fairseq_tutel.comm.machine import PRESETS, Link, Machine
 
 CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
 MODEL = (
@@ -245,7 +248,7 @@ def run_ranks(world, local, *words):
 
 def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     path = tmp_path / "machine.json"
-    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
+    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--max-mib", 4, "--json", path)
     assert ended is None
     assert others == [("", None)] * 3
     _, exchanges = tables(printed)
@@ -268,3 +271,40 @@ def test_experts_that_no_ranks_share_are_refused():
     for printed, ended in run_ranks(2, 2, *SMALL, "--experts", 3):
         assert printed == ""
         assert ended.startswith("error: --experts is 3, which has no divisor in common with the 2")
+
+
+@pytest.fixture(scope="module")
+def make_scaling():
+    """The script that writes docs/scaling.md."""
+    path = Path(__file__).parents[2] / "docs" / "make_scaling.py"
+    spec = importlib.util.spec_from_file_location("make_scaling", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_the_page_are_those_of_the_model(make_scaling):
+    page = make_scaling.PAGE.read_text()
+    assert make_scaling.filled_in(page) == page
+
+
+def test_measured_all_to_alls_become_a_row_of_the_page(make_scaling, tmp_path):
+    cluster = Machine(
+        name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
+        flops_per_s=1e9, gate_flops_per_s=1e9, memory_bytes=1e9, launch_s=2e-4, inter_shared=True,
+    )  # fmt: skip
+    for nodes, local in ((2, 2), (2, 3), (4, 2)):
+        rows = [
+            {"nodes": nodes, "local": local, "algorithm": a, "bytes_per_rank": 1024 * kib,
+             "seconds": exchange_seconds(1024 * kib, cluster, nodes, local, a), "seconds_min": 0}
+            for a in ("linear", "2dh")
+            for kib in (16, 64, 256, 1024)
+        ]  # fmt: skip
+        content = {"config": {"rate_mbit": 200, "delay_us": 1000}, "a2a": rows, "links": [{}]}
+        (tmp_path / f"cluster_{nodes}x{local}.json").write_text(json.dumps(content))
+    ((_, _, row),) = tables(make_scaling.cluster_table(sorted(tmp_path.iterdir())))
+    assert row == [
+        "200", "200", "1000", "1000", "200", "2x2, 2x3, 4x2", "24", "0%, 0%, 0%", "0%, 0%, 0%",
+        "12 of 12",
+    ]  # fmt: skip
+    assert make_scaling.cluster_table([]).startswith("Not measured yet")

@@ -1,0 +1,336 @@
+"""Write the tables and pictures of docs/scaling.md, from the cost model and the emulated cluster's rows.
+
+`python docs/make_scaling.py` rewrites them; with --check it only says whether the tables are up to date.
+What was measured is read from benchmarks/results/cluster_*.json (`python -m benchmarks.cluster --json`).
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from tabulate import tabulate
+
+from fairseq_tutel.comm.cost import (
+    Cluster,
+    Work,
+    best,
+    candidates,
+    exchange_seconds,
+    faster_algorithm,
+    step_seconds,
+)
+from fairseq_tutel.comm.fit import Row, fit_machine, relative_errors
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.machine import CPU, PRESETS
+from fairseq_tutel.tools.figures import COLORS
+
+DOCS = Path(__file__).resolve().parent
+PAGE = DOCS / "scaling.md"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+A100 = PRESETS["a100"]
+LOCAL = 8
+GPUS = [8 * 2**n for n in range(12)]  # 8 to 16,384
+SIZES_MIB = (1 / 16, 1, 8, 32, 256)
+# A layer whose exchange is 32 MiB a rank, of fewer experts than GPUs from 128 on.
+LAYER = Work(tokens=4096, model_dim=2048, hidden_dim=8192, experts=64)
+# One with large experts, where gathering weights and moving tokens weigh about the same.
+LARGE_LAYER = Work(tokens=4096, model_dim=4096, hidden_dim=32768, experts=64)
+TOKENS = [2**n for n in range(5, 18)]
+# What the paper averages pipelining over: experts of a GPU, D, H, tokens of a GPU, GPUs; 3^5 settings.
+PAPER_GRID = (
+    (0.5, 1, 2),
+    (1024, 2048, 4096),
+    (1024, 2048, 4096),
+    (4096, 16384, 65536),
+    (16, 64, 256),
+)
+
+
+def main() -> None:
+    """Rewrite or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if a table is out of date"
+    )
+    arguments = parser.parse_args()
+    old = PAGE.read_text()
+    new = filled_in(old)
+    if arguments.check:
+        sys.exit(
+            "docs/scaling.md is out of date; run python docs/make_scaling.py" if new != old else 0
+        )
+    PAGE.write_text(new)
+    draw_algorithms(DOCS / "scaling_2dh.png")
+    draw_sizes(DOCS / "scaling_sizes.png")
+    draw_parallelism(DOCS / "scaling_r.png")
+
+
+def filled_in(text: str) -> str:
+    """Return the page's text with each table between its two markers."""
+    tables = {
+        "presets": presets_table(),
+        "2dh": algorithms_table(),
+        "paper": paper_table(),
+        "cluster": cluster_table(sorted(RESULTS.glob("cluster_*.json"))),
+    }
+    for name, table in tables.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(pattern, lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.S)
+        if count != 1:
+            raise ValueError(f"scaling.md has {count} places for the table {name!r}; it needs one.")
+    return text
+
+
+def presets_table() -> str:
+    """Return what the model takes of each GPU."""
+    rows = [
+        [
+            f"`{key}`",
+            f"{m.intra.bytes_per_s / 1e9:.0f}",
+            f"{m.inter.bytes_per_s / 1e9:.1f}",
+            f"{m.memory_bytes_per_s / 1e9:.0f}",
+            f"{m.flops_per_s / 1e12:.0f}",
+            f"{m.gate_flops_per_s / 1e12:.1f}",
+            f"{m.memory_bytes / 1e9:.0f}",
+        ]
+        for key, m in PRESETS.items()
+    ]
+    header = ["--gpu", "in its node, GB/s", "to other nodes, GB/s", "memory, GB/s", "experts, TFLOP/s",
+              "gate, TFLOP/s", "memory, GB"]  # fmt: skip
+    return _table(rows, header)
+
+
+def gain_of_2dh(gpus: int, mebibytes: float) -> float:
+    """Return linear's time over 2DH's, of an all-to-all over all of so many A100s."""
+    linear, hierarchical = (
+        exchange_seconds(mebibytes * 2**20, A100, gpus // LOCAL, LOCAL, a)
+        for a in ("linear", "2dh")
+    )
+    return linear / hierarchical
+
+
+def algorithms_table() -> str:
+    """Return 2DH against linear by cluster and message size."""
+    rows = [
+        [f"{gpus:,}", *(f"{gain_of_2dh(gpus, size):.2f}" for size in SIZES_MIB)]
+        for gpus in GPUS[1:]
+    ]
+    return _table(rows, ["A100s", *(f"{_size(size)} a rank" for size in SIZES_MIB)])
+
+
+def choices(work: Work, gpus: int) -> dict[How, float]:
+    """Return the seconds of every way to run a layer whose experts are over all GPUs."""
+    cluster = Cluster(nodes=gpus // LOCAL, local=LOCAL, expert_parallel_size=gpus)
+    hows = {how for c, how in candidates(work, gpus // LOCAL, LOCAL) if c == cluster}
+    return {how: step_seconds(work, A100, cluster, how) for how in hows}
+
+
+def gains(work: Work, gpus: int) -> dict[str, float]:
+    """Return what the best way gains over static ones: "r" over r = 1, "d" over d = 1 and linear.
+
+    The first lets r alone change, at d = 1 and linear; the second leaves r at 1.
+    """
+    times = choices(work, gpus)
+    plain = {how.adaptive_r: s for how, s in times.items() if how in _plain(how.adaptive_r)}
+    overlapped = [s for how, s in times.items() if how.adaptive_r == 1]
+    return {
+        "over r = 1": plain[1] / min(plain.values()),
+        "over r = 0": plain[0] / min(plain.values()),
+        "over r = s": plain[max(plain)] / min(plain.values()),
+        "over d = 1, linear": times[How()] / min(overlapped),
+    }
+
+
+def paper_table() -> str:
+    """Return the paper's numbers beside the model's for the same question."""
+    grid = [
+        gains(Work(tokens=t, model_dim=d, hidden_dim=h, experts=round(e * w)), w)
+        for e, d, h, t, w in product(*PAPER_GRID)
+    ]
+    large = [
+        gains(Work(tokens=t, model_dim=2048, hidden_dim=8192, experts=e), w)
+        for e, t, w in product((64, 512, 2048), (512, 4096, 32768), (2048, 16384))
+    ]
+
+    def up_to(found: list[dict[str, float]], key: str) -> str:
+        values = [each[key] for each in found]
+        return f"up to {max(values):.2f}x, mean {mean(values):.2f}x"
+
+    largest = max(gain_of_2dh(2048, size) for size in (2**-n for n in range(20)))
+    rows = [
+        ["2DH over linear, 2,048 GPUs", "up to 20.7x", f"up to {largest:.2f}x; 1 MiB: "
+         f"{gain_of_2dh(2048, 1):.2f}x, 256 MiB: {gain_of_2dh(2048, 256):.2f}x"],
+        ["2DH ahead of linear", "from about 256 A100s (maintainer)",
+         "from " + ", ".join(f"{_first_ahead(size):,} at {_size(size)}" for size in SIZES_MIB)],
+        ["adaptive r over static r = 1", "up to 1.74x (static way not in our source)",
+         f"{up_to(grid, 'over r = 1')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 1')}"],
+        ["adaptive r over static r = 0", "-",
+         f"{up_to(grid, 'over r = 0')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 0')}"],
+        ["adaptive r over static r = s", "-",
+         f"{up_to(grid, 'over r = s')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = s')}"],
+        ["adaptive d and algorithm over d = 1, linear", "up to 2.00x",
+         f"{up_to(grid, 'over d = 1, linear')}; 2,048 and 16,384 GPUs: "
+         f"{up_to(large, 'over d = 1, linear')}"],
+    ]  # fmt: skip
+    return _table(rows, ["question", "paper (measured, A100s)", "model (A100 preset)"])
+
+
+def cluster_table(files: list[Path]) -> str:
+    """Return how far the model, fitted to the emulated cluster's all-to-alls, is from them.
+
+    A fit for every link speed and delay. With several shapes of one, the largest is also predicted from
+    the others alone.
+    """
+    measured: dict[tuple[float, float], list[Row]] = defaultdict(list)
+    for file in files:
+        content = json.loads(file.read_text())
+        config = content["config"]
+        measured[config["rate_mbit"], config["delay_us"]] += content.get("a2a", [])
+    rows = []
+    for (rate, delay), all_to_alls in sorted(measured.items()):
+        if not all_to_alls:
+            continue
+        machine = fit_machine(all_to_alls, CPU)
+        errors = relative_errors(all_to_alls, machine)
+        agreed, cells = _agreement(all_to_alls)
+        shapes = sorted({(r["nodes"], r["local"]) for r in all_to_alls})
+        rows.append(
+            [
+                f"{rate:g}",
+                f"{8 * machine.inter.bytes_per_s / 1e6:.0f}",
+                f"{delay:g}",
+                f"{1e6 * machine.inter.alpha_s:.0f}",
+                f"{1e6 * machine.launch_s:.0f}",
+                ", ".join(f"{nodes}x{local}" for nodes, local in shapes),
+                len(all_to_alls),
+                f"{errors.median:.0%}, {errors.p90:.0%}, {errors.largest:.0%}",
+                _unseen(all_to_alls, shapes[-1]) if len(shapes) > 1 else "-",
+                f"{agreed} of {cells}" if cells else "-",
+            ]
+        )
+    if not rows:
+        return "Not measured yet: there is no benchmarks/results/cluster_*.json."
+    header = ["link, Mbit/s", "fitted", "delay, us", "fitted alpha, us", "launch, us", "nodes x ranks",
+              "rows", "error: median, p90, most", "largest shape, unseen", "faster algorithm"]  # fmt: skip
+    return _table(rows, header)
+
+
+def draw_algorithms(path: Path) -> None:
+    """Draw linear over 2DH by cluster size, for every message size."""
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="A100s, 8 of a node", ylabel="linear / 2DH")
+        for size, color in zip(SIZES_MIB, COLORS, strict=False):
+            times = [gain_of_2dh(gpus, size) for gpus in GPUS[1:]]
+            axes.plot(
+                GPUS[1:], times, color=color, marker=".", label=f"model, {_size(size)} a rank"
+            )
+        axes.plot([2048], [20.7], "k*", markersize=10, label="paper: up to 20.7 on 2,048")
+        axes.axvline(256, color="k", linestyle=":", label="maintainer: 2DH ahead from here")
+        axes.axhline(1, color="#888888", linewidth=1)
+        _finish(figure, axes, path)
+
+
+def draw_sizes(path: Path) -> None:
+    """Draw a layer's step by cluster size: static ways, the adaptive one, and the best P too."""
+    curves: dict[str, list[float]] = defaultdict(list)
+    for gpus in GPUS:
+        times = choices(LAYER, gpus)
+        curves["P = W, static: r = 1, d = 1, linear"].append(times[How()])
+        two_levels = How(algorithm="2dh")
+        curves["P = W, static: r = 1, d = 1, 2DH"].append(times.get(two_levels, times[How()]))
+        curves["P = W, static: r = 0"].append(times[How(adaptive_r=0)])
+        curves["P = W, adaptive: best r, d, algorithm"].append(min(times.values()))
+        curves["best P, r, d, algorithm"].append(best(LAYER, A100, gpus // LOCAL, LOCAL)[0].seconds)
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="A100s, 8 of a node", ylabel="step of a layer, ms")
+        for (name, seconds), color in zip(curves.items(), COLORS, strict=False):
+            axes.plot(GPUS, [1e3 * s for s in seconds], color=color, marker=".", label=name)
+        _finish(figure, axes, path)
+
+
+def draw_parallelism(path: Path) -> None:
+    """Draw what static r cost over the best one, by tokens of a rank, on 2,048 and 16,384 GPUs."""
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        plots = figure.subplots(1, 2, sharey=True)
+        for axes, gpus in zip(plots, (2048, 16384), strict=True):
+            slices = gpus // LARGE_LAYER.experts
+            shown = [0, *(r for r in (1, 2, 8, slices) if slices % r == 0)]
+            for r, color in zip(shown, COLORS, strict=False):
+                lost = []
+                for tokens in TOKENS:
+                    times = choices(replace(LARGE_LAYER, tokens=tokens), gpus)
+                    static = min(s for how, s in times.items() if how.adaptive_r == r)
+                    lost.append(static / min(times.values()))
+                axes.plot(TOKENS, lost, color=color, marker=".", label=f"r = {r}")
+            axes.set(title=f"{gpus:,} A100s, s = {slices}", xlabel="tokens of a rank")
+            _finish(figure, axes, None)
+        plots[0].set_ylabel("static r / adaptive r")
+        figure.savefig(path, dpi=90)
+
+
+def _plain(r: int) -> tuple[How, ...]:
+    return (How(adaptive_r=r),)
+
+
+def _first_ahead(mebibytes: float) -> int:
+    return next(gpus for gpus in GPUS if gpus > LOCAL and gain_of_2dh(gpus, mebibytes) > 1)
+
+
+def _agreement(rows: list[Row]) -> tuple[int, int]:
+    """Return in how many of (shape, size) the fitted model names the algorithm that was faster."""
+    machine = fit_machine(rows, CPU)
+    cells: dict[tuple[int, int, float], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        cells[row["nodes"], row["local"], row["bytes_per_rank"]][row["algorithm"]] = row["seconds"]
+    pairs = {cell: times for cell, times in cells.items() if len(times) == 2}
+    agreed = sum(
+        faster_algorithm(machine, *cell) == min(times, key=lambda a, t=times: t[a])
+        for cell, times in pairs.items()
+    )
+    return agreed, len(pairs)
+
+
+def _unseen(rows: list[Row], shape: tuple[int, int]) -> str:
+    """Return the errors on one shape of a model fitted to the others."""
+    seen = [row for row in rows if (row["nodes"], row["local"]) != shape]
+    unseen = [row for row in rows if (row["nodes"], row["local"]) == shape]
+    errors = relative_errors(unseen, fit_machine(seen, CPU))
+    return f"{errors.median:.0%}, {errors.p90:.0%}, {errors.largest:.0%}"
+
+
+def _size(mebibytes: float) -> str:
+    return f"{mebibytes:g} MiB" if mebibytes >= 1 else f"{1024 * mebibytes:g} KiB"
+
+
+def _table(rows: list[list], header: list[str]) -> str:
+    return tabulate(rows, header, tablefmt="github", disable_numparse=True)
+
+
+def _finish(figure: Figure, axes: Axes, path: Path | None) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.tick_params(axis="x", rotation=40)
+    axes.grid(color="#e5e5e5")
+    axes.legend(frameon=False, fontsize=8)
+    if path:
+        figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main()
