@@ -178,6 +178,7 @@ def test_without_tabulate_it_says_what_to_install(tool, monkeypatch, words):
 
 SMALL = (
     "tune", "--measure", "--tokens", 64, "--model-dim", 64, "--hidden-dim", 128, "--repeats", 3,
+    "--max-mib", 32,
 )  # fmt: skip
 
 
@@ -248,7 +249,7 @@ def run_ranks(world, local, *words):
 
 def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     path = tmp_path / "machine.json"
-    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--max-mib", 4, "--json", path)
+    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
     assert ended is None
     assert others == [("", None)] * 3
     _, exchanges = tables(printed)
