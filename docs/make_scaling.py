@@ -31,7 +31,7 @@ from fairseq_tutel.comm.cost import (
 )
 from fairseq_tutel.comm.fit import Row, fit_machine, relative_errors
 from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.machine import CPU, PRESETS
+from fairseq_tutel.comm.machine import CPU, PRESETS, Machine
 from fairseq_tutel.tools.figures import COLORS
 
 DOCS = Path(__file__).resolve().parent
@@ -142,7 +142,7 @@ def gains(work: Work, gpus: int) -> dict[str, float]:
     The first lets r alone change, at d = 1 and linear; the second leaves r at 1.
     """
     times = choices(work, gpus)
-    plain = {how.adaptive_r: s for how, s in times.items() if how in _plain(how.adaptive_r)}
+    plain = {r: times[How(adaptive_r=r)] for r in {how.adaptive_r for how in times}}
     overlapped = [s for how, s in times.items() if how.adaptive_r == 1]
     return {
         "over r = 1": plain[1] / min(plain.values()),
@@ -202,8 +202,7 @@ def cluster_table(files: list[Path]) -> str:
         if not all_to_alls:
             continue
         machine = fit_machine(all_to_alls, CPU)
-        errors = relative_errors(all_to_alls, machine)
-        agreed, cells = _agreement(all_to_alls)
+        agreed, cells = _agreement(all_to_alls, machine)
         shapes = sorted({(r["nodes"], r["local"]) for r in all_to_alls})
         rows.append(
             [
@@ -214,7 +213,7 @@ def cluster_table(files: list[Path]) -> str:
                 f"{1e6 * machine.launch_s:.0f}",
                 ", ".join(f"{nodes}x{local}" for nodes, local in shapes),
                 len(all_to_alls),
-                f"{errors.median:.0%}, {errors.p90:.0%}, {errors.largest:.0%}",
+                _errors(all_to_alls, machine),
                 _unseen(all_to_alls, shapes[-1]) if len(shapes) > 1 else "-",
                 f"{agreed} of {cells}" if cells else "-",
             ]
@@ -282,17 +281,12 @@ def draw_parallelism(path: Path) -> None:
         figure.savefig(path, dpi=90)
 
 
-def _plain(r: int) -> tuple[How, ...]:
-    return (How(adaptive_r=r),)
-
-
 def _first_ahead(mebibytes: float) -> int:
     return next(gpus for gpus in GPUS if gpus > LOCAL and gain_of_2dh(gpus, mebibytes) > 1)
 
 
-def _agreement(rows: list[Row]) -> tuple[int, int]:
+def _agreement(rows: list[Row], machine: Machine) -> tuple[int, int]:
     """Return in how many of (shape, size) the fitted model names the algorithm that was faster."""
-    machine = fit_machine(rows, CPU)
     cells: dict[tuple[int, int, float], dict[str, float]] = defaultdict(dict)
     for row in rows:
         cells[row["nodes"], row["local"], row["bytes_per_rank"]][row["algorithm"]] = row["seconds"]
@@ -308,7 +302,11 @@ def _unseen(rows: list[Row], shape: tuple[int, int]) -> str:
     """Return the errors on one shape of a model fitted to the others."""
     seen = [row for row in rows if (row["nodes"], row["local"]) != shape]
     unseen = [row for row in rows if (row["nodes"], row["local"]) == shape]
-    errors = relative_errors(unseen, fit_machine(seen, CPU))
+    return _errors(unseen, fit_machine(seen, CPU))
+
+
+def _errors(rows: list[Row], machine: Machine) -> str:
+    errors = relative_errors(rows, machine)
     return f"{errors.median:.0%}, {errors.p90:.0%}, {errors.largest:.0%}"
 
 
