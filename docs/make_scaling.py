@@ -6,6 +6,7 @@ What was measured is read from benchmarks/results/cluster_*.json (`python -m ben
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections import defaultdict
@@ -203,7 +204,7 @@ def cluster_table(files: list[Path]) -> str:
             continue
         machine = fit_machine(all_to_alls, CPU)
         agreed, cells = _agreement(all_to_alls, machine)
-        shapes = sorted({(r["nodes"], r["local"]) for r in all_to_alls})
+        shapes = sorted({(r["nodes"], r["local"]) for r in all_to_alls}, key=math.prod)
         rows.append(
             [
                 f"{rate:g}",

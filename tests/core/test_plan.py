@@ -294,7 +294,7 @@ def test_measured_all_to_alls_become_a_row_of_the_page(make_scaling, tmp_path):
         name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
         flops_per_s=1e9, gate_flops_per_s=1e9, memory_bytes=1e9, launch_s=2e-4, inter_shared=True,
     )  # fmt: skip
-    for nodes, local in ((2, 2), (2, 3), (4, 2)):
+    for nodes, local in ((2, 2), (3, 2), (2, 4)):
         rows = [
             {"nodes": nodes, "local": local, "algorithm": a, "bytes_per_rank": 1024 * kib,
              "seconds": exchange_seconds(1024 * kib, cluster, nodes, local, a), "seconds_min": 0}
@@ -305,7 +305,7 @@ def test_measured_all_to_alls_become_a_row_of_the_page(make_scaling, tmp_path):
         (tmp_path / f"cluster_{nodes}x{local}.json").write_text(json.dumps(content))
     ((_, _, row),) = tables(make_scaling.cluster_table(sorted(tmp_path.iterdir())))
     assert row == [
-        "200", "200", "1000", "1000", "200", "2x2, 2x3, 4x2", "24", "0%, 0%, 0%", "0%, 0%, 0%",
+        "200", "200", "1000", "1000", "200", "2x2, 3x2, 2x4", "24", "0%, 0%, 0%", "0%, 0%, 0%",
         "12 of 12",
     ]  # fmt: skip
     assert make_scaling.cluster_table([]).startswith("Not measured yet")
