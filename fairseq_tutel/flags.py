@@ -123,6 +123,13 @@ class _SystemOptions(FairseqDataclass):
     moe_use_2dh: bool = field(
         default=False, metadata={"help": "the same as --moe-a2a-algorithm 2dh [default: off]"}
     )
+    moe_machine_file: str = field(
+        default="",
+        metadata={
+            "help": "what `python -m fairseq_tutel tune` measured, for --moe-a2a-algorithm auto; empty: "
+            "typical numbers of the device [default: empty]"
+        },
+    )
     moe_adaptive_file: str = field(
         default="",
         metadata={

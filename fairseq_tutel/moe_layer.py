@@ -15,9 +15,10 @@ from fairseq_tutel.balance_bias import BalanceBias
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.beside import Beside
 from fairseq_tutel.capacity import capacity_of
-from fairseq_tutel.comm.adaptive import gather_weights, nearest_degree, static_degree
+from fairseq_tutel.comm.adaptive import gather_weights, nearest_degree
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.static import static_how
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, is_whole
@@ -110,11 +111,7 @@ class MoELayer(nn.Module):
         )
         self.experts.mark_slices()
         # May be set anew between two steps, alike on all ranks.
-        self.how = How(
-            adaptive_r=static_degree(config, slices),
-            overlap=config.a2a_ffn_overlap_degree,
-            algorithm="linear" if config.a2a_algorithm == "auto" else config.a2a_algorithm,
-        )
+        self.how = static_how(config, self.topology)
         for parameter in self.experts.expert_parameters().values():
             if self.topology.expert_parallel_size > 1:
                 mark_expert(parameter)

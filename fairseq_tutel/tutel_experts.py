@@ -43,7 +43,7 @@ NOT_PASSED = ("type", "module", *COUNTS)
 class ExpertContext:
     """What a custom module gets beside its rows, under the names that it has in Tutel.
 
-    An expert is never cut into pieces here, so `sharded_count` is 1 and every rank has whole experts.
+    A custom module is never cut into pieces, so `sharded_count` is 1 and every rank has whole experts.
     """
 
     model_dim: int
@@ -256,8 +256,21 @@ def _built_in_fields(experts: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "expert_bias": any(has_bias)}
 
 
+def can_slice(experts: Mapping[str, Any], model_dim: int) -> Callable[[int], bool]:
+    """Return whether so many ranks can each hold a slice of one expert of this dict."""
+    if experts["type"] not in BUILT_IN:
+        return lambda _: False
+    widths = experts["hidden_size_per_expert"], model_dim, experts.get("output_dim") or model_dim
+    return lambda slices: not any(width % slices for width in widths)
+
+
 def build_from_dict(
-    experts: Mapping[str, Any], config: MoEConfig, first: int, context: ExpertContext
+    experts: Mapping[str, Any],
+    config: MoEConfig,
+    first: int,
+    context: ExpertContext,
+    slices: int = 1,
+    slice_index: int = 0,
 ) -> ExpertStack:
     """Return the local experts of a dict that `check_experts` has taken."""
     num_local = context.num_local_experts
@@ -277,5 +290,5 @@ def build_from_dict(
         and experts.get("has_fc1_bias", True) == experts.get("has_fc2_bias", True)
     )
     if ordinary:
-        return build_experts(config, num_local, first)
-    return FFNExperts(config, num_local, first, experts)
+        return build_experts(config, num_local, first, slices, slice_index)
+    return FFNExperts(config, num_local, first, experts, slices, slice_index)

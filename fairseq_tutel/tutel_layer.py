@@ -3,6 +3,7 @@
 docs/tutel.md lists every argument, and what differs.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from fairseq_tutel import tutel_options as options
 from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.launcher import ranks_per_node
 from fairseq_tutel.comm.topology import Topology, make_topology, topology_within
 from fairseq_tutel.config import AT_LEAST_1, CAPACITY, MoEConfig
 from fairseq_tutel.expert_stack import ExpertStack
@@ -22,6 +25,7 @@ from fairseq_tutel.tutel_experts import (
     ExpertContext,
     ModuleExperts,
     build_from_dict,
+    can_slice,
     check_experts,
     drawn_from,
 )
@@ -42,13 +46,14 @@ class TutelMoELayer(nn.Module):
         group: ranks that exchange tokens; None for all.
         seeds: (gate, experts, afterwards): the last is left in torch's global generator. A gate's or
             experts' that is None is drawn from it, which must then be seeded alike on every rank.
-        a2a_ffn_overlap_degree: has no effect yet.
+        a2a_ffn_overlap_degree: chunks in which rows travel while experts work.
         is_postscore: weights multiply what experts give, otherwise what they read.
         batch_prioritized_routing: full experts keep the tokens with the largest probability.
         normalize_gate: for k > 1 a token's weights sum to 1 before dropping.
         is_gshard_loss: the GShard loss, otherwise Tutel's load and importance.
-        parallel_type: has no effect yet.
-        use_2dh: has no effect yet.
+        parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (r as large as it can
+            be) or auto (as data; `ft.UpdateTuner` is what measures).
+        use_2dh: rows go by 2-D hierarchical all-to-all where experts are on several whole nodes.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -76,9 +81,11 @@ class TutelMoELayer(nn.Module):
         gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
         per_device, expert_fields = check_experts(experts, model_dim)
         self.num_global_experts = options.count_experts(per_device, group)
-        topology = _topology(group, self.num_global_experts)
-        options.check_how(
-            a2a_ffn_overlap_degree, parallel_type, use_2dh, shared_by=topology.num_replicas
+        topology = _topology(group, self.num_global_experts, can_slice(experts, model_dim))
+        self._shared_by = max(1, topology.world_size // self.num_global_experts)
+        slices = topology.slices(self.num_global_experts)
+        how = options.check_how(
+            a2a_ffn_overlap_degree, parallel_type, use_2dh, self._shared_by, topology, slices
         )
         fields = {
             **expert_fields,
@@ -88,8 +95,9 @@ class TutelMoELayer(nn.Module):
             "normalize_gate": "before" if normalize_gate else "none",
             "balance_loss": "gshard" if is_gshard_loss else "load_importance_tutel",
         }
-        agreed = _agreed_seeds(gate_seed, expert_seed, topology, group)
+        agreed = _agreed_seeds(gate_seed, expert_seed, self._shared_by, group)
         self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
+        self.moe.how = how
         self.result_func = result_func
         if scan_expert_func is not None:
             for name, parameter in self.experts.expert_parameters().items():
@@ -116,11 +124,11 @@ class TutelMoELayer(nn.Module):
             gate_index: which of several gates.
             capacity_factor: of this call, instead of the gate's; 0 drops nothing.
             top_k: of this call, instead of the gate's.
-            a2a_ffn_overlap_degree: has no effect yet.
+            a2a_ffn_overlap_degree: of this call, instead of the layer's.
             reserve_dims: see `input`.
             inequivalent_tokens: has no effect: ranks may always differ in tokens.
-            adaptive_r: has no effect yet.
-            megablocks_size: has no effect yet.
+            adaptive_r: of this call, instead of what `parallel_type` says.
+            megablocks_size: has no effect.
 
         Returns:
             y: the shape and dtype of `input`, except where experts have another output dimension. The
@@ -129,14 +137,25 @@ class TutelMoELayer(nn.Module):
         Raises:
             ValueError: a shape or number that does not fit.
         """
-        if a2a_ffn_overlap_degree is not None:
-            options.check_overlap(a2a_ffn_overlap_degree)
         options.check_switch("inequivalent_tokens", inequivalent_tokens)
-        options.check_adaptive(adaptive_r, self.topology.num_replicas)
         options.check_megablocks(megablocks_size)
-        y, balance_loss = self._routed(input, reserve_dims, gate_index, capacity_factor, top_k)
+        kept, self.moe.how = self.moe.how, self._how(a2a_ffn_overlap_degree, adaptive_r)
+        try:
+            y, balance_loss = self._routed(input, reserve_dims, gate_index, capacity_factor, top_k)
+        finally:
+            self.moe.how = kept
         y.l_aux = balance_loss  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
+
+    def _how(self, overlap: int | None, degree: int | None) -> How:
+        """Return how one call runs; what is not given is the layer's."""
+        how, slices = self.moe.how, self.experts.slices
+        if overlap is not None:
+            how = dataclasses.replace(how, overlap=options.check_overlap(overlap))
+        if degree is not None:
+            degree = options.check_adaptive(degree, self._shared_by, slices)
+            how = dataclasses.replace(how, adaptive_r=degree)
+        return how
 
     def _routed(
         self,
@@ -241,7 +260,10 @@ def _build(
         world_size=topology.world_size,
         group=group,
     )
-    stack = build_from_dict(experts, configs[0], local.start, context)
+    slices = topology.slices(num_experts)
+    stack = build_from_dict(
+        experts, configs[0], local.start, context, slices, topology.expert_rank % slices
+    )
     layer = MoELayer(
         configs[0], topology, seed=expert_seed, gate_configs=configs, gates=gates, experts=stack
     )
@@ -254,14 +276,18 @@ def _gate_name(index: int) -> str:
     return f"gate{index or ''}"
 
 
-def _topology(group: dist.ProcessGroup | None, num_experts: int) -> Topology:
+def _topology(group: dist.ProcessGroup | None, num_experts: int, can_slice: Any) -> Topology:
+    """Return where experts live; several ranks of one hold slices of it where it can be cut."""
+    together = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size(group) if together else 1
+    sliced = world > num_experts and can_slice(world // num_experts)
     if group is None:
-        return make_topology([num_experts])
-    return topology_within(group, num_experts)
+        return make_topology([num_experts], world if sliced else 0, ranks_per_node())
+    return topology_within(group, num_experts, sliced)
 
 
 def _agreed_seeds(
-    gate: int | None, experts: int | None, topology: Topology, group: dist.ProcessGroup | None
+    gate: int | None, experts: int | None, shared_by: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
     """Return the seeds of gates and experts; where ranks share an expert, they take the first's.
 
@@ -272,7 +298,7 @@ def _agreed_seeds(
         drawn = int(torch.randint(2**62, ()))
         gate = drawn if gate is None else gate
         experts = drawn if experts is None else experts
-    if topology.num_replicas > 1:
+    if shared_by > 1:
         first = [experts]
         source = 0 if group is None else dist.get_global_rank(group, 0)
         with guarded("the agreement on seeds", group):

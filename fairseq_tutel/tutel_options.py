@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import Rule
 
 logger = logging.getLogger(__name__)
@@ -102,24 +104,21 @@ def _is_int(value: Any) -> bool:
 
 @functools.cache
 def say_no_effect(name: str, value: Any) -> None:
-    """Log, once for each value, that an argument changes nothing yet."""
-    logger.warning(
-        "%s is %r, which has no effect yet; results are the same without it.", name, value
-    )
+    """Log, once for each value, that an argument changes nothing."""
+    logger.warning("%s is %r, which has no effect; results are the same without it.", name, value)
 
 
-def check_overlap(degree: Any) -> None:
-    """Take `a2a_ffn_overlap_degree`: chunks in which rows would travel while experts work."""
+def check_overlap(degree: Any) -> int:
+    """Return `a2a_ffn_overlap_degree`: chunks in which rows travel while experts work."""
     require(
         is_whole(degree, 1) and degree <= MAX_OVERLAP,
         f"a2a_ffn_overlap_degree is {degree!r}; give a whole number from 1 to {MAX_OVERLAP}.",
     )
-    if degree > 1:
-        say_no_effect("a2a_ffn_overlap_degree", degree)
+    return degree
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Take `use_2dh` or `inequivalent_tokens`, off by default."""
+    """Take `inequivalent_tokens`, off by default."""
     check(name, value, TRUE_OR_FALSE)
     if value:
         say_no_effect(name, bool(value))
@@ -132,14 +131,22 @@ def check_megablocks(size: Any) -> None:
         say_no_effect("megablocks_size", size)
 
 
-def check_how(degree: Any, parallel_type: Any, use_2dh: Any, shared_by: int) -> None:
-    """Take what a layer is told of how to compute; `shared_by` ranks hold one expert."""
-    check_overlap(degree)
-    check_switch("use_2dh", use_2dh)
-    _check_parallel_type(parallel_type, shared_by)
+def check_how(
+    degree: Any, parallel_type: Any, use_2dh: Any, shared_by: int, topology: Topology, slices: int
+) -> How:
+    """Return how a layer runs.
 
-
-def _check_parallel_type(parallel_type: Any, shared_by: int) -> None:
+    Args:
+        degree: `a2a_ffn_overlap_degree`.
+        parallel_type: of Tutel's.
+        use_2dh: likewise.
+        shared_by: ranks that hold one expert.
+        topology: where experts live.
+        slices: of an expert; 1 where each of those ranks has it whole.
+    """
+    check("use_2dh", use_2dh, TRUE_OR_FALSE)
+    if use_2dh and topology.grid is None:
+        say_no_effect("use_2dh", True)
     text = parallel_type if isinstance(parallel_type, str) else ""
     adaptive = re.fullmatch(r"adaptive:(-?\d+)", text)
     require(
@@ -147,23 +154,26 @@ def _check_parallel_type(parallel_type: Any, shared_by: int) -> None:
         f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, model, "
         "auto.",
     )
-    degree = int(adaptive[1]) if adaptive else (shared_by if text == "model" else 1)
-    _check_degree("parallel_type", parallel_type, degree, shared_by)
+    wanted = int(adaptive[1]) if adaptive else (shared_by if text == "model" else 1)
+    return How(
+        adaptive_r=_degree("parallel_type", parallel_type, wanted, shared_by, slices),
+        overlap=check_overlap(degree),
+        algorithm="2dh" if use_2dh else "linear",
+    )
 
 
-def check_adaptive(degree: Any, shared_by: int) -> None:
-    """Take `adaptive_r` of one call; None leaves it to `parallel_type`."""
-    if degree is None:
-        return
+def check_adaptive(degree: Any, shared_by: int, slices: int) -> int:
+    """Return `adaptive_r` of one call."""
     require(_is_int(degree), f"adaptive_r is {degree!r}; give a whole number, or None.")
-    _check_degree("adaptive_r", degree, degree, shared_by)
+    return _degree("adaptive_r", degree, degree, shared_by, slices)
 
 
-def _check_degree(name: str, value: Any, degree: int, shared_by: int) -> None:
+def _degree(name: str, value: Any, degree: int, shared_by: int, slices: int) -> int:
     degree = min(max(degree, 0), shared_by)  # as Tutel does
     require(
         degree == 0 or shared_by % degree == 0,
         f"{name} is {value!r} but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
     )
-    if degree != 1:
+    if degree > slices:
         say_no_effect(name, value)
+    return min(degree, slices)

@@ -66,19 +66,22 @@ CORE = {
     "custom_experts": "config custom expert_stack initial",
     "experts": "config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
-    "comm.adaptive": "comm.guard comm.slices comm.topology config expert_stack",
+    "comm.adaptive": "comm.guard comm.slices comm.topology expert_stack",
+    "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
     "comm.checkpoint": "comm.guard comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
-        "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how comm.timer "
-        "comm.topology config dispatch exchange expert_stack experts exploration gates losses routing"
+        "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how "
+        "comm.static comm.timer comm.topology config dispatch exchange expert_stack experts exploration "
+        "gates losses routing"
     ),
     "update_tuner": "comm.adaptive comm.guard comm.how comm.tuner moe_layer",
-    "tutel_options": "config",
+    "tutel_options": "comm.how comm.topology config",
     "tutel_gates": "config tutel_options",
     "tutel_experts": "config expert_stack experts initial tutel_options",
     "tutel_layer": (
-        "comm.guard comm.topology config expert_stack gates initial moe_layer tutel_experts "
+        "comm.guard comm.how comm.launcher comm.topology config expert_stack gates initial moe_layer "
+        "tutel_experts "
         "tutel_gates tutel_options"
     ),
     "fairseq_tutel": (
@@ -106,8 +109,8 @@ CORE = {
     "tools.options": "",
     "tools.plan": "comm.cost comm.machine tools.options tools.plan_figure",
     "tools.tune": (
-        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology experts "
-        "tools.options"
+        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology comm.trip "
+        "experts tools.options"
     ),
 }
 EDGE = {
@@ -138,9 +141,8 @@ EDGE = {
     "models.announce": "capacity comm.topology config",
     "models.changed": "comm.topology flags",
     "models.build": (
-        "balance_weights comm.gradients comm.launcher comm.topology ffn_step flags kernels "
-        "models.agreement models.announce "
-        "models.changed run_config update_tuner"
+        "balance_weights comm.gradients comm.launcher comm.machine comm.static comm.topology ffn_step "
+        "flags kernels models.agreement models.announce models.changed run_config update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

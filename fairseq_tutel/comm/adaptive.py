@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.slices import slice_of
 from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.expert_stack import ExpertStack
 
 
@@ -32,32 +31,6 @@ def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
     """Return every r: 0 and the divisors of s; with `whole_hidden` (a norm over it) 0 and 1."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
-
-
-def static_degree(config: MoEConfig, slices: int) -> int:
-    """Return the r that a configuration asks for in a layer of so many slices; larger ones are s.
-
-    Raises:
-        ValueError: it is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
-    """
-    kind = config.parallel_type
-    degree = config.adaptive_r
-    name, value = "adaptive_r", str(degree)
-    if degree < 0:
-        name, value = "parallel_type", kind
-        degree = slices if kind == "model" else int(kind.partition(":")[2] or 1)
-    degree = min(degree, slices)
-    if degree not in allowed_degrees(slices):
-        raise ValueError(
-            f"{label_of(name)} is {value}, but {slices} ranks hold one expert; give 0 or a divisor of "
-            f"{slices}."
-        )
-    if degree > 1 and config.hidden_layer_norm:
-        raise ValueError(
-            f"{label_of(name)} is {value}, which would give a rank a part of the hidden dimension, but the "
-            "layer norm of --scale-fc needs the whole; give 0 or 1."
-        )
-    return degree
 
 
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:

@@ -168,3 +168,10 @@ CPU = Machine(
     memory_bytes=8e9,
     inter_shared=True,
 )
+
+
+def typical(gpu: str | None) -> Machine:
+    """Return what is known of a GPU by its name, the A100's numbers for one not known; None: a CPU's."""
+    if gpu is None:
+        return CPU
+    return next((m for key, m in PRESETS.items() if key in gpu.lower()), PRESETS["a100"])

@@ -207,38 +207,45 @@ def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
 
 
 # A group of a group lives as long as the one it was made from; all layers share it.
-_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], Topology]] = (
+    WeakKeyDictionary()
+)
 
 
-def topology_within(group: dist.ProcessGroup, num_experts: int) -> Topology:
-    """Return this rank's topology in a group, P being the greatest common divisor of W and the experts.
+def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
+    """Return this rank's topology in a group.
 
-    Collective over the group alone, the first time that P is neither 1 nor W: groups of P ranks, and of
-    their replicas, are made then.
+    Collective over the group alone, the first time that groups within it are needed.
+
+    Args:
+        group: the ranks.
+        num_experts: E.
+        sliced: W ranks hold slices of fewer experts; otherwise P is the greatest common divisor of W and E.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    size = math.gcd(world, num_experts)
-    if size in (1, world):
-        return Topology(
-            world_size=world,
-            rank=rank,
-            expert_parallel_size=size,
-            expert_group=group if size > 1 else None,
-        )
+    size = world if sliced else math.gcd(world, num_experts)
+    shares = share_sizes(size, [num_experts])
     made = _parts.setdefault(group, {})
-    if size not in made:
-        made[size] = _split(group, world, rank, size)
-    return made[size]
+    if (size, shares) not in made:
+        made[size, shares] = _split(group, world, rank, size, shares)
+    return made[size, shares]
 
 
-def _split(group: dist.ProcessGroup, world: int, rank: int, size: int) -> Topology:
-    first = rank - rank % size
+def _split(
+    group: dist.ProcessGroup, world: int, rank: int, size: int, shares: tuple[int, ...]
+) -> Topology:
+    def around(number: int) -> dist.ProcessGroup:
+        first = rank - rank % number
+        return group if number == world else _new_group(group, range(first, first + number))
+
+    replicas = range(rank % size, world, size)
     return Topology(
         world_size=world,
         rank=rank,
         expert_parallel_size=size,
-        expert_group=_new_group(group, range(first, first + size)),
-        replica_group=_new_group(group, range(rank % size, world, size)),
+        expert_group=around(size) if size > 1 else None,
+        replica_group=_new_group(group, replicas) if 1 < size < world else None,
+        share_groups={number: around(number) for number in shares},
     )
 
 

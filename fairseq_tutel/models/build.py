@@ -2,13 +2,17 @@
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.launcher import ranks_per_node
+from fairseq_tutel.comm.machine import Machine, typical
+from fairseq_tutel.comm.static import TOKENS, static_how
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
@@ -90,10 +94,40 @@ def install_experts(
             local,
         )
     if training:
+        _choose_algorithm(model, task_cfg, root)
         task.moe_tuner = _tuner_of(model, task_cfg, root)
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
+
+
+def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
+    """Let --moe-a2a-algorithm auto choose by the run's micro-batches and its machine.
+
+    Raises:
+        ValueError: a --moe-machine-file that holds no machine.
+    """
+    layers = moe_layers(model)
+    if layers[0].config.a2a_algorithm != "auto":
+        return
+    path, device = _get(task_cfg, "moe_machine_file"), device_of(root)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else None
+    try:
+        machine = Machine.from_json(Path(path)) if path else typical(name)
+    except ValueError as error:
+        raise ValueError(f"--moe-machine-file is {path}: {error}") from error
+    for layer in layers:
+        layer.how = static_how(layer.config, layer.topology, _tokens_of(root, task_cfg), machine)
+    how = layers[0].how
+    logger.info("--moe-a2a-algorithm auto: %s, by the numbers of %s", how.algorithm, machine.name)
+
+
+def _tokens_of(root: Any, task_cfg: Any) -> int:
+    """Return the tokens of a rank's micro-batch, about."""
+    sentences = root.dataset.batch_size or 0
+    return (
+        root.dataset.max_tokens or sentences * (_get(task_cfg, "tokens_per_sample") or 32) or TOKENS
+    )
 
 
 def _tuner_of(model: nn.Module, task_cfg: Any, root: Any) -> UpdateTuner | None:

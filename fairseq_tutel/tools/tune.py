@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.all_to_all import exchange_rows
+from fairseq_tutel.comm import hierarchical
+from fairseq_tutel.comm.all_to_all import LinearTrip
 from fairseq_tutel.comm.fit import Row, fit_machine, predicted, relative_errors
-from fairseq_tutel.comm.hierarchical import even_trip
 from fairseq_tutel.comm.launcher import ranks_per_node
-from fairseq_tutel.comm.machine import CPU, PRESETS, Machine
+from fairseq_tutel.comm.machine import Machine, typical
 from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.comm.trip import Trip
 from fairseq_tutel.experts import grouped_linear
 from fairseq_tutel.tools.options import add_numbers, refuse_dtype, refuse_numbers, refuse_output
 
@@ -171,10 +172,10 @@ def _machine(
     """Measure what needs no other rank; the links are those of such a device, until they are fitted."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        typical = next((m for key, m in PRESETS.items() if key in name.lower()), PRESETS["a100"])
+        start = typical(name)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
-        name, typical = platform.machine(), CPU
+        name, start = platform.machine(), typical(None)
         pages = os.sysconf("SC_PHYS_PAGES")
         memory = os.sysconf("SC_PAGE_SIZE") * pages / (ranks_per_node() or 1)
     rows, dim, hidden = (
@@ -186,7 +187,7 @@ def _machine(
     experts_s = _time(_experts(arguments, device, dtype, topology), arguments, device)
     gate_s = _time(_gate(arguments, device), arguments, device)
     return replace(
-        typical,
+        start,
         name=name,
         memory_bytes_per_s=2 * _COPIED_BYTES / copy_s,
         flops_per_s=6 * rows * dim * hidden / experts_s,
@@ -241,20 +242,18 @@ def _exchanges(
     for nodes, within, ranks in linear:
         for rows_RD in _buffers(arguments, device, nodes * within):
             even = (len(rows_RD) // (nodes * within),) * (nodes * within)
-            step = _linear(rows_RD, even, ranks)
+            step = _there(rows_RD, LinearTrip(group=ranks, send=even, receive=even))
             yield _row(nodes, within, "linear", rows_RD, _time(step, arguments, device))
     for rows_RD in _buffers(arguments, device, size) if grid else ():
         assert grid is not None
-        trip = even_trip(len(rows_RD) // size, grid, device)
-        step = _hierarchical(rows_RD, trip)
+        each = torch.full((size, 1), len(rows_RD) // size, device=device)
+        counts = hierarchical.exchange_counts(each, grid)
+        trip = hierarchical.HierarchicalTrip.of(counts, counts.to_host(), grid)
+        step = _there(rows_RD, trip)
         yield _row(*shape, "2dh", rows_RD, _time(step, arguments, device))
 
 
-def _linear(rows_RD: torch.Tensor, even: tuple[int, ...], group: Any) -> Callable[[], object]:
-    return lambda: exchange_rows(rows_RD, even, even, group, None)
-
-
-def _hierarchical(rows_RD: torch.Tensor, trip: Any) -> Callable[[], object]:
+def _there(rows_RD: torch.Tensor, trip: Trip) -> Callable[[], object]:
     return lambda: trip.there(rows_RD)
 
 

@@ -45,6 +45,7 @@ class Case:
     ranks: tuple[int, ...] = (0, 1, 2, 3)
     default_group: bool = False  # None instead of a group that holds all ranks
     seed_by_rank: bool = False
+    parallel_type: str = "adaptive:1"
     busy: bool = False  # all tokens go to experts 0 and 1, the first rank's
 
 
@@ -65,7 +66,8 @@ def alone() -> dist.ProcessGroup:
 def build(case: Case, group, per_device: float, seed: int):
     gate = {"type": "top", "k": 2, "capacity_factor": case.factor}
     experts = {**KINDS[case.kind], "num_experts_per_device": per_device}
-    return ft.moe_layer(gate, D, experts, group=group, seeds=(1, seed, None)).double()
+    how = {"parallel_type": case.parallel_type, "a2a_ffn_overlap_degree": 2}
+    return ft.moe_layer(gate, D, experts, group=group, seeds=(1, seed, None), **how).double()
 
 
 def loss_of(layer, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +120,9 @@ def check_experts(layer, whole, world: int, group) -> None:
     local = layer.topology.local_experts(layer.num_global_experts)
     for name, parameter in layer.experts.expert_parameters().items():
         expected = whole.experts.expert_parameters()[name]
-        torch.testing.assert_close(parameter, expected[local.start : local.stop])
-        torch.testing.assert_close(parameter.grad, expected.grad[local.start : local.stop] / world)
+        for got, values in ((parameter, expected), (parameter.grad, expected.grad / world)):
+            mine = layer.experts.own_part(name, values[local.start : local.stop])
+            torch.testing.assert_close(got, mine)
     torch.testing.assert_close(layer.gates[0].weight.grad, whole.gates[0].weight.grad / world)
 
 
@@ -152,11 +155,33 @@ def test_a_group_need_not_hold_neighbours(ranks):
         (0.5, {}, 2),
         (-2, {"ranks": (1, 3)}, 1),
         (-4, {"default_group": True}, 1),
+        (-2, {"parallel_type": "model"}, 2),
+        (-2, {"parallel_type": "adaptive:0", "ranks": (0, 2)}, 1),
     ],
 )
 def test_one_expert_over_several_ranks(ranks, kind, per_device, options, experts):
     case = Case(kind=kind, per_device=per_device, seed_by_rank=True, **options)
     assert ranks(4).run(compare, case) == [experts] * 4
+
+
+def slices_of(kind, per_device, hidden):
+    experts = {**KINDS[kind], "num_experts_per_device": per_device}
+    if hidden:
+        experts["hidden_size_per_expert"] = hidden
+    layer = ft.moe_layer({"type": "top"}, D, experts, seeds=(1, 2, None))
+    x = torch.randn(3, D)
+    layer.eval()
+    ways = [layer(x, adaptive_r=r, a2a_ffn_overlap_degree=d) for r in (0, 1, 2) for d in (1, 3)]
+    for y in ways:
+        torch.testing.assert_close(y, layer(x))
+    return layer.experts.slices
+
+
+def test_an_expert_is_cut_where_its_ranks_divide_it_and_whole_on_each_otherwise(ranks):
+    assert ranks(4).run(slices_of, "ffn", -2, 0) == [2] * 4
+    assert ranks(4).run(slices_of, "output", -2, 0) == [2] * 4
+    assert ranks(4).run(slices_of, "ffn", -2, 7) == [1] * 4
+    assert ranks(4).run(slices_of, "custom", -2, 0) == [1] * 4
 
 
 def outside() -> str:

@@ -149,19 +149,31 @@ def test_the_loss_hangs_on_y_alone():
     assert not hasattr(layer, "l_aux")
 
 
+NO_EFFECT = [
+    ({"use_2dh": True}, {}),  # on one node
+    ({}, {"inequivalent_tokens": True}),
+    ({}, {"megablocks_size": 128}),
+]
 HOW = [
     ({"a2a_ffn_overlap_degree": 4}, {}),
-    ({"use_2dh": True}, {}),
     ({"parallel_type": "adaptive:0"}, {}),
     ({}, {"a2a_ffn_overlap_degree": 2}),
-    ({}, {"inequivalent_tokens": True}),
     ({}, {"adaptive_r": 0}),
-    ({}, {"megablocks_size": 128}),
 ]
 
 
 @pytest.mark.parametrize(("options", "call"), HOW, ids=str)
-def test_how_it_is_computed_changes_nothing_and_is_said_once(options, call, caplog):
+def test_how_it_is_computed_changes_nothing_and_holds_for_one_call(options, call):
+    plain, x = build(), tokens(T)
+    layer = build(**options)
+    before = layer.moe.how
+    y = layer(x, **call)
+    assert torch.equal(y, plain(x)) and torch.equal(y.l_aux, plain(x).l_aux)
+    assert layer.moe.how == before
+
+
+@pytest.mark.parametrize(("options", "call"), NO_EFFECT, ids=str)
+def test_what_has_no_effect_is_said_once(options, call, caplog):
     tutel_options.say_no_effect.cache_clear()
     plain, x = build(), tokens(T)
     ((name, _),) = {**options, **call}.items()
@@ -170,9 +182,7 @@ def test_how_it_is_computed_changes_nothing_and_is_said_once(options, call, capl
             y = build(**options)(x, **call)
             assert torch.equal(y, plain(x)) and torch.equal(y.l_aux, plain(x).l_aux)
     assert [record.message.split()[0] for record in caplog.records] == [name]
-    assert (
-        "no effect yet" in caplog.text and caplog.records[0].name == "fairseq_tutel.tutel_options"
-    )
+    assert "no effect" in caplog.text and caplog.records[0].name == "fairseq_tutel.tutel_options"
 
 
 def test_defaults_and_what_comes_to_the_same_are_not_worth_a_word(caplog):
