@@ -109,8 +109,8 @@ class _SystemOptions(FairseqDataclass):
         default=0,
         metadata={
             "help": "ranks that share one set of experts and exchange tokens; it must divide the number "
-            "of ranks and every layer's experts; 0 takes their greatest common divisor; in ranks "
-            "[default: 0]"
+            "of ranks, and every layer's experts or be a multiple of them; 0 takes the greatest common "
+            "divisor; in ranks [default: 0]"
         },
     )
     moe_local_size: int = field(
