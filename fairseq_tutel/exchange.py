@@ -50,8 +50,8 @@ class ExchangePlan:
     name: str = ""
 
     @property
-    def nodes(self) -> Grid | None:
-        """The grid that rows go over, if they do."""
+    def hops(self) -> Grid | None:
+        """The grid over which rows go in two hops, if they do."""
         return self.grid if self.how.algorithm == "2dh" else None
 
 
@@ -102,10 +102,10 @@ def _counts(counts_E: Tensor, capacity: int, plan: ExchangePlan) -> tuple[Counts
         host = _even_counts(torch.full(counts_E.shape, capacity), plan)
         return (_even_counts(counts_E, plan) if counts_E.is_cuda else host), host
     leaving_PE = _leaving(counts_E, plan)
-    if plan.nodes is None:
+    if plan.hops is None:
         device = all_to_all.exchange_counts(leaving_PE, plan.group)
     else:
-        device = hierarchical.exchange_counts(leaving_PE, plan.nodes)
+        device = hierarchical.exchange_counts(leaving_PE, plan.hops)
     return device, device.to_host()
 
 
@@ -119,9 +119,9 @@ def _even_counts(counts_E: Tensor, plan: ExchangePlan) -> Counts:
     leaving_PE = _leaving(counts_E, plan)
     rank = dist.get_rank(plan.group)
     arriving_PE = leaving_PE[rank].expand_as(leaving_PE)
-    if plan.nodes is None:
+    if plan.hops is None:
         return Counts(leaving_PE, arriving_PE)
-    nodes, local = plan.nodes.nodes, plan.nodes.local
+    nodes, local = plan.hops.nodes, plan.hops.local
     for_my_rail = leaving_PE.view(nodes, local, -1)[:, rank % local]
     return Counts(leaving_PE, arriving_PE, for_my_rail.expand(local, -1, -1))
 
@@ -130,9 +130,9 @@ def _trip(device: Counts, host: Counts, plan: ExchangePlan) -> Trip:
     assert plan.group is not None
     name = f"the exchange of rows of {plan.name}" if plan.name else Trip.name
     options = {"wire": plan.wire, "timer": plan.timer, "name": name}
-    if plan.nodes is None:
+    if plan.hops is None:
         return LinearTrip.of(host, plan.group, **options)
-    return HierarchicalTrip.of(device, host, plan.nodes, **options)
+    return HierarchicalTrip.of(device, host, plan.hops, **options)
 
 
 def _run(

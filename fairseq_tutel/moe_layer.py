@@ -216,7 +216,7 @@ class MoELayer(nn.Module):
         )
         if bias is not None and self.training and self.counts_load:
             bias.count(assignment.assigned_KE)
-        if self.watches_load:
+        if self.watches_load and self.training:
             self.busiest = assignment.assigned_KE.sum(0).max()
         return assignment, losses.GateOutput(
             logits_TE=logits_TE,
