@@ -1,0 +1,6 @@
+"""An emulated cluster: network namespaces with limited links, and the MoE layer measured across them.
+
+    python -m benchmarks.cluster --nodes 2 --local 2 --json out.json
+
+What it can and cannot say: benchmarks/README.md.
+"""
