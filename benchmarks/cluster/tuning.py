@@ -1,0 +1,109 @@
+"""Every static (r, d, algorithm) of a layer with fewer experts than ranks, and the tuner's choice."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.cluster.layers import FORMS, make_layer, rows_of, step_of
+from benchmarks.cluster.settings import Settings
+from benchmarks.cluster.timing import Step, interleaved, seconds_of, summary
+from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.tuner import Tuner
+
+# More than any search over the choices here takes; a tuner that never settles is reported, not awaited.
+MOST_STEPS = 500
+# The last comparison is between two choices, so it can afford more repeats than that of all.
+FINAL_REPEATS = 4
+
+
+def static_choices(settings: Settings) -> list[How]:
+    """Return every choice; where no row travels, d and algorithm choose nothing."""
+    travelling = [
+        How(adaptive_r=r, overlap=d, algorithm=algorithm)
+        for r in settings.degrees
+        if r > 0
+        for d in settings.overlaps
+        for algorithm in settings.algorithms
+    ]
+    return [How(adaptive_r=0), *travelling]
+
+
+def canonical(how: How) -> How:
+    """Return the one of `static_choices` that a choice is the same as."""
+    return How(adaptive_r=0) if how.adaptive_r == 0 else how
+
+
+def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield, for every form of experts and number of tokens, all static choices, then the tuner's."""
+    for form in FORMS:
+        layer = make_layer(settings, settings.experts, form)
+        tuner = Tuner(
+            rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms
+        )
+        for tokens in settings.tokens:
+            plain = step_of(layer, rows_of(settings, tokens, dist.get_rank()))
+            steps = {how: _with(layer, how, plain) for how in static_choices(settings)}
+            took = interleaved(steps, settings.repeats)
+            cell = {"form": form, "tokens": tokens}
+            for how, times in took.items():
+                yield {"section": "static", **cell, **asdict(how), **summary(times)}
+            result = _tuned(tuner, f"{tokens} tokens", layer, plain, took, settings.repeats)
+            yield {"section": "tuner", **cell, **result}
+
+
+def _with(layer: Any, how: How, plain: Step) -> Step:
+    def step() -> None:
+        layer.how = how
+        plain()
+
+    return step
+
+
+def _tuned(
+    tuner: Tuner, key: str, layer: Any, plain: Step, took: dict[How, list[float]], repeats: int
+) -> dict[str, Any]:
+    """Let the tuner search, then compare its choice with the best static one, again and in turn."""
+    num_steps = 0
+    while not tuner.settled(key) and num_steps < MOST_STEPS:
+        how = tuner.choose(key)
+        tuner.record(key, how, 1000 * seconds_of(_with(layer, how, plain)))
+        num_steps += 1
+    chosen = canonical(tuner.choose(key))
+    static = {how: median(times) for how, times in took.items()}
+    best = min(static, key=static.__getitem__)
+    again = {how: _with(layer, how, plain) for how in (chosen, best)}
+    times = interleaved(again, FINAL_REPEATS * repeats)
+    fresh = {how: median(taken) for how, taken in times.items()}
+    halves = [median(times[best][start::2]) for start in (0, 1)]
+    return {
+        **asdict(chosen),
+        "settled": tuner.settled(key),
+        "steps": num_steps,
+        "seconds": fresh[chosen],
+        "best": asdict(best),
+        "best_seconds": fresh[best],
+        "regret": fresh[chosen] / fresh[best] - 1,
+        # What the same comparison says of a choice and itself, with half of the times.
+        "noise": max(halves) / min(halves) - 1,
+        # What a user who fixed the worst of each would lose, the rest being as the tuner has it.
+        "gain_over_worst_r": _gain(static, chosen, ("overlap", "algorithm")),
+        "gain_over_worst_overlap": _gain(static, chosen, ("adaptive_r",)),
+        "gain_over_worst": max(static.values()) / static[chosen],
+    }
+
+
+def _gain(static: dict[How, float], chosen: How, fixed: tuple[str, ...]) -> float:
+    """Return the time of the worst choice that is `chosen` in the fixed fields, over that of `chosen`.
+
+    r = 0 has neither d nor algorithm, so it is in reach of every choice.
+    """
+    alike = [
+        seconds
+        for how, seconds in static.items()
+        if all(getattr(how, name) == getattr(chosen, name) for name in fixed)
+        or (how.adaptive_r == 0 and "adaptive_r" not in fixed)
+    ]
+    return max(alike) / static[chosen]
