@@ -1,0 +1,180 @@
+"""The emulated cluster, by its command: what it measures, and that it leaves nothing behind.
+
+Covered: the tables and the file of a small run, and that links limit what crosses nodes; no namespace
+after a run that ends, is asked to end, loses a rank, or takes too long; the ranks of a killed run end,
+and the next run removes its namespaces; a delay, by its messages; options that no cluster can have; no
+right to make namespaces, which also skips these tests, with the reason.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "benchmarks.cluster"]
+SMALL = [
+    *("--repeats", "1", "--model-dim", "16", "--tokens", "8"),
+    *("--hidden-dim", "16", "--overlap-hidden-dim", "16", "--overlap-tokens", "8"),
+    *("--overlaps", "1", "2", "--sizes-kib", "16", "64", "--rate-mbit", "100"),
+]
+
+
+def start(*words):
+    """Start a run; read its output with `communicate`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*COMMAND, *SMALL, *words], cwd=ROOT, **pipes)
+
+
+def run(*words):
+    """Run to the end; return its code, output and errors. Skips where nothing may be measured."""
+    process = start(*words)
+    output, errors = process.communicate(timeout=120)
+    if output.startswith("skipped:"):
+        pytest.skip(f"not run: {output}")
+    return process.returncode, output, errors
+
+
+def namespaces(process):
+    """Return the namespaces that a run has made."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return re.findall(rf"moe-cluster-{process.pid}-\w+", listed)
+
+
+def ranks_in(node, process):
+    """Return the processes in a node of a run."""
+    name = f"moe-cluster-{process.pid}-node{node}"
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited for 30 seconds"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Return output and file of one run of two nodes of two ranks, of all sections."""
+    path = tmp_path_factory.mktemp("cluster") / "out.json"
+    code, output, errors = run("--nodes", "2", "--local", "2", "--json", str(path))
+    assert code == 0, errors
+    return output, json.loads(path.read_text())
+
+
+@pytest.fixture
+def started(measured):
+    """Return a function that starts a run and waits until its ranks are there."""
+    runs = []
+
+    def begin(*words):
+        runs.append(start("--nodes", "2", "--local", "1", "--sections", "links", *words))
+        wait_until(lambda: ranks_in(0, runs[-1]) and ranks_in(1, runs[-1]))
+        return runs[-1]
+
+    yield begin
+    for process in runs:
+        process.kill()
+        process.communicate()
+
+
+def test_every_section_has_its_rows(measured):
+    output, found = measured
+    assert found["config"]["nodes"] == 2 and found["config"]["rate_mbit"] == 100
+    keys = ("nodes", "local", "algorithm", "bytes_per_rank")
+    assert [tuple(row[key] for key in keys) for row in found["a2a"]] == [
+        (2, 2, algorithm, kib * 1024) for kib in (16, 64) for algorithm in ("linear", "2dh")
+    ]
+    assert all(0 < row["seconds_min"] <= row["seconds"] for row in found["a2a"])
+    # d = 1 and 2 of experts that compute, and of three that sleep.
+    assert [row["overlap"] for row in found["overlap"]] == [1, 2] * 4
+    # r = 0 once; r = 1 and 2 with two d and two algorithms; experts that compute, and that sleep.
+    assert len(found["static"]) == 2 * (1 + 2 * 2 * 2)
+    assert [(row["form"], row["settled"]) for row in found["tuner"]] == [
+        ("compute", True),
+        ("sleep", True),
+    ]
+    for heading in ("linear / 2dh", "of the bound", "r=2 d=2 2dh", "paper: to 1.74x"):
+        assert heading in output
+
+
+def test_links_limit_what_crosses_nodes_and_nothing_else(measured):
+    mbit = {(row["where"], row["bytes"]): row["mbit"] for row in measured[1]["links"]}
+    large = max(num_bytes for _, num_bytes in mbit)
+    assert mbit["between nodes", large] < 110
+    assert mbit["within a node", large] > 220
+
+
+def test_a_run_that_is_asked_to_end_leaves_nothing(started):
+    process = started()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert namespaces(process) == []
+
+
+def test_a_run_that_loses_a_rank_says_so_and_leaves_nothing(started):
+    process = started()
+    os.kill(ranks_in(1, process)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "rank 1 ended with code -9" in errors
+    assert namespaces(process) == []
+
+
+def test_a_run_ends_when_its_time_is_up_and_leaves_nothing(started):
+    process = started("--limit-s", "1")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "--limit-s is 1" in errors
+    assert namespaces(process) == []
+
+
+def test_a_delay_is_paid_for_every_message_and_a_killed_run_is_swept(started, tmp_path):
+    killed = started()
+    killed.kill()
+    wait_until(lambda: not ranks_in(0, killed) + ranks_in(1, killed))
+    assert len(namespaces(killed)) == 3
+    killed.wait()
+    words = ("--nodes", "2", "--local", "2", "--sections", "a2a", "--delay-us", "50000")
+    code, _, errors = run(*words, "--json", str(tmp_path / "out.json"))
+    assert code == 0, errors
+    assert namespaces(killed) == []
+    for row in json.loads((tmp_path / "out.json").read_text())["a2a"]:
+        # To the other node's two ranks, or to one of them.
+        assert row["seconds_min"] >= {"linear": 0.1, "2dh": 0.05}[row["algorithm"]]
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--nodes", "1"], "--nodes is 1; give at least 2"),
+        (["--delay-us", "nan"], "--delay-us is nan; give at least 0"),
+        (["--experts", "3"], "--experts is 3, which gives 4 ranks unequal parts"),
+        (["--experts", "1", "--hidden-dim", "6"], "--hidden-dim is 6, which 4 ranks"),
+        (["--overlaps", "2"], "--overlaps is 2; give 1 too"),
+        (["--json", "no/such/folder/out.json"], "whose folder does not exist"),
+    ],
+)
+def test_what_no_cluster_can_have_is_refused(words, reason):
+    process = start(*words)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert reason in " ".join(errors.split())
+
+
+def test_without_the_means_it_skips_with_the_reason():
+    environment = {**os.environ, "PATH": "/nowhere"}
+    done = subprocess.run(
+        COMMAND, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("skipped: ") and "no ip" in done.stdout
