@@ -102,7 +102,7 @@ def test_every_section_has_its_rows(measured):
         ("compute", True),
         ("sleep", True),
     ]
-    for heading in ("linear / 2dh", "of the bound", "r=2 d=2 2dh", "paper: to 1.74x"):
+    for heading in ("linear / 2dh", "by forward and backward", "r=2 d=2 2dh", "paper: to 1.74x"):
         assert heading in output
 
 
