@@ -1,7 +1,7 @@
 """Nodes of the emulated cluster: network namespaces on a bridge, every link limited both ways.
 
 The bridge is in a namespace of its own, so that nothing of it is in the machine's network, and removing
-the namespaces removes it all. Their names hold the process that made them: what a killed run leaves
+the namespaces removes it all. Names hold the process that made them: what a killed run leaves
 behind is found, and removed by the next one.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from shutil import which
+from shutil import rmtree, which
+from tempfile import gettempdir
 
 PREFIX = "moe-cluster"
 INTERFACE = "eth0"
@@ -75,11 +76,16 @@ def network(nodes: int, rate_mbit: float) -> Iterator[None]:
 
 
 def sweep() -> None:
-    """Remove the namespaces of runs that are no more, and end what still runs in them."""
-    for name in _namespaces():
-        found = re.fullmatch(rf"{PREFIX}-(\d+)-\w+", name)
-        if found and not Path("/proc", found[1]).exists():
-            _delete(name)
+    """Remove namespaces and folders of runs that are no more, and end what still runs in them."""
+    for name in filter(_is_left_over, _namespaces()):
+        _delete(name)
+    for folder in filter(lambda f: _is_left_over(f.name), Path(gettempdir()).glob(f"{PREFIX}-*")):
+        rmtree(folder, ignore_errors=True)
+
+
+def _is_left_over(name: str) -> bool:
+    found = re.fullmatch(rf"{PREFIX}-(\d+)-\w+", name)
+    return found is not None and not Path("/proc", found[1]).exists()
 
 
 def _add_node(node: int, switch: str, rate_mbit: float) -> None:

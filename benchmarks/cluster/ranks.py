@@ -31,7 +31,7 @@ def run(settings: Settings) -> list[Row]:
     Raises:
         RankError: a rank ended with an error, or `limit_s` was not enough.
     """
-    with TemporaryDirectory(prefix="moe-cluster-") as folder:
+    with TemporaryDirectory(prefix=f"{network.PREFIX}-{os.getpid()}-") as folder:
         results = Path(folder, "rows.jsonl")
         results.touch()
         processes: list[subprocess.Popen[bytes]] = []

@@ -1,6 +1,9 @@
-"""Rows as tables, one for every section."""
+"""Rows as tables, one for every section; `python -m benchmarks.cluster.tables FILE` shows a file's."""
 
+import json
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -156,3 +159,8 @@ def _ms(row: Row) -> str:
 
 def _table(columns: dict[str, list[Any]]) -> str:
     return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+if __name__ == "__main__":
+    found = json.loads(Path(sys.argv[1]).read_text())
+    print(report({"section": name, **row} for name in TABLES for row in found.get(name, [])))

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -47,6 +48,11 @@ def namespaces(process):
     return re.findall(rf"moe-cluster-{process.pid}-\w+", listed)
 
 
+def folders(process):
+    """Return the folders that a run has made."""
+    return list(Path(tempfile.gettempdir()).glob(f"moe-cluster-{process.pid}-*"))
+
+
 def ranks_in(node, process):
     """Return the processes in a node of a run."""
     name = f"moe-cluster-{process.pid}-node{node}"
@@ -54,10 +60,10 @@ def ranks_in(node, process):
     return [int(pid) for pid in listed.stdout.split()]
 
 
-def wait_until(condition):
-    end = time.monotonic() + 30
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited for 30 seconds"
+        assert time.monotonic() < end, f"waited for {seconds} seconds"
         time.sleep(0.05)
 
 
@@ -141,13 +147,13 @@ def test_a_run_ends_when_its_time_is_up_and_leaves_nothing(started):
 def test_a_delay_is_paid_for_every_message_and_a_killed_run_is_swept(started, tmp_path):
     killed = started()
     killed.kill()
-    wait_until(lambda: not ranks_in(0, killed) + ranks_in(1, killed))
-    assert len(namespaces(killed)) == 3
+    wait_until(lambda: not ranks_in(0, killed) + ranks_in(1, killed), seconds=5)
+    assert len(namespaces(killed)) == 3 and folders(killed)
     killed.wait()
     words = ("--nodes", "2", "--local", "2", "--sections", "a2a", "--delay-us", "50000")
     code, _, errors = run(*words, "--json", str(tmp_path / "out.json"))
     assert code == 0, errors
-    assert namespaces(killed) == []
+    assert namespaces(killed) == folders(killed) == []
     for row in json.loads((tmp_path / "out.json").read_text())["a2a"]:
         # To the other node's two ranks, or to one of them.
         assert row["seconds_min"] >= {"linear": 0.1, "2dh": 0.05}[row["algorithm"]]
