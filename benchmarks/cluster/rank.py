@@ -13,9 +13,16 @@ from benchmarks.cluster.delay import delayed_messages
 from benchmarks.cluster.messages import all_to_alls, links
 from benchmarks.cluster.overlap import overlaps
 from benchmarks.cluster.settings import Settings
+from benchmarks.cluster.training import training
 from benchmarks.cluster.tuning import tuning
 
-SECTIONS = {"links": links, "a2a": all_to_alls, "overlap": overlaps, "tuner": tuning}
+SECTIONS = {
+    "links": links,
+    "a2a": all_to_alls,
+    "overlap": overlaps,
+    "tuner": tuning,
+    "training": training,
+}
 
 
 def main() -> None:

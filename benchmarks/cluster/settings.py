@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 
 SECTIONS = ("links", "a2a", "overlap", "tuner")
+NEEDS_FAIRSEQ = ("training",)  # and takes longer: asked for by name
 AT_LEAST_1 = (
     *("local", "rate_mbit", "sizes_kib", "repeats", "experts", "model_dim", "hidden_dim", "tokens"),
     *("overlaps", "overlap_tokens", "overlap_hidden_dim", "limit_s"),
@@ -114,7 +115,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of every static choice, after one that does not count; what is measured less often has more",
     )
     add("--limit-s", type=float, default=300, help="everything is ended after so many seconds")
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to measure")
+    add(
+        "--sections",
+        nargs="+",
+        choices=(*SECTIONS, *NEEDS_FAIRSEQ),
+        default=list(SECTIONS),
+        help="what to measure",
+    )
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

@@ -137,12 +137,27 @@ def _tuners(rows: list[Row]) -> str:
     )
 
 
+def _trainings(rows: list[Row]) -> str:
+    return _table(
+        {
+            "tokens a rank": [row["tokens"] for row in rows],
+            "--moe-adaptive auto": [_how(row) for row in rows],
+            "ms an update": [_ms(row) for row in rows],
+            "best static": [_how(row["best"]) for row in rows],
+            "best, ms": [f"{1e3 * row['best_seconds']:.1f}" for row in rows],
+            "slower by": [f"{100 * row['regret']:+.1f} %" for row in rows],
+            "over worst of all": [f"{row['gain_over_worst']:.2f}x" for row in rows],
+        }
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "links": ("Links, every pair of ranks at once", _links),
     "a2a": ("All-to-all", _all_to_alls),
     "overlap": ("Pipelining: a step by d", _overlaps),
     "static": ("Static choices: a step by r, d and algorithm", _static),
     "tuner": ("Tuner", _tuners),
+    "training": ("An update of a language model by fairseq's Trainer", _trainings),
 }
 
 

@@ -20,6 +20,7 @@ from fairseq_tutel.comm.how import How
 TRIALS = 3  # measurements of a candidate; their median counts
 CLOSE = 1.1  # candidates within this factor of the best meet in the run-off
 FINALISTS = 4
+RUN_OFF = 2  # times as many measurements as before
 
 Costs = dict[How, list[float]]
 # Yields what to run next, is sent its cost, and fills a dictionary of costs.
@@ -89,7 +90,7 @@ class Tuner:
         candidates = (
             len(self.rs) + len(self.overlaps) * len(self.algorithms) + min(2, len(positive))
         )
-        return candidates * (self.trials + 1) + FINALISTS * self.trials
+        return candidates * (self.trials + 1) + FINALISTS * RUN_OFF * self.trials
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes: of the ended searches, the best and every median; JSON."""
@@ -163,12 +164,14 @@ class Tuner:
             costs[how].append((yield how))
 
     def _run_off(self, costs: Costs) -> Search:
-        """Measure those that are close once more, in turns, so that a drift meets all of them."""
+        """Measure those that are close anew, in turns, so that a drift meets all of them alike."""
         ranked = sorted(costs, key=lambda how: median(costs[how]))
         limit = CLOSE * median(costs[ranked[0]])
         finalists = [how for how in ranked[:FINALISTS] if median(costs[how]) <= limit]
         if len(finalists) > 1:
-            for _ in range(self.trials):
+            for how in finalists:
+                costs[how] = []
+            for _ in range(RUN_OFF * self.trials):
                 for how in finalists:
                     costs[how].append((yield how))
 
