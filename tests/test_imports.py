@@ -138,7 +138,7 @@ EDGE = {
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
-    "models.announce": "capacity comm.topology config",
+    "models.announce": "capacity comm.topology config moe_layer",
     "models.changed": "comm.topology flags",
     "models.build": (
         "balance_weights comm.gradients comm.launcher comm.machine comm.static comm.topology ffn_step "

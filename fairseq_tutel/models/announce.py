@@ -7,6 +7,7 @@ from typing import Any
 from fairseq_tutel.capacity import evaluates_as_in_training
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, label_of, options_of_scope
+from fairseq_tutel.moe_layer import MoELayer
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,24 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
         if option.name not in SHOWN and getattr(first, option.name) != option.default
     ]
     logger.info("experts, not by default: %s", ", ".join(changed) or "nothing")
+
+
+def announce_exchange(layers: Sequence[MoELayer]) -> None:
+    """Log how the layers' rows travel, where they do."""
+    first = layers[0]
+    if first.topology.expert_parallel_size == 1:
+        return
+    logger.info(
+        "experts across ranks: %s slices of an expert, adaptive_r %d, overlap %d, %s all-to-all, %s "
+        "buffers, %s wire, adaptive %s",
+        _counts([layer.experts.slices for layer in layers]),
+        first.how.adaptive_r,
+        first.how.overlap,
+        first.how.algorithm,
+        first.config.exchange,
+        first.config.a2a_dtype,
+        first.config.adaptive,
+    )
 
 
 def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:

@@ -28,7 +28,7 @@ from fairseq_tutel.ffn_step import (
 from fairseq_tutel.flags import expert_counts, layer_config
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.models.agreement import start_together
-from fairseq_tutel.models.announce import announce, warn
+from fairseq_tutel.models.announce import announce, announce_exchange, warn
 from fairseq_tutel.models.changed import say_what_changed
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
 from fairseq_tutel.update_tuner import UpdateTuner
@@ -97,6 +97,7 @@ def install_experts(
         _choose_algorithm(model, task_cfg, root)
         task.moe_tuner = _tuner_of(model, task_cfg, root)
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
+    announce_exchange(moe_layers(model))
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
 

@@ -6,13 +6,16 @@ fp32 masters of slices; checkpoints between slices, whole experts and one rank; 
 to do; refusals.
 """
 
+import dataclasses
 import json
 
 import pytest
 import torch
-from cli import fairseq, refused
+from cli import ROOT, fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
+
+from fairseq_tutel.comm.machine import typical
 
 TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)
@@ -52,7 +55,7 @@ def plain(lm_data, tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
     run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
-    assert "expert parallel size 4" in run.output
+    assert "experts across ranks: 2 slices of an expert, adaptive_r " in run.output
     got = loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
     same_weights(plain["model"], got["model"], adam=False)
@@ -129,11 +132,36 @@ def test_options_with_nothing_to_do_say_so(lm_data, tmp_path):
     assert "--moe-a2a-algorithm 2dh has no effect" in run.output
 
 
+def test_every_option_goes_through_hydra(lm_data, tmp_path):
+    dataclasses.replace(typical(None), name="this one").to_json(tmp_path / "machine.json")
+    keys = (
+        f"moe_machine_file={tmp_path}/machine.json",
+        "moe_expert_parallel_size=2", "moe_a2a_ffn_overlap_degree=3", "moe_parallel_type=model",
+        "moe_adaptive_r=0", "moe_a2a_dtype=bf16", "moe_a2a_algorithm=auto", "moe_adaptive=auto",
+        "moe_adaptive_window=64", f"moe_adaptive_file={tmp_path}/tuned.json", "moe_local_size=1",
+    )  # fmt: skip
+    run = fairseq(
+        "tutel-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm",
+        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", "model.moe_expert_count=1",
+        "model.moe_top_k=1", "model.decoder_layers=2", "optimization.max_update=1",
+        "dataset.num_workers=0", "dataset.required_batch_size_multiple=1",
+        *(f"+task.{key}" for key in keys),
+        cwd=ROOT, env={"PWD": str(ROOT)}, ranks=2,
+    )  # fmt: skip
+    said = "2 slices of an expert, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, bf16"
+    assert f"experts across ranks: {said} wire, adaptive auto" in run.output
+    assert "--moe-a2a-algorithm auto: linear, by the numbers of this one" in run.output
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
         (("--moe-adaptive-window", 0, "--moe-adaptive", "auto"), "--moe-adaptive-window is 0; give"),
         (("--moe-use-2dh", "--moe-a2a-algorithm", "auto"), "--moe-use-2dh and --moe-a2a-algorithm auto"),
+        (
+            ("--moe-a2a-algorithm", "auto", "--moe-machine-file", "none.json"),
+            "--moe-machine-file is none.json: none.json can not be read as a machine",
+        ),
         (("--moe-parallel-type", "tensor"), "(--moe-parallel-type) is 'tensor'; give adaptive:r"),
         (("--moe-a2a-ffn-overlap-degree", 99), "(--moe-a2a-ffn-overlap-degree) is 99; give a whole"),
     ],
