@@ -59,7 +59,7 @@ class MoETaskMixin:
         for layer in layers:
             layer.skip_tokens = ignore_grad
         if self.moe_tuner is not None and not self.moe_tuner.running:
-            self.moe_tuner.begin(int(sample["ntokens"]))
+            self.moe_tuner.begin(int(sample.get("ntokens", 0)))
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         step = f"the training step of update {update_num}"
