@@ -81,6 +81,10 @@ class ExpertStack(nn.Module):
         """Return what a forward computes with: the local experts, or all of them where gathered."""
         return self.everywhere or self.expert_parameters()
 
+    def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
+        """Return tensors as every chunk of a forward needs them, so that it is done once."""
+        return tensors
+
     def slice_of(self, name: str) -> Slice:
         """Return how a parameter is cut."""
         return Slice(self.slices, self.slice_dims.get(name, 1)) if self.slices > 1 else Slice()

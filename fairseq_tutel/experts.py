@@ -66,9 +66,9 @@ class Experts(ExpertStack):
         slice_index: int = 0,
     ) -> None:
         super().__init__(config, num_local, first, slices, slice_index)
-        hidden_dim, model_dim = (
-            _part_of(getattr(config, name), slices, name) for name in ("hidden_dim", "model_dim")
-        )
+        hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
+        # Of the output only the bias is cut.
+        model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
         shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
             shapes["fc3"] = (hidden_dim, hidden_dim, config.model_dim)
@@ -103,6 +103,13 @@ class Experts(ExpertStack):
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
+
+    def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
+        """Return the tensors in autocast's dtype, where that is on."""
+        if not torch.is_autocast_enabled(device.type):
+            return tensors
+        dtype = torch.get_autocast_dtype(device.type)
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def forward(
         self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None

@@ -190,7 +190,7 @@ class MoELayer(nn.Module):
         plan, config = self._plan(), self.config
         decision = routing.lay_out(assignment, self._buffer_capacity(assignment, plan))
         rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
-        rows_RD = exchange.run(rows_RD, decision.counts_E, self._experts(plan.how), plan)
+        rows_RD = exchange.run(rows_RD, decision.counts_E, self._experts(plan.how, x.device), plan)
         y_TD = combine(rows_RD, decision, config.backend, config.prescore)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
@@ -254,11 +254,12 @@ class MoELayer(nn.Module):
             name=self.name,
         )
 
-    def _experts(self, how: How) -> exchange.ExpertFn:
+    def _experts(self, how: How, device: torch.device) -> exchange.ExpertFn:
         """Return the experts with the tensors that this rank computes with in this forward."""
         if self.experts.everywhere is not None:
             return self.experts
-        tensors = gather_weights(self.experts, self.topology, how.adaptive_r)
+        gathered = gather_weights(self.experts, self.topology, how.adaptive_r)
+        tensors = self.experts.prepared(gathered, device)
         return lambda rows_RD, counts: self.experts(rows_RD, counts, tensors)
 
     @staticmethod

@@ -25,6 +25,7 @@ class MoETaskMixin:
 
     _has_experts = False
     moe_tuner: UpdateTuner | None = None
+    _clipped_before = 0
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion; say so once when it has no balance loss."""
@@ -58,8 +59,7 @@ class MoETaskMixin:
             checkpoint.drop_everywhere(model)
         for layer in layers:
             layer.skip_tokens = ignore_grad
-        if self.moe_tuner is not None and not self.moe_tuner.running:
-            self.moe_tuner.begin(int(sample.get("ntokens", 0)))
+        self._begin_update(sample, optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         step = f"the training step of update {update_num}"
@@ -75,6 +75,16 @@ class MoETaskMixin:
                 "saved checkpoint is from before it."
             )
         return result
+
+    def _begin_update(self, sample: Any, optimizer: Any) -> None:
+        """Let the tuner choose how an update runs, before its first micro-batch."""
+        if self.moe_tuner is None:
+            return
+        # An update whose gradients were clipped is over, also where an overflow kept it from its step.
+        clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
+        if not self.moe_tuner.running or clipped != self._clipped_before:
+            self._clipped_before = clipped
+            self.moe_tuner.begin(int(sample.get("ntokens", 0)))
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
         """Take the step, then let the balance biases take theirs, by the load of all ranks."""

@@ -81,11 +81,6 @@ class FFNExperts(Experts):
         self.activation = options.get("activation_fn")
         self.activation_with_self = options.get("activation_fn_with_self")
         out_dim = options.get("output_dim") or config.model_dim
-        require(
-            out_dim % slices == 0,
-            f"experts' output_dim is {out_dim}, which {slices} ranks of one expert do not divide; give a "
-            "multiple of that.",
-        )
         self.fc2_weight = nn.Parameter(torch.empty(num_local, out_dim, config.hidden_dim // slices))
         if not config.expert_bias:
             return
@@ -260,7 +255,9 @@ def can_slice(experts: Mapping[str, Any], model_dim: int) -> Callable[[int], boo
     """Return whether so many ranks can each hold a slice of one expert of this dict."""
     if experts["type"] not in BUILT_IN:
         return lambda _: False
-    widths = experts["hidden_size_per_expert"], model_dim, experts.get("output_dim") or model_dim
+    widths = [experts["hidden_size_per_expert"]]
+    if experts["type"] != "llama_ffn":  # whose output has no bias to cut
+        widths += [model_dim, experts.get("output_dim") or model_dim]
     return lambda slices: not any(width % slices for width in widths)
 
 

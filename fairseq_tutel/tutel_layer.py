@@ -81,7 +81,8 @@ class TutelMoELayer(nn.Module):
         gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
         per_device, expert_fields = check_experts(experts, model_dim)
         self.num_global_experts = options.count_experts(per_device, group)
-        topology = _topology(group, self.num_global_experts, can_slice(experts, model_dim))
+        can_cut, local = can_slice(experts, model_dim), ranks_per_node() if use_2dh else 0
+        topology = _topology(group, self.num_global_experts, can_cut, local)
         self._shared_by = max(1, topology.world_size // self.num_global_experts)
         slices = topology.slices(self.num_global_experts)
         how = options.check_how(
@@ -276,13 +277,15 @@ def _gate_name(index: int) -> str:
     return f"gate{index or ''}"
 
 
-def _topology(group: dist.ProcessGroup | None, num_experts: int, can_slice: Any) -> Topology:
+def _topology(
+    group: dist.ProcessGroup | None, num_experts: int, can_cut: Callable[[int], bool], local: int
+) -> Topology:
     """Return where experts live; several ranks of one hold slices of it where it can be cut."""
     together = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size(group) if together else 1
-    sliced = world > num_experts and can_slice(world // num_experts)
+    sliced = world > num_experts and can_cut(world // num_experts)
     if group is None:
-        return make_topology([num_experts], world if sliced else 0, ranks_per_node())
+        return make_topology([num_experts], world if sliced else 0, local)
     return topology_within(group, num_experts, sliced)
 
 

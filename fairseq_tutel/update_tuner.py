@@ -3,28 +3,29 @@
 T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
 """
 
-import dataclasses
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.adaptive import allowed_degrees
+from fairseq_tutel.comm.cost import OVERLAPS
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.how import ALGORITHMS, How
+from fairseq_tutel.comm.launcher import ranks_per_node
 from fairseq_tutel.comm.tuner import Tuner
 from fairseq_tutel.moe_layer import MoELayer
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 128  # places of an expert in one bucket (the paper's R)
-OVERLAPS = (1, 2, 4, 8)
 FORMAT = 1
 
 
@@ -37,45 +38,69 @@ class UpdateTuner:
     Args:
         layers: of one model, on ranks that exchange tokens.
         window: width of a capacity bucket, in places of an expert.
-        path: of the dictionary of what was found, read now and written whenever a bucket is settled.
+        path: of the dictionary of what was found; read at the first `begin`, written whenever a bucket is
+            settled. None keeps none.
+        overlaps: numbers of chunks to choose from.
+        algorithms: to choose from; None for all that the layers' ranks allow.
+        conditions: what else measurements depend on, such as the precision, by name.
+
+    Raises:
+        ValueError: there is nothing to choose from, since every rank has all experts.
     """
 
     def __init__(
-        self, layers: Sequence[MoELayer], window: int = WINDOW, path: str | None = None
+        self,
+        layers: Sequence[MoELayer],
+        window: int = WINDOW,
+        path: str | None = None,
+        overlaps: Sequence[int] = OVERLAPS,
+        algorithms: Sequence[str] | None = None,
+        conditions: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers, self.window, self.path = list(layers), window, path
-        config, self.static = layers[0].config, layers[0].how
-        self.tuner = Tuner(degrees_of(layers), *_pairs_of(layers[0]))
+        first = self.layers[0]
+        if first.topology.expert_parallel_size == 1:
+            raise ValueError(
+                "UpdateTuner has nothing to choose: every rank has all experts; give layers whose topology "
+                "has an expert_parallel_size above 1."
+            )
+        if algorithms is None:
+            algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
+        self.static, self.conditions = first.how, dict(conditions or {})
+        self._pairs = tuple(overlaps), tuple(algorithms)
+        # Made at the first `begin`, when the model is where it is trained, and its memory is taken.
+        self._tuner: Tuner | None = None
         self.running = False
-        self._device = _device_of(layers[0])
         # Of the last update: its key and How, milliseconds on this rank, tokens on the busiest.
         self._last: tuple[str, How] | None = None
-        self._milliseconds, self._tokens, self._busiest = math.nan, 0.0, 0.0
-        for layer in layers:
-            layer.watches_load = config.capacity_factor <= 0
-        if path is not None:
-            self._load(path)
+        self._milliseconds, self._tokens = math.nan, 0.0
+        for layer in self.layers:
+            layer.watches_load = layer.config.capacity_factor <= 0
+
+    @property
+    def tuner(self) -> Tuner:
+        """The search; collective where it is made."""
+        if self._tuner is None:
+            self._tuner = Tuner(self._degrees(), *self._pairs)
+            self._load()
+        return self._tuner
 
     def begin(self, num_tokens: int) -> How:
         """Choose how this update runs, by the tokens of its first micro-batch on the busiest rank.
 
-        Collective over all ranks.
+        Collective over all ranks. Where the last update did not `end`, as after an overflow, its time
+        does not count.
         """
-        mine = [float(num_tokens), self._milliseconds, self._load_here()]
-        facts = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        facts[1] = facts[1].nan_to_num(
-            math.inf
-        )  # a rank that measured nothing voids the measurement
-        if dist.is_initialized():
-            with guarded("the tuner's agreement on an update"):
-                dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-        tokens, milliseconds, busiest = facts.tolist()
-        if self._last is not None:
+        tuner = self.tuner
+        if self.running:
+            self._milliseconds = math.nan
+        tokens, milliseconds, busiest = self._agreed(num_tokens)
+        if self._last is not None and math.isfinite(milliseconds):
             self._record(milliseconds)
-        self._busiest = busiest / self._tokens * tokens if self._tokens else 0.0
+        expected = busiest / self._tokens * tokens if self._tokens else 0.0
         self._tokens = tokens
-        key = self.key(tokens, self._busiest)
-        how = self.tuner.choose(key)
+        key = self.key(tokens, expected)
+        how = tuner.choose(key)
         for layer in self.layers:
             layer.how = how
         self._last, self.running = (key, how), True
@@ -112,31 +137,70 @@ class UpdateTuner:
             self._save()
 
     def _say(self, key: str) -> None:
-        costs = {how: sorted(c)[len(c) // 2] for how, c in self.tuner.costs[key].items()}
+        if not _is_first_rank():
+            return
+        costs = {how: median(c) for how, c in self.tuner.costs[key].items()}
         best = self.tuner.best[key]
         gain = ""
-        plain = dataclasses.replace(self.static, adaptive_r=best.adaptive_r)
-        for other, name in ((self.static, "as given"), (plain, "as given but for adaptive_r")):
-            if other in costs:
-                gain = f", {costs[other] / costs[best]:.3g} times as fast as {name}"
-                break
-        if _is_first_rank():
-            logger.info(
-                "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens%s, slowest "
-                "%.4g ms; %d ways measured",
-                key, best.adaptive_r, best.overlap, best.algorithm, costs[best], gain, max(costs.values()),
-                len(costs),
-            )  # fmt: skip
+        if self.static in costs:
+            gain = f", {costs[self.static] / costs[best]:.3g} times as fast as the way given"
+        logger.info(
+            "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens%s; the slowest of %d "
+            "ways took %.4g ms",
+            key, best.adaptive_r, best.overlap, best.algorithm, costs[best], gain, len(costs),
+            max(costs.values()),
+        )  # fmt: skip
 
-    def _load_here(self) -> float:
-        """Return the most that an expert got in a micro-batch, over the layers; 0 where not watched."""
+    def _agreed(self, num_tokens: int) -> tuple[float, float, float]:
+        """Return the most of all ranks: tokens, milliseconds, and what an expert got last time."""
+        device = self._device()
+        # A rank that measured nothing voids the measurement.
+        took = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
+        mine = torch.tensor([num_tokens, took, 0.0], dtype=torch.float64, device=device)
         needs = [layer.busiest for layer in self.layers if layer.busiest is not None]
-        return float(torch.stack(needs).max()) if needs else 0.0
+        if needs:
+            mine[2] = torch.stack(needs).max()
+        if dist.is_initialized():
+            with guarded("the tuner's agreement on an update"):
+                dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        tokens, milliseconds, busiest = mine.tolist()
+        return tokens, milliseconds, busiest
+
+    def _degrees(self) -> tuple[int, ...]:
+        """Return every r that a layer may run with, but for those that take too much memory.
+
+        Gathered experts and their gradients may take half of what is free on the rank that has least;
+        the r that was given may take what it takes.
+        """
+        every = {
+            r
+            for layer in self.layers
+            for r in allowed_degrees(layer.experts.slices, layer.config.hidden_layer_norm)
+        }
+        limit = torch.tensor(_free_bytes(self._device()) / 2, device=self._device())
+        if dist.is_initialized():
+            with guarded("the tuner's agreement on memory"):
+                dist.all_reduce(limit, op=dist.ReduceOp.MIN)
+        given, most = self.static.adaptive_r, float(limit)
+        return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
+
+    def _gathered_bytes(self, degree: int) -> int:
+        """Return what a forward and backward hold of gathered experts under r: weights and gradients."""
+        total = 0
+        for layer in self.layers:
+            parameters = layer.experts.expert_parameters().values()
+            own = sum(p.numel() * p.element_size() for p in parameters)
+            ranks = layer.topology.expert_parallel_size
+            total += 2 * own * (ranks if degree == 0 else max(1, layer.experts.slices // degree))
+        return total
+
+    def _device(self) -> torch.device:
+        return next(iter(self.layers[0].experts.expert_parameters().values())).device
 
     def _wait_for_gpu(self) -> None:
         exploring = self._last is not None and not self.tuner.settled(self._last[0])
-        if self._device.type == "cuda" and exploring:
-            torch.cuda.synchronize(self._device)
+        if self._device().type == "cuda" and exploring:
+            torch.cuda.synchronize(self._device())
 
     def signature(self) -> dict[str, Any]:
         """Return what measurements hold for: a dictionary of another signature is not used."""
@@ -153,20 +217,25 @@ class UpdateTuner:
             "exchange": config.exchange,
             "a2a_dtype": config.a2a_dtype,
             "window": self.window,
-            "device": torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name() if self._device().type == "cuda" else "cpu",
+            "dtype": str(next(iter(self.layers[0].experts.expert_parameters().values())).dtype),
+            **self.conditions,
         }
 
-    def _load(self, path: str) -> None:
+    def _load(self) -> None:
         """Read the dictionary on rank 0 and give it to all."""
+        if self.path is None:
+            return
         found: list[Any] = [None]
         if _is_first_rank():
-            found = [_read(path, self.signature())]
+            found = [_read(self.path, self.signature())]
         if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0)
+            with guarded("the reading of the tuner's dictionary"):
+                dist.broadcast_object_list(found, src=0)
         if found[0] is not None:
             self.tuner.load(found[0])
             if _is_first_rank():
-                logger.info("adaptive: %d buckets from %s", len(self.tuner.best), path)
+                logger.info("adaptive: %d buckets from %s", len(self.tuner.best), self.path)
 
     def _save(self) -> None:
         """Write the dictionary on rank 0; a full disk costs the dictionary and not the training."""
@@ -183,48 +252,12 @@ class UpdateTuner:
             logger.warning("adaptive: %s was not written: %s", self.path, error)
 
 
-def degrees_of(layers: Sequence[MoELayer]) -> tuple[int, ...]:
-    """Return every r that a layer may run with and that the tuner may try.
-
-    Where r is not to be tuned, the one that is given. Degrees whose gathered experts, with their
-    gradients, take more than half of a GPU's free memory are left out.
-    """
-    config = layers[0].config
-    if "auto" not in (config.adaptive, config.parallel_type):
-        return (layers[0].how.adaptive_r,)
-    every = {
-        r
-        for layer in layers
-        for r in allowed_degrees(layer.experts.slices, layer.config.hidden_layer_norm)
-    }
-    limit = torch.tensor(math.inf)
-    device = _device_of(layers[0])
+def _free_bytes(device: torch.device) -> float:
+    """Return the memory that is free for this rank, on its GPU, or its part of the host's."""
     if device.type == "cuda":
-        limit = torch.tensor(torch.cuda.mem_get_info(device)[0] / 2, device=device)
-        if dist.is_initialized():
-            dist.all_reduce(limit, op=dist.ReduceOp.MIN)
-    return tuple(r for r in sorted(every) if r == 1 or _gathered_bytes(layers, r) <= float(limit))
-
-
-def _gathered_bytes(layers: Sequence[MoELayer], degree: int) -> int:
-    """Return what a forward and backward hold of gathered experts under r: weights and gradients."""
-    total = 0
-    for layer in layers:
-        own = sum(p.numel() * p.element_size() for p in layer.experts.expert_parameters().values())
-        ranks = layer.topology.expert_parallel_size
-        total += 2 * own * (ranks if degree == 0 else max(1, layer.experts.slices // degree))
-    return total
-
-
-def _pairs_of(layer: MoELayer) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the overlaps and the algorithms to choose from."""
-    if layer.config.adaptive != "auto":
-        return (layer.how.overlap,), (layer.how.algorithm,)
-    return OVERLAPS, ALGORITHMS if layer.topology.grid is not None else ALGORITHMS[:1]
-
-
-def _device_of(layer: MoELayer) -> torch.device:
-    return next(iter(layer.experts.expert_parameters().values())).device
+        return float(torch.cuda.mem_get_info(device)[0])
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages / (ranks_per_node() or (dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:

@@ -75,7 +75,9 @@ CORE = {
         "comm.static comm.timer comm.topology config dispatch exchange expert_stack experts exploration "
         "gates losses routing"
     ),
-    "update_tuner": "comm.adaptive comm.guard comm.how comm.tuner moe_layer",
+    "update_tuner": (
+        "comm.adaptive comm.cost comm.guard comm.how comm.launcher comm.tuner moe_layer"
+    ),
     "tutel_options": "comm.how comm.topology config",
     "tutel_gates": "config tutel_options",
     "tutel_experts": "config expert_stack experts initial tutel_options",
@@ -138,11 +140,11 @@ EDGE = {
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
-    "models.announce": "capacity comm.topology config moe_layer",
+    "models.announce": "capacity comm.static comm.topology config moe_layer",
     "models.changed": "comm.topology flags",
     "models.build": (
-        "balance_weights comm.gradients comm.launcher comm.machine comm.static comm.topology ffn_step "
-        "flags kernels models.agreement models.announce models.changed run_config update_tuner"
+        "balance_weights comm.gradients comm.guard comm.launcher comm.machine comm.static comm.topology "
+        "ffn_step flags kernels models.agreement models.announce models.changed run_config update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

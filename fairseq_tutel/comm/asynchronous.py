@@ -3,7 +3,10 @@
 One thread, so that collectives start in the same order on every rank.
 """
 
+import atexit
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+LEAVE_SECONDS = 1.0
 
 
 class Pending(Protocol):
@@ -40,24 +45,45 @@ class _Thread:
 def _jobs() -> "queue.SimpleQueue[Any]":
     if _Thread.jobs is None or _Thread.thread is None or not _Thread.thread.is_alive():
         _Thread.jobs = queue.SimpleQueue()
-        # A daemon: after an error elsewhere the process ends without waiting for a peer's answer.
+        # A daemon: after an error elsewhere nobody waits for a peer's answer, see `_leave`.
         _Thread.thread = threading.Thread(
             target=_work, args=(_Thread.jobs,), name="communication", daemon=True
         )
         _Thread.thread.start()
+        atexit.unregister(_leave)
+        atexit.register(_leave)
     return _Thread.jobs
+
+
+def _leave() -> None:
+    """End the thread before the interpreter ends, which would otherwise abort the process.
+
+    It is still at work only where an error ended the main thread in the middle of an exchange; then its
+    peer's answer does not come, and the process ends here, as failed.
+    """
+    assert _Thread.jobs is not None and _Thread.thread is not None
+    if _Thread.thread.is_alive():
+        _Thread.jobs.put(None)
+        _Thread.thread.join(LEAVE_SECONDS)
+        if _Thread.thread.is_alive():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _work(jobs: "queue.SimpleQueue[Any]") -> None:
     while True:
-        function, rows, future = jobs.get()
+        job = jobs.get()
+        if job is None:
+            return
+        function, rows, future = job
         try:
             with torch.no_grad():
                 future.set_result(function(rows))
         except BaseException as error:  # raised again where the result is asked for
             future.set_exception(error)
         # Nothing may keep tensors alive until the next job comes.
-        del function, rows, future
+        del job, function, rows, future
 
 
 @dataclass(frozen=True)
@@ -76,7 +102,9 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> _OnStream:
-    stream = _streams.setdefault(rows.device, torch.cuda.Stream(rows.device))
+    if rows.device not in _streams:
+        _streams[rows.device] = torch.cuda.Stream(rows.device)
+    stream = _streams[rows.device]
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream), torch.no_grad():
         rows.record_stream(stream)

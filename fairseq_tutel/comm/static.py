@@ -3,15 +3,17 @@
 T tokens, D model_dim, K top_k, s slices of an expert, r ranks that get a row.
 """
 
+import torch
+
 from fairseq_tutel.comm.adaptive import allowed_degrees
 from fairseq_tutel.comm.cost import faster_algorithm
 from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.machine import Machine
+from fairseq_tutel.comm.machine import Machine, typical
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, label_of
 
 TOKENS = 4096  # of a rank's micro-batch, where nobody says
-ROW_BYTES = 4  # of an element of a row, likewise: fp32
+WIRE_BYTES = {"bf16": 2, "fp8": 1}  # of an element
 
 
 def static_how(
@@ -19,6 +21,7 @@ def static_how(
     topology: Topology,
     tokens: int = TOKENS,
     machine: Machine | None = None,
+    element_bytes: int = 4,
 ) -> How:
     """Return how a layer of this configuration runs.
 
@@ -26,20 +29,26 @@ def static_how(
         config: of the layer.
         topology: where its experts live.
         tokens: T of a rank, for `a2a_algorithm` auto.
-        machine: likewise; None takes an A100's numbers.
+        machine: likewise; None takes typical numbers of the device that there is.
+        element_bytes: likewise, of an element of a row as it is computed.
 
     Raises:
         ValueError: an r that these slices do not allow.
     """
     algorithm, grid = config.a2a_algorithm, topology.grid
-    degree = static_degree(config, topology.slices(config.num_experts))
-    if algorithm == "auto":
-        num_bytes = max(degree, 1) * tokens * config.top_k * config.model_dim * ROW_BYTES
-        nodes, local = (grid.nodes, grid.local) if grid is not None else (1, 1)
-        algorithm = faster_algorithm(
-            machine, nodes, local, num_bytes / config.a2a_ffn_overlap_degree
-        )
-    return How(adaptive_r=degree, overlap=config.a2a_ffn_overlap_degree, algorithm=algorithm)
+    degree, overlap = (
+        static_degree(config, topology.slices(config.num_experts)),
+        config.a2a_ffn_overlap_degree,
+    )
+    if algorithm == "auto" and grid is None:
+        algorithm = "linear"
+    elif algorithm == "auto" and grid is not None:
+        width = min(WIRE_BYTES.get(config.a2a_dtype, element_bytes), element_bytes)
+        num_bytes = max(degree, 1) * tokens * config.top_k * config.model_dim * width / overlap
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        known = machine or typical(gpu)
+        algorithm = faster_algorithm(known, grid.nodes, grid.local, num_bytes)
+    return How(adaptive_r=degree, overlap=overlap, algorithm=algorithm)
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:
@@ -66,3 +75,8 @@ def static_degree(config: MoEConfig, slices: int) -> int:
             "layer norm of --scale-fc needs the whole; give 0 or 1."
         )
     return degree
+
+
+def is_tuned(config: MoEConfig) -> bool:
+    """Whether a configuration leaves something of how a layer runs to the tuner."""
+    return "auto" in (config.adaptive, config.parallel_type)

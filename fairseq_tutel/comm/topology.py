@@ -6,7 +6,7 @@ s = P / E consecutive ranks hold a slice each of one expert.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,10 +89,21 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
     return requested
 
 
-def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
-    """Return how many ranks may gather an expert's slices: the divisors of each layer's s, but for 1."""
-    every = {size // n for n in expert_counts if size > n}
-    return tuple(sorted({d for s in every for d in range(2, s + 1) if s % d == 0}))
+def share_sizes(
+    size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
+) -> tuple[int, ...]:
+    """Return how many ranks may gather an expert's slices: s / r, but for 1.
+
+    Args:
+        size: P.
+        expert_counts: experts of every layer.
+        degree_of: the r of a layer with s slices; None for any divisor of s.
+    """
+    sizes: set[int] = set()
+    for slices in {size // n for n in expert_counts if size > n}:
+        degrees = range(1, slices + 1) if degree_of is None else [degree_of(slices)]
+        sizes |= {slices // r for r in degrees if r > 0 and slices % r == 0}
+    return tuple(sorted(sizes - {1}))
 
 
 # new_group is collective and a group lives as long as the job: made once, shared by all models.
@@ -103,7 +114,10 @@ _in_use: list[Topology] = []
 
 
 def make_topology(
-    expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0
+    expert_counts: Sequence[int],
+    requested: int = 0,
+    ranks_per_node: int = 0,
+    degree_of: Callable[[int], int] | None = None,
 ) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
@@ -115,6 +129,8 @@ def make_topology(
         requested: P; 0 for the greatest that fits.
         ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
             makes none.
+        degree_of: the one r that a layer with s slices will run with; None for any, which takes more
+            groups.
 
     Raises:
         ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
@@ -127,7 +143,7 @@ def make_topology(
     world, rank = dist.get_world_size(), dist.get_rank()
     _agree(tuple(expert_counts), requested, ranks_per_node)
     size = expert_parallel_size(world, expert_counts, requested)
-    shares = share_sizes(size, expert_counts)
+    shares = share_sizes(size, expert_counts, degree_of)
     key = (world, size, ranks_per_node, shares)
     if key not in _topologies:
         _topologies[key] = _create(world, rank, size, ranks_per_node, shares)
@@ -148,6 +164,7 @@ def destroy() -> None:
     _topologies.clear()
     _agreed.clear()
     _in_use.clear()
+    _parts.clear()
 
 
 def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) -> None:
@@ -179,7 +196,12 @@ def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...
         expert_group=expert_group,
         replica_group=replica_group,
         grid=_create_grid(world, rank, size, local),
-        share_groups={number: _consecutive(world, rank, number) for number in shares},
+        share_groups={
+            number: expert_group
+            if number == size and expert_group is not None
+            else _consecutive(world, rank, number)
+            for number in shares
+        },
     )
 
 

@@ -19,12 +19,13 @@ from fairseq_tutel.comm.how import How
 
 TRIALS = 3  # measurements of a candidate; their median counts
 CLOSE = 1.1  # candidates within this factor of the best meet in the run-off
-FINALISTS = 4
+FINALISTS = 5
+HOPELESS = 2.0  # times the best so far, at the first measurement
 RUN_OFF = 2  # times as many measurements as before
 
 Costs = dict[How, list[float]]
-# Yields what to run next, is sent its cost, and fills a dictionary of costs.
-Search = Generator[How, float, None]
+# Yields what to run next, is sent its cost, fills a dictionary of costs; the whole search returns the best.
+Search = Generator[How, float, Any]
 
 
 class Tuner:
@@ -76,9 +77,9 @@ class Tuner:
             return
         try:
             self._searches[key] = search, search.send(cost)
-        except StopIteration:
+        except StopIteration as end:
             del self._searches[key]
-            self.best[key] = _cheapest(self.costs[key])
+            self.best[key] = end.value
 
     def settled(self, key: str) -> bool:
         """Whether the search of a key has ended."""
@@ -138,7 +139,7 @@ class Tuner:
                 yield from self._measure(dataclasses.replace(best, adaptive_r=r), costs)
         if 0 in self.rs:
             yield from self._measure(dataclasses.replace(plain, adaptive_r=0), costs)
-        yield from self._run_off(costs)
+        return (yield from self._run_off(costs))
 
     def _find_degree(self, degrees: Sequence[int], plain: How, costs: Costs) -> Search:
         """Narrow down to the least of a sequence that falls, then rises."""
@@ -160,11 +161,15 @@ class Tuner:
             yield from self._measure(at(i), costs)
 
     def _measure(self, how: How, costs: Costs) -> Search:
+        """Measure a candidate; once is enough for one that is much slower than the best so far."""
+        others = [median(c) for c in costs.values() if c]
         while len(costs.setdefault(how, [])) < self.trials:
             costs[how].append((yield how))
+            if others and costs[how][0] > HOPELESS * min(others):
+                return
 
     def _run_off(self, costs: Costs) -> Search:
-        """Measure those that are close anew, in turns, so that a drift meets all of them alike."""
+        """Return the best of those that are close, measured anew in turns: a drift meets all alike."""
         ranked = sorted(costs, key=lambda how: median(costs[how]))
         limit = CLOSE * median(costs[ranked[0]])
         finalists = [how for how in ranked[:FINALISTS] if median(costs[how]) <= limit]
@@ -174,6 +179,7 @@ class Tuner:
             for _ in range(RUN_OFF * self.trials):
                 for how in finalists:
                     costs[how].append((yield how))
+        return _cheapest({how: costs[how] for how in finalists})
 
 
 def _cheapest(costs: Costs) -> How:

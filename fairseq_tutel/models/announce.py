@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fairseq_tutel.capacity import evaluates_as_in_training
+from fairseq_tutel.comm.static import is_tuned
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, label_of, options_of_scope
 from fairseq_tutel.moe_layer import MoELayer
@@ -61,22 +62,52 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
     logger.info("experts, not by default: %s", ", ".join(changed) or "nothing")
 
 
-def announce_exchange(layers: Sequence[MoELayer]) -> None:
-    """Log how the layers' rows travel, where they do."""
+def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> None:
+    """Log how the layers' rows travel, and what is asked for and has no effect.
+
+    Args:
+        layers: of the model.
+        local: ranks of a node; 0 where nobody says.
+        half: the model computes in fp16 or bf16.
+    """
     first = layers[0]
-    if first.topology.expert_parallel_size == 1:
-        return
-    logger.info(
-        "experts across ranks: %s slices of an expert, adaptive_r %d, overlap %d, %s all-to-all, %s "
-        "buffers, %s wire, adaptive %s",
-        _counts([layer.experts.slices for layer in layers]),
-        first.how.adaptive_r,
-        first.how.overlap,
-        first.how.algorithm,
-        first.config.exchange,
-        first.config.a2a_dtype,
-        first.config.adaptive,
-    )
+    size, how, config = first.topology.expert_parallel_size, first.how, first.config
+    if size > 1:
+        logger.info(
+            "experts across ranks: %s slices of an expert, adaptive_r %d, overlap %d, %s all-to-all, %s "
+            "buffers, %s wire, tuned: %s",
+            _counts([layer.experts.slices for layer in layers]),
+            how.adaptive_r,
+            how.overlap,
+            how.algorithm if first.topology.grid is not None else "linear",
+            config.exchange,
+            config.a2a_dtype,
+            {"auto": "all but the last two"}.get(config.adaptive)
+            or {"auto": "adaptive_r"}.get(config.parallel_type, "nothing"),
+        )
+    slices = max(layer.experts.slices for layer in layers)
+    asked = [
+        option.name
+        for option in options_of_scope("system")
+        if option.name != "backend" and getattr(config, option.name) != option.default
+    ]
+    stays = ("exchange", "a2a_algorithm", "a2a_dtype", "a2a_ffn_overlap_degree")
+    for name in asked:
+        value, reason = getattr(config, name), ""
+        if size == 1:
+            reason = "every rank has all experts"
+        elif name == "a2a_algorithm" and value == "2dh" and first.topology.grid is None:
+            reason = f"rows go among {size} ranks, which are not several whole nodes of {local}"
+        elif name in stays and how.adaptive_r == 0 and not is_tuned(config):
+            reason = "with adaptive_r 0 no row travels"
+        elif name == "a2a_dtype" and value == "bf16" and half:
+            reason = "rows are in half precision as they are"
+        elif name == "adaptive_r" and value > slices:
+            reason = f"an expert has {slices} ranks, and {slices} is taken"
+        elif name in ("adaptive_r", "parallel_type") and value != "auto" and is_tuned(config):
+            reason = "the tuner chooses; it is what its gain is told against"
+        if reason:
+            logger.warning("%s %s has no effect: %s", label_of(name), value, reason)
 
 
 def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:

@@ -1,18 +1,21 @@
 """From a stock model to its MoE twin: choose layers, check the run, place the experts."""
 
+import functools
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.launcher import ranks_per_node
 from fairseq_tutel.comm.machine import Machine, typical
-from fairseq_tutel.comm.static import TOKENS, static_how
+from fairseq_tutel.comm.static import TOKENS, is_tuned, static_degree, static_how
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
@@ -64,13 +67,14 @@ def install_experts(
         start_together(root, model, task)
     chosen = _choose(model, freqs)
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
-    requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
-    local = node_size(task_cfg)
-    topology = make_topology(counts, requested, local) if training else Topology()
     configs = [
         layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
         for count, (_, layer) in zip(counts, chosen, strict=True)
     ]
+    requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
+    local = node_size(task_cfg)
+    degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
+    topology = make_topology(counts, requested, local, degree_of) if training else Topology()
     if training:
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
         sliced = any(topology.slices(count) > 1 for count in counts)
@@ -86,18 +90,12 @@ def install_experts(
     model._ddp_params_and_buffers_to_ignore = [
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
-    if training and configs[0].a2a_algorithm == "2dh" and topology.grid is None:
-        logger.warning(
-            "--moe-a2a-algorithm 2dh has no effect: experts are exchanged among %d ranks, which are not "
-            "several whole nodes of %d; results are the same",
-            topology.expert_parallel_size,
-            local,
-        )
     if training:
         _choose_algorithm(model, task_cfg, root)
-        task.moe_tuner = _tuner_of(model, task_cfg, root)
+        task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
-    announce_exchange(moe_layers(model))
+    if training:
+        announce_exchange(moe_layers(model), local, half=root.common.fp16 or root.common.bf16)
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
 
@@ -117,10 +115,20 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
         machine = Machine.from_json(Path(path)) if path else typical(name)
     except ValueError as error:
         raise ValueError(f"--moe-machine-file is {path}: {error}") from error
-    for layer in layers:
-        layer.how = static_how(layer.config, layer.topology, _tokens_of(root, task_cfg), machine)
-    how = layers[0].how
-    logger.info("--moe-a2a-algorithm auto: %s, by the numbers of %s", how.algorithm, machine.name)
+    tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
+    hows = [
+        static_how(layer.config, layer.topology, tokens, machine, 2 if half else 4)
+        for layer in layers
+    ]
+    if dist.is_initialized():
+        # Another file or another GPU on one node must not make its ranks go another way.
+        with guarded("the agreement on --moe-a2a-algorithm auto"):
+            dist.broadcast_object_list(hows, src=0)
+    for layer, how in zip(layers, hows, strict=True):
+        layer.how = how
+    logger.info(
+        "--moe-a2a-algorithm auto: %s, by the numbers of %s", hows[0].algorithm, machine.name
+    )
 
 
 def _tokens_of(root: Any, task_cfg: Any) -> int:
@@ -131,24 +139,36 @@ def _tokens_of(root: Any, task_cfg: Any) -> int:
     )
 
 
-def _tuner_of(model: nn.Module, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner of a training that asks for one; None, and a warning, where it has no choice.
+def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
+    """Return the tuner of a training that asks for one; None where it has no choice.
 
     Raises:
         ValueError: a window below 1.
     """
     layers = moe_layers(model)
     first = layers[0]
-    if "auto" not in (first.config.adaptive, first.config.parallel_type):
+    if not is_tuned(first.config):
         return None
     window = task_cfg.moe_adaptive_window
     if window < 1:
         raise ValueError(f"--moe-adaptive-window is {window}; give a number of places, at least 1.")
     if first.topology.expert_parallel_size == 1:
-        logger.warning("--moe-adaptive auto has no effect: every rank has all experts")
         return None
     path = task_cfg.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
-    return UpdateTuner(layers, window, path)
+    choices = {}
+    if first.config.adaptive != "auto":  # r alone
+        choices = {"overlaps": (first.how.overlap,), "algorithms": (first.how.algorithm,)}
+    common = root.common
+    conditions = {
+        "precision": [
+            key
+            for key in ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
+            if common[key]
+        ],
+        "update_freq": list(root.optimization.update_freq),
+        "checkpoint_activations": bool(_get(cfg, "checkpoint_activations")),
+    }
+    return UpdateTuner(layers, window, path, conditions=conditions, **choices)
 
 
 def node_size(task_cfg: Any) -> int:
@@ -175,8 +195,8 @@ def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
             continue
         num_experts = layer.config.num_experts
         needed = {
-            f"{layer_name}.experts.{name}": (num_experts, *parameter.shape[1:])
-            for name, parameter in layer.experts.expert_parameters().items()
+            f"{layer_name}.experts.{name}": (num_experts, *layer.experts.whole_shape(name))
+            for name in layer.experts.expert_parameters()
         }
         found = {key: tuple(state_dict[key].shape) for key in needed if key in state_dict}
         if found != needed:

@@ -40,6 +40,8 @@ class MoEOptimizerMixin:
     holds_masters: bool = False
     # Whether the last step changed anything: under --amp one with an overflow does not.
     took_step: bool = True
+    # Once an update, also where an overflow ends it there.
+    times_clipped: int = 0
     # Under --amp fairseq unscales the gradients of torch's optimizer, and hands this object to
     # GradScaler.step, which would unscale them again; with this, it leaves found_inf here instead.
     _step_supports_amp_scaling: bool = True
@@ -57,6 +59,7 @@ class MoEOptimizerMixin:
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""
+        self.times_clipped += 1
         if topology.in_use().expert_parallel_size == 1:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
         params = list(self.params)  # type: ignore[attr-defined]

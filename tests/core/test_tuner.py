@@ -1,7 +1,8 @@
-"""The tuner finds the best of a synthetic cost, by few steps, and tells the same to all ranks.
+"""The tuner finds the best of a synthetic cost, by few steps.
 
-Covered: every unimodal cost over r with any pair effects; r = 0; a bound on the steps; noise; costs that
-are no numbers; keys apart from each other; saved and loaded; what cannot be chosen here is not loaded.
+Covered: every unimodal cost over r with any pair effects; r = 0; a bound on the steps; noise, and a drift;
+hopeless candidates; costs that are no numbers; keys apart from each other; the same choice from the
+same costs; saved and loaded; what cannot be chosen here is not loaded.
 """
 
 import itertools
@@ -91,6 +92,27 @@ def test_noise_of_ten_percent_costs_little(seed):
     found = tuner()
     search(found, lambda how: cost(how) * rng.uniform(1.0, 1.1) * (3 if rng.random() < 0.1 else 1))
     assert cost(found.choose("0")) <= 1.1 * min(map(cost, EVERY))
+
+
+def test_a_machine_that_slows_down_in_the_run_off_changes_no_choice():
+    """What lost before is not compared with times from after."""
+    found = Tuner((1,), (1, 2, 4), ("linear",))
+    true = {1: 1.0, 2: 1.05, 4: 1.15}
+    ran = []
+
+    def cost(how):
+        ran.append(how)
+        warm, measured = 3, 3 * TRIALS
+        return true[how.overlap] * (1.25 if len(ran) > warm + measured else 1.0)
+
+    search(found, cost)
+    assert found.choose("0").overlap == 1
+
+
+def test_a_hopeless_candidate_runs_twice_and_no_more():
+    found = Tuner((0, 1), (1,), ("linear",))
+    ran = search(found, lambda how: 100.0 if how.adaptive_r == 0 else 1.0)
+    assert sum(how.adaptive_r == 0 for how in ran) == 2
 
 
 def test_equal_costs_choose_equally():
