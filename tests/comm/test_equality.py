@@ -3,10 +3,10 @@
 Covered, in pairwise combinations: SGD and AdamW; dropless, capacity, negative capacity; top-1, 2, 4;
 drop policies that draw no random numbers; linear and cosine gate; tokens, experts and groups of experts
 that choose; softmax and sigmoid; every normalisation; weights on inputs; the balance bias; shared and
-residual experts; several balance losses; ragged and padded exchange, linear and hierarchical, in chunks;
-experts over all ranks, over some (replicas), over none, in slices; every r; activation checkpointing of
-both kinds. Losses, gradient norms, weights and biases
-are compared.
+residual experts; several balance losses; ragged and padded exchange; experts over all ranks, over some
+(replicas), on each, in slices with every r; rows in one hop and in two, in one chunk and in several;
+activation checkpointing of both kinds. Pairs in which one value leaves the other nothing to do are left
+out. Losses, gradient norms, weights and biases are compared.
 """
 
 import dataclasses
@@ -15,13 +15,12 @@ import itertools
 
 import pytest
 import torch
-from training import CLIP_NORM, Training, train
+from training import CLIP_NORM, LAYOUTS, WAYS, Model, Training, train
 
 CHOICES = {
     "optimizer": ("sgd", "adamw"),
     "top_k": (1, 2, 4),
-    "capacity_factor": (0.0, 1.0, -0.5),
-    "experts": (4, 2),
+    "capacity_factor": (0.0, 0.5, -0.75),
     "drop_policy": ("position", "bpr", "probability"),
     "gate": ("linear", "cosine"),
     "choice": ("tokens", "experts", "groups"),
@@ -31,58 +30,84 @@ CHOICES = {
     "bias": (False, True),
     "beside": ("none", "shared", "residual"),
     "exchange": ("ragged", "padded"),
-    "ranks_per_node": (0, 2),  # 2: of four ranks, two nodes
-    "parallel": ("gcd", "2", "1", "all"),  # all: of four ranks two for each of two experts
-    "degree": (1, 0, 2),
-    "overlap": (1, 3),
+    "layout": tuple(LAYOUTS),
+    "way": tuple(WAYS),
     "recompute": ("no", "reentrant", "non-reentrant"),
 }
-SEEDS = 30  # tried for each case; of several numbers the one that needs the fewest cases
+NO_ROWS = ("four, gathered", "four on every rank", "slices, r 0")
+NO_NODES = (*NO_ROWS, "four, two replicas", "two, two replicas")
+TWO_EXPERTS = tuple(name for name, layout in LAYOUTS.items() if layout.experts == 2)
+# Values beside which others change nothing. Every option has one that goes with all.
+POINTLESS = (
+    ("layout", NO_ROWS, "way", ("chunks",)),
+    ("layout", NO_NODES, "way", ("nodes", "nodes, chunks")),
+    ("layout", NO_ROWS, "exchange", ("padded",)),
+    ("layout", TWO_EXPERTS, "top_k", (4,)),
+    ("layout", TWO_EXPERTS, "choice", ("groups",)),
+    ("top_k", (4,), "choice", ("groups",)),
+    ("choice", ("experts",), "drop_policy", ("bpr", "probability")),
+    ("choice", ("experts",), "bias", (True,)),
+    ("capacity_factor", (0.0,), "drop_policy", ("bpr", "probability")),
+)
+SEEDS = 20  # tried for each case; of several numbers the one that needs the fewest cases
 
 
 def pairs(case: tuple) -> set[tuple]:
     return set(itertools.combinations(enumerate(case), 2))
 
 
-def all_pairs(choices: dict[str, tuple]) -> set[tuple]:
-    """Return every pair of (option, value), by their numbers."""
-    sides = itertools.combinations(enumerate(map(len, choices.values())), 2)
-    return {((i, a), (j, b)) for (i, m), (j, n) in sides for a in range(m) for b in range(n)}
+def numbered(name: str, values: tuple) -> list[tuple[int, int]]:
+    """Return options and values by their numbers."""
+    return [(list(CHOICES).index(name), CHOICES[name].index(value)) for value in values]
 
 
-def grown(seed: tuple, choices: dict[str, tuple], missing: set[tuple]) -> tuple:
+NOT_TOGETHER = {
+    tuple(sorted(pair))
+    for one, values, other, others in POINTLESS
+    for pair in itertools.product(numbered(one, values), numbered(other, others))
+}
+
+
+def all_pairs() -> set[tuple]:
+    """Return every pair of (option, value) that says something, by their numbers."""
+    sides = itertools.combinations(enumerate(map(len, CHOICES.values())), 2)
+    every = {((i, a), (j, b)) for (i, m), (j, n) in sides for a in range(m) for b in range(n)}
+    return every - NOT_TOGETHER
+
+
+def grown(seed: tuple, missing: set[tuple]) -> tuple:
     """Return a case that holds a pair, each other option by how many missing pairs its value adds."""
     case = dict(seed)
-    for i, values in enumerate(choices.values()):
+    for i, values in enumerate(CHOICES.values()):
         if i not in case:
-            case[i] = max(
-                range(len(values)),
-                key=lambda a, i=i: sum(
-                    tuple(sorted([(i, a), other])) in missing for other in case.items()
-                ),
-            )
-    return tuple(case[i] for i in range(len(choices)))
+            added = {}
+            for a in range(len(values)):
+                new = {tuple(sorted([(i, a), other])) for other in case.items()}
+                if not new & NOT_TOGETHER:
+                    added[a] = len(new & missing)
+            case[i] = max(added, key=lambda a, added=added: added[a])
+    return tuple(case[i] for i in range(len(CHOICES)))
 
 
-def pairwise(choices: dict[str, tuple]) -> list[Training]:
-    """Return few cases in which every pair of values of two options occurs: greedy, no randomness."""
-    missing = all_pairs(choices)
+def pairwise() -> list[Training]:
+    """Return few cases in which every such pair occurs: greedy, no randomness."""
+    missing = all_pairs()
     cases = []
     while missing:
         seeds = sorted(missing)[:SEEDS]
-        grew = [grown(seed, choices, missing) for seed in seeds]
+        grew = [grown(seed, missing) for seed in seeds]
         best = max(grew, key=lambda case: len(pairs(case) & missing))
         missing -= pairs(best)
-        chosen = zip(choices.items(), best, strict=True)
+        chosen = zip(CHOICES.items(), best, strict=True)
         cases.append(Training(**{name: values[a] for (name, values), a in chosen}))
     return cases
 
 
-CASES = pairwise(CHOICES)
+CASES = pairwise()
 
 
-def name_of(case: Training) -> str:
-    return "-".join(str(value) for value in vars(case).values())
+def name_of(case: Training | int) -> str:
+    return str(case) if isinstance(case, int) else "-".join(map(str, vars(case).values()))
 
 
 @functools.cache
@@ -96,17 +121,18 @@ def same_on_one_rank(case: Training) -> dict[str, torch.Tensor]:
         dataclasses.replace(
             case,
             exchange="ragged",
-            ranks_per_node=0,
-            parallel="gcd",
-            degree=1,
-            overlap=1,
+            layout="four" if LAYOUTS[case.layout].experts == 4 else "two, two replicas",
+            way="plain",
             recompute="no",
         )
     )
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+# On two ranks each has two of the four micro-batches, which is new wherever the experts are.
+RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
+
+
+@pytest.mark.parametrize("case, world_size", RUNS, ids=name_of)
 def test_training_does_not_depend_on_the_number_of_ranks(ranks, case, world_size):
     expected = same_on_one_rank(case)
     got, *others = ranks(world_size).run(train, case)
@@ -129,7 +155,8 @@ def test_the_training_trains_clips_and_drops():
     assert result["losses"][-5:].mean() < 0.9 * result["losses"][:5].mean()
     assert (result["norms"] > CLIP_NORM).any() and (result["norms"] < CLIP_NORM).any()
     for change in (
-        {"capacity_factor": 1.0},
+        {"capacity_factor": 0.5},
+        {"capacity_factor": -0.75},
         {"bias": True},
         {"choice": "groups"},
         {"prescore": True},
@@ -147,4 +174,33 @@ def test_the_cases_hold_every_pair_of_values():
     for case in CASES:
         held |= pairs(tuple(CHOICES[name].index(value) for name, value in vars(case).items()))
     assert list(vars(CASES[0])) == list(CHOICES)
-    assert held == all_pairs(CHOICES)
+    assert held == all_pairs()
+
+
+def what_runs(layout: str, way: str) -> tuple:
+    """Return s, replicas, r, chunks and whether rows go in two hops, as the layer has them."""
+    training = Training("sgd", 1, 0.0, layout=layout, way=way)
+    layer = Model(training, training.topology()).first
+    how, place = layer.how, layer.topology
+    hops = how.algorithm == "2dh" and place.grid is not None
+    return layer.experts.slices, place.num_replicas, how.adaptive_r, how.overlap, hops
+
+
+def test_layouts_and_ways_have_an_effect_on_four_ranks(ranks):
+    layouts = {
+        "four": (1, 1, 1),
+        "four, gathered": (1, 1, 0),
+        "four, two replicas": (1, 2, 1),
+        "four on every rank": (1, 4, 1),
+        "two, two replicas": (1, 2, 1),
+        "slices, r 0": (2, 1, 0),
+        "slices, r 1": (2, 1, 1),
+        "slices, r 2": (2, 1, 2),
+    }
+    assert layouts.keys() == LAYOUTS.keys()
+    for layout, way in itertools.product(LAYOUTS, WAYS):
+        if {numbered("layout", (layout,))[0], numbered("way", (way,))[0]} in map(set, NOT_TOGETHER):
+            continue
+        ways = {"plain": (1, False), "chunks": (3, False), "nodes": (1, True)}
+        expected = layouts[layout] + ways.get(way, (2, True))
+        assert ranks(4).run(what_runs, layout, way) == [expected] * 4, (layout, way)

@@ -27,6 +27,35 @@ from fairseq_tutel.comm.topology import Topology
 UPDATES, MICRO_BATCHES = 20, 4
 MODEL_DIM = 6
 CLIP_NORM = 2.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the experts are.
+
+    Attributes:
+        experts: E of a layer.
+        ranks: that share one set of experts; 0: all.
+        degree: adaptive_r.
+    """
+
+    experts: int = 4
+    ranks: int = 0
+    degree: int = 1
+
+
+LAYOUTS = {
+    "four": Layout(),
+    "four, gathered": Layout(degree=0),
+    "four, two replicas": Layout(ranks=2),
+    "four on every rank": Layout(ranks=1),
+    "two, two replicas": Layout(experts=2, ranks=2),
+    "slices, r 0": Layout(experts=2, degree=0),
+    "slices, r 1": Layout(experts=2),
+    "slices, r 2": Layout(experts=2, degree=2),
+}
+# Ranks of a node, 0 for no nodes; chunks.
+WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
@@ -40,7 +69,6 @@ class Training:
     optimizer: str
     top_k: int
     capacity_factor: float
-    experts: int = 4
     drop_policy: str = "position"
     gate: str = "linear"
     choice: str = "tokens"  # or experts, or groups: tokens within one of two groups
@@ -50,36 +78,41 @@ class Training:
     bias: bool = False
     beside: str = "none"
     exchange: str = "ragged"
-    ranks_per_node: int = 0
-    parallel: str = "gcd"  # ranks that share one set of experts: that, a number, or all
-    degree: int = 1
-    overlap: int = 1
+    layout: str = "four"  # see LAYOUTS
+    way: str = "plain"  # see WAYS
     recompute: str = "no"
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a layer; experts that choose leave a policy and a bias nothing to do."""
-        experts_choose = self.choice == "experts"
-        groups = self.choice == "groups" and self.experts == 4
+        """Return the options of a layer."""
+        layout, (ranks_per_node, chunks) = LAYOUTS[self.layout], WAYS[self.way]
+        groups = self.choice == "groups"
         return {
-            "num_experts": self.experts,
-            "top_k": min(self.top_k, self.experts),
+            "num_experts": layout.experts,
+            "top_k": self.top_k,
             "capacity_factor": self.capacity_factor,
-            "drop_policy": "position" if experts_choose else self.drop_policy,
+            "drop_policy": self.drop_policy,
             "gate_type": self.gate,
-            "choice": "experts" if experts_choose else "tokens",
+            "choice": "tokens" if groups else self.choice,
             "expert_groups": 2 if groups else 1,
-            "groups_per_token": 2 if groups and self.top_k > 2 else 1,
             "score_function": self.scores,
             "normalize_gate": self.normalize,
             "prescore": self.prescore,
-            "balance_bias": self.bias and not experts_choose,
+            "balance_bias": self.bias,
             "shared_experts": 1 if self.beside == "shared" else 0,
             "residual": self.beside == "residual",
             "exchange": self.exchange,
-            "a2a_algorithm": "2dh" if self.ranks_per_node > 0 else "linear",
-            "adaptive_r": self.degree,
-            "a2a_ffn_overlap_degree": self.overlap,
+            "a2a_algorithm": "2dh" if ranks_per_node > 0 else "linear",
+            "adaptive_r": layout.degree,
+            "a2a_ffn_overlap_degree": chunks,
         }
+
+    def topology(self) -> Topology:
+        """Return this rank's place; collective."""
+        layout = LAYOUTS[self.layout]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        return make_topology(
+            [layout.experts], min(layout.ranks or world, world), WAYS[self.way][0]
+        )
 
 
 class Model(nn.Module):
@@ -145,10 +178,7 @@ def train(training: Training) -> dict[str, Tensor]:
     """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
     distributed = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
-    parallel = {"gcd": 0, "all": world, "2": 2, "1": 1}[training.parallel]
-    topology = make_topology(
-        [training.experts], parallel if distributed else 0, training.ranks_per_node
-    )
+    topology = training.topology()
     model = Model(training, topology)
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[training.optimizer](parameters)
