@@ -81,10 +81,17 @@ def every_how(slices, grid):
     return [How(adaptive_r=r, overlap=d, algorithm=a) for r, d, a in every]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "world, experts, parallel",
-    [(2, 1, 2), (2, 2, 2), (4, 2, 4), (4, 1, 4), (4, 1, 2), (4, 4, 2), (8, 2, 8), (8, 1, 8)],
+    "world, experts, parallel, kind",
+    [
+        *itertools.product((2,), (1,), (2,), KINDS),
+        *itertools.product((4,), (2,), (4,), KINDS),
+        *itertools.product((4,), (1, 4), (2,), ("glu", "relu, padded")),
+        (2, 2, 2, "ffn"),
+        (4, 1, 4, "ffn"),
+        (8, 2, 8, "glu"),
+        (8, 1, 8, "relu, padded"),
+    ],
 )
 def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
     config = dataclasses.replace(KINDS[kind], num_experts=experts, top_k=min(2, experts))
