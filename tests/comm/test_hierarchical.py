@@ -1,8 +1,8 @@
 """2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes.
 
-Covered: trips there and back, and their backward, for every split of 4, 6 and 8 ranks into
-whole nodes; ranks without rows; fp32, bf16, integers; messages across nodes by count; no grid where the
-experts are not on several whole nodes; what the launchers say of a node.
+Covered: trips there and back, and their backward, for every split of 4, 6 and 8 ranks into whole nodes,
+and of two expert groups among 8 ranks; ranks without rows; fp32, fp16, bf16, integers; messages across
+nodes by count; no grid where the experts are not on several whole nodes; what the launchers say of a node.
 """
 
 import pytest
@@ -12,23 +12,24 @@ import torch.distributed as dist
 from fairseq_tutel.comm import all_to_all, hierarchical, launcher
 from fairseq_tutel.comm.topology import make_topology
 
-SPLITS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
+# Ranks, those of an expert group, those of a node.
+SPLITS = [(4, 4, 2), (6, 6, 2), (6, 6, 3), (8, 8, 2), (8, 8, 4), (8, 4, 2)]
 MODEL_DIM, EXPERTS_PER_RANK = 3, 2
 
 
-def counts_of(rank, world, seed):
+def counts_of(rank, parallel, seed):
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    counts = torch.randint(0, 4, (world, EXPERTS_PER_RANK), generator=generator)
+    counts = torch.randint(0, 4, (parallel, EXPERTS_PER_RANK), generator=generator)
     if seed == 1 and rank == 1:
         counts.zero_()  # a rank that sends nothing
     return counts
 
 
-def compare_trips(local, dtype, seed):
+def compare_trips(parallel, local, dtype, seed):
     """On every rank: both exchanges of the same rows, and what backward makes of a projection."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    place = make_topology([world * EXPERTS_PER_RANK], ranks_per_node=local)
-    counts = counts_of(rank, world, seed)
+    rank = dist.get_rank()
+    place = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
+    counts = counts_of(rank, parallel, seed)
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(int(counts.sum()), MODEL_DIM, generator=generator)
     rows = (100 * rows).to(dtype)
@@ -52,20 +53,20 @@ def both_trips(counts, place):
 
 
 @pytest.mark.parametrize("seed", (0, 1))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
-@pytest.mark.parametrize("world, local", SPLITS)
-def test_a_ragged_trip_is_the_linear_one(ranks, world, local, dtype, seed):
-    for linear, hierarchical_ in ranks(world).run(compare_trips, local, dtype, seed):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.int64))
+@pytest.mark.parametrize("world, parallel, local", SPLITS)
+def test_a_ragged_trip_is_the_linear_one(ranks, world, parallel, local, dtype, seed):
+    for linear, hierarchical_ in ranks(world).run(compare_trips, parallel, local, dtype, seed):
         for expected, got in zip(linear, hierarchical_, strict=True):
             assert torch.equal(got, expected)
     assert linear[1].shape[0] > 0
 
 
-def messages(local):
+def messages(parallel, local):
     """Count the messages that this rank sends to other nodes, by the splits of every collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    place = make_topology([world], ranks_per_node=local)
-    ones = torch.ones(world, 1, dtype=torch.int64)
+    rank = dist.get_rank()
+    place = make_topology([parallel], parallel, local)
+    ones = torch.ones(parallel, 1, dtype=torch.int64)
     trips = [trip for _, trip in both_trips(ones, place)]
     sent = []
     original = dist.all_to_all_single
@@ -80,17 +81,17 @@ def messages(local):
     try:
         for trip in trips:
             sent.append([])
-            trip.there(torch.ones(world, MODEL_DIM))
+            trip.there(torch.ones(parallel, MODEL_DIM))
     finally:
         dist.all_to_all_single = original
     return sent
 
 
-@pytest.mark.parametrize("world, local", SPLITS)
-def test_messages_across_nodes_fall_to_one_a_node(ranks, world, local):
-    for linear, hierarchical_ in ranks(world).run(messages, local):
-        assert linear == [1] * (world - local)
-        assert hierarchical_ == [local] * (world // local - 1)
+@pytest.mark.parametrize("world, parallel, local", SPLITS)
+def test_messages_across_nodes_fall_to_one_a_node(ranks, world, parallel, local):
+    for linear, hierarchical_ in ranks(world).run(messages, parallel, local):
+        assert linear == [1] * (parallel - local)
+        assert hierarchical_ == [local] * (parallel // local - 1)
         assert sum(linear) == sum(hierarchical_)  # the same rows in all
 
 
