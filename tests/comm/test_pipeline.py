@@ -1,18 +1,20 @@
 """Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts.
 
-Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow wires and their error; the
-order of what is started and awaited, forward and backward; an error in the communication thread is
-raised where it is waited for; bytes and messages by formula.
+Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow wires and their error, for
+every way that rows go; the order of what is started and awaited, forward and backward; an error in the
+communication thread is raised where it is waited for, and one of an expert on one rank ends all others;
+bytes and messages by formula, of rows, of their copies and of gathered weights.
 """
 
 import dataclasses
 
+import mortal
 import pytest
 import torch
 import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.comm import asynchronous, pipeline
+from fairseq_tutel.comm import asynchronous, guard, pipeline
 from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.trip import Trip, chunk_of
 
@@ -23,7 +25,7 @@ TOKENS = (9, 0, 7, 2)
 def outputs(options, how):
     """Return output and gradients of a layer over all ranks."""
     config = dataclasses.replace(CONFIG, **options)
-    layer = MoELayer(config, make_topology([4]), seed=2).double()
+    layer = MoELayer(config, make_topology([config.num_experts], 4, 2), seed=2).double()
     layer.how = how
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(TOKENS[dist.get_rank()], 6, generator=generator, dtype=torch.float64)
@@ -44,17 +46,45 @@ def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, overlap, ex
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("wire, error", [("bf16", 2**-7), ("fp8", 2**-3)])
-@pytest.mark.parametrize("overlap", (1, 2))
-def test_narrow_wires_err_by_their_digits(ranks, wire, error, overlap):
-    exact = ranks(4).run(outputs, {}, How())
-    lossy = ranks(4).run(outputs, {"a2a_dtype": wire}, How(overlap=overlap))
+# The first four pack the same rows.
+WAYS = {
+    "plain": ({}, How()),
+    "chunks": ({}, How(overlap=2)),
+    "padded": ({"exchange": "padded"}, How()),
+    "two hops": ({}, How(algorithm="2dh")),
+    "slices": ({"num_experts": 2}, How(adaptive_r=2)),
+    "slices, all of it": (
+        {"num_experts": 2, "exchange": "padded"},
+        How(adaptive_r=2, overlap=2, algorithm="2dh"),
+    ),
+}
+
+
+def largest(tensor):
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+# Half a unit in the last place of the largest element, as a wire's own error; the gradients come
+# through twice as many wires.
+@pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
+@pytest.mark.parametrize("way", WAYS)
+def test_narrow_wires_err_by_their_digits(ranks, wire, digit, way):
+    options, how = WAYS[way]
+    exact = ranks(4).run(outputs, options, how)
+    lossy = ranks(4).run(outputs, {**options, "a2a_dtype": wire}, how)
     for got, expected in zip(lossy, exact, strict=True):
-        for a, b in zip(got, expected, strict=True):
-            largest = b.abs().max() if b.numel() else torch.ones(())
-            assert (a - b).abs().max().item() <= 8 * error * largest if b.numel() else True
-    y, whole = lossy[0][0], exact[0][0]
-    assert not torch.equal(y, whole)
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert largest(a - b) <= (2 if i else 1) * digit * largest(b), i
+    assert not torch.equal(lossy[0][0], exact[0][0])
+
+
+@pytest.mark.parametrize("way", ("chunks", "padded", "two hops"))
+def test_what_a_wire_rounds_does_not_depend_on_the_way(ranks, way):
+    options, how = WAYS[way]
+    plain = ranks(4).run(outputs, {"a2a_dtype": "fp8"}, How())
+    other = ranks(4).run(outputs, {**options, "a2a_dtype": "fp8"}, how)
+    for got, expected in zip(other, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("number", (1, 2, 3, 7))
@@ -127,13 +157,43 @@ def test_an_error_beside_is_raised_where_it_is_waited_for():
     assert asynchronous.start(torch.neg, torch.ones(1)).result() == -1  # the thread lives on
 
 
-def traffic(how, tokens):
-    """Count messages and bytes that leave this rank in one forward, by what the collectives are given."""
-    place = make_topology([4], ranks_per_node=2)
-    layer = MoELayer(dataclasses.replace(CONFIG, top_k=4), place, seed=2)
+def fails_in_the_second_chunk(rank, when):
+    """Run a layer whose experts raise on rank 1, while the others wait for its rows."""
+    guard.set_timeout(1)
+    layer = MoELayer(CONFIG, make_topology([4]), seed=2)
+    layer.how = How(overlap=3)
+    original, calls = layer.experts.forward, []
+
+    def fail(_):
+        raise ValueError("a broken expert")
+
+    def forward(rows, counts, tensors):
+        calls.append(rows)
+        out = original(rows, counts, tensors)
+        if rank == 1 and len(calls) == 2:
+            fail(out) if when == "forward" else out.register_hook(fail)
+        return out
+
+    layer.experts.forward = forward
+    layer(torch.randn(12, CONFIG.model_dim, requires_grad=True))[0].sum().backward()
+
+
+@pytest.mark.parametrize("when", ("forward", "backward"))
+def test_an_expert_that_fails_on_one_rank_ends_the_others(when):
+    said, _ = mortal.run(fails_in_the_second_chunk, 4, range(4), when)
+    assert said.pop(1) == "ValueError: a broken expert"
+    for rank, sentence in zip((0, 2, 3), said, strict=True):
+        start = f"CommunicationError: rank {rank} could not finish the exchange of rows and gave up"
+        assert sentence.startswith(start), sentence
+
+
+def traffic(how, tokens, experts):
+    """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
+    place = make_topology([experts], 4, 2)
+    layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), place, seed=2)
     layer.how = how
-    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0}
-    original = dist.all_to_all_single
+    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
+    original, original_gather = dist.all_to_all_single, dist.all_gather
 
     def counting(out, rows, receive=None, send=None, group=None, **kwargs):
         if rows.is_floating_point():
@@ -144,25 +204,43 @@ def traffic(how, tokens):
                 sent["across"] += other // 2 != rank // 2 and n > 0
         return original(out, rows, receive, send, group=group, **kwargs)
 
-    dist.all_to_all_single = counting
+    def counting_gather(out, tensor, group=None, **kwargs):
+        sent["gathered"] += (dist.get_world_size(group) - 1) * tensor.nbytes
+        return original_gather(out, tensor, group=group, **kwargs)
+
+    dist.all_to_all_single, dist.all_gather = counting, counting_gather
     try:
         layer(torch.randn(tokens, CONFIG.model_dim))
     finally:
-        dist.all_to_all_single = original
+        dist.all_to_all_single, dist.all_gather = original, original_gather
     return sent
 
 
 @pytest.mark.parametrize("overlap", (1, 4))
-def test_messages_and_bytes_are_those_of_the_formulas(ranks, overlap):
+@pytest.mark.parametrize("experts, degree", [(4, 1), (2, 1), (2, 2)])
+def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, overlap):
     tokens, world, local, row = 8, 4, 2, 6 * 4
-    # Every token goes to all four experts, one on each rank, and back.
-    for sent in ranks(4).run(traffic, How(overlap=overlap), tokens):
+    # Every token goes to all experts, to r ranks of each, and back.
+    rows = tokens * experts * degree // world
+    how = How(adaptive_r=degree, overlap=overlap)
+    for sent in ranks(4).run(traffic, how, tokens, experts):
         assert sent["messages"] == 2 * overlap * (world - 1)
         assert sent["across"] == 2 * overlap * (world - local)
-        assert sent["bytes"] == 2 * tokens * (world - 1) * row
-    for sent in ranks(4).run(traffic, How(overlap=overlap, algorithm="2dh"), tokens):
+        assert sent["bytes"] == 2 * rows * (world - 1) * row
+    how = dataclasses.replace(how, algorithm="2dh")
+    for sent in ranks(4).run(traffic, how, tokens, experts):
         nodes = world // local
         assert sent["messages"] == 2 * overlap * (local - 1 + nodes - 1)
         assert sent["across"] == 2 * overlap * (nodes - 1)
-        within, across = (local - 1) * nodes * tokens, (nodes - 1) * local * tokens
+        within, across = (local - 1) * nodes * rows, (nodes - 1) * local * rows
         assert sent["bytes"] == 2 * (within + across) * row
+
+
+@pytest.mark.parametrize(
+    "experts, degree, ranks_gathering", [(4, 0, 4), (2, 0, 4), (4, 1, 1), (2, 1, 2), (2, 2, 1)]
+)
+def test_gathered_bytes_are_those_of_the_formula(ranks, experts, degree, ranks_gathering):
+    expert = 4 * (8 * 6 + 8 + 6 * 8 + 6)
+    for sent in ranks(4).run(traffic, How(adaptive_r=degree), 8, experts):
+        assert sent["gathered"] == (ranks_gathering - 1) * expert * experts // 4
+        assert (sent["messages"] == 0) == (degree == 0)

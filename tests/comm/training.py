@@ -110,9 +110,7 @@ class Training:
         """Return this rank's place; collective."""
         layout = LAYOUTS[self.layout]
         world = dist.get_world_size() if dist.is_initialized() else 1
-        return make_topology(
-            [layout.experts], min(layout.ranks or world, world), WAYS[self.way][0]
-        )
+        return make_topology([layout.experts], min(layout.ranks or world, world), WAYS[self.way][0])
 
 
 class Model(nn.Module):
