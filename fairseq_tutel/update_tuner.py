@@ -3,6 +3,7 @@
 T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -26,7 +27,8 @@ from fairseq_tutel.moe_layer import MoELayer
 logger = logging.getLogger(__name__)
 
 WINDOW = 128  # places of an expert in one bucket (the paper's R)
-FORMAT = 1
+SAVE_EVERY = 10  # measurements
+FORMAT = 2
 
 
 class UpdateTuner:
@@ -57,7 +59,7 @@ class UpdateTuner:
         algorithms: Sequence[str] | None = None,
         conditions: Mapping[str, Any] | None = None,
     ) -> None:
-        self.layers, self.window, self.path = list(layers), window, path
+        self.layers, self.window, self.path = _checked(layers), window, path
         first = self.layers[0]
         if first.topology.expert_parallel_size == 1:
             raise ValueError(
@@ -74,6 +76,7 @@ class UpdateTuner:
         # Of the last update: its key and How, milliseconds on this rank, tokens on the busiest.
         self._last: tuple[str, How] | None = None
         self._milliseconds, self._tokens = math.nan, 0.0
+        self._recorded, self._said_unwritten = 0, False
         for layer in self.layers:
             layer.watches_load = layer.config.capacity_factor <= 0
 
@@ -91,6 +94,8 @@ class UpdateTuner:
         Collective over all ranks. Where the last update did not `end`, as after an overflow, its time
         does not count.
         """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
         tuner = self.tuner
         if self.running:
             self._milliseconds = math.nan
@@ -109,7 +114,13 @@ class UpdateTuner:
         return how
 
     def end(self) -> None:
-        """Stop the clock."""
+        """Stop the clock.
+
+        Raises:
+            RuntimeError: no update was begun.
+        """
+        if not self.running:
+            raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         self._wait_for_gpu()
         self._milliseconds = 1000 * (time.perf_counter() - self._started)
         self.running = False
@@ -132,9 +143,12 @@ class UpdateTuner:
         known = self.tuner.settled(key)
         # Per token, since updates of one bucket differ in those a little.
         self.tuner.record(key, how, 1000 * milliseconds / max(self._tokens, 1))
+        self._recorded += not known
         if self.tuner.settled(key) and not known:
             self._say(key)
             self._save()
+        elif not known and self._recorded % SAVE_EVERY == 0:
+            self._save()  # a job that is ended early goes on from here
 
     def _say(self, key: str) -> None:
         if not _is_first_rank():
@@ -145,8 +159,8 @@ class UpdateTuner:
         if self.static in costs:
             gain = f", {costs[self.static] / costs[best]:.3g} times as fast as the way given"
         logger.info(
-            "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens%s; the slowest of %d "
-            "ways took %.4g ms",
+            "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank%s; the "
+            "slowest of %d ways took %.4g ms",
             key, best.adaptive_r, best.overlap, best.algorithm, costs[best], gain, len(costs),
             max(costs.values()),
         )  # fmt: skip
@@ -228,14 +242,28 @@ class UpdateTuner:
             return
         found: list[Any] = [None]
         if _is_first_rank():
+            _warn_if_unwritable(self.path)
             found = [_read(self.path, self.signature())]
         if dist.is_initialized():
             with guarded("the reading of the tuner's dictionary"):
                 dist.broadcast_object_list(found, src=0)
-        if found[0] is not None:
-            self.tuner.load(found[0])
-            if _is_first_rank():
-                logger.info("adaptive: %d buckets from %s", len(self.tuner.best), self.path)
+        if found[0] is None:
+            return
+        try:
+            refused = self.tuner.load(found[0])
+        except ValueError as error:
+            _say_unreadable(self.path, error)
+            self._tuner = Tuner(self.tuner.rs, *self._pairs)
+            return
+        if _is_first_rank():
+            logger.info(
+                "adaptive: from %s: %d buckets settled, %d to be gone on with, %d whose best cannot be "
+                "chosen here",
+                self.path,
+                len(self.tuner.best),
+                len(self.tuner.costs) - len(self.tuner.best),
+                refused,
+            )
 
     def _save(self) -> None:
         """Write the dictionary on rank 0; a full disk costs the dictionary and not the training."""
@@ -249,7 +277,11 @@ class UpdateTuner:
                 json.dump(content, file, indent=1)
             os.replace(temporary, self.path)
         except OSError as error:
-            logger.warning("adaptive: %s was not written: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            if not self._said_unwritten:
+                self._said_unwritten = True
+                logger.warning("adaptive: %s was not written: %s", self.path, error)
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -271,18 +303,48 @@ def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
     return min(need, limit) if factor < 0 else need
 
 
+def _checked(layers: Sequence[MoELayer]) -> list[MoELayer]:
+    if not isinstance(layers, Sequence) or not layers:
+        raise ValueError("UpdateTuner takes a list of at least one MoELayer, all of one model.")
+    return list(layers)
+
+
 def _read(path: str, signature: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the buckets of a dictionary, or None and a word where there are none for this model."""
     try:
         with open(path) as file:
             content = json.load(file)
-        if content["format"] == FORMAT and content["signature"] == signature:
-            return content["buckets"]
-        logger.info("adaptive: %s is of another model or cluster, and is measured anew", path)
+        there = {"format": content["format"], **content["signature"]}
+        buckets = content["buckets"]
     except FileNotFoundError:
-        pass
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        _say_unreadable(path, error)
+        return None
+    here = {"format": FORMAT, **signature}
+    names = [name for name in here if there.get(name) != here[name]]
+    if names:
+        differing = ", ".join(f"{n} is {there.get(n)} there and {here[n]} here" for n in names)
+        logger.info("adaptive: %s does not hold here and is measured anew: %s", path, differing)
+        return None
+    return buckets
+
+
+def _say_unreadable(path: str, error: Exception) -> None:
+    if _is_first_rank():
         logger.warning("adaptive: %s cannot be read (%s), and is measured anew", path, error)
-    return None
+
+
+def _warn_if_unwritable(path: str) -> None:
+    """Say at once, and not after the search, that what is found will be lost."""
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        fine = os.access(folder, os.W_OK) and not os.path.isdir(path)
+    except OSError:
+        fine = False
+    if not fine:
+        logger.warning("adaptive: %s cannot be written; what is found will be lost", path)
 
 
 def _is_first_rank() -> bool:

@@ -80,10 +80,13 @@ def _config(settings: Settings, seconds: float) -> dict[str, Any]:
 
 def _refuse_unwritable(path: Path | None) -> None:
     # Before minutes of measuring, not after.
-    if path is not None and not path.parent.is_dir():
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
         raise ValueError(
-            f"--json is {path}, whose folder does not exist; make it, or give another."
-        )
+            f"--json is {path}, which cannot be written ({error.strerror}); give another path."
+        ) from error
 
 
 def _leave(number: int, _: FrameType | None) -> None:

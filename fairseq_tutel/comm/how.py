@@ -14,8 +14,20 @@ class How:
             this many ranks of its expert, each with that part of its hidden dimension.
         overlap: chunks of rows whose exchange overlaps with the experts.
         algorithm: of the all-to-all, linear or 2dh.
+
+    Raises:
+        ValueError: none of these.
     """
 
     adaptive_r: int = 1
     overlap: int = 1
     algorithm: str = "linear"
+
+    def __post_init__(self) -> None:
+        for name, least in (("adaptive_r", 0), ("overlap", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give a whole number, at least {least}.")
+        if self.algorithm not in ALGORITHMS:
+            known = " or ".join(ALGORITHMS)
+            raise ValueError(f"algorithm is {self.algorithm!r}; give {known}.")

@@ -57,8 +57,7 @@ class Tuner:
         if key in self.best:
             return self.best[key]
         if key not in self._searches:
-            self.costs[key] = {}
-            search = self._search(self.costs[key])
+            search = self._search(self.costs.setdefault(key, {}))
             self._searches[key] = search, next(search)
         return self._searches[key][1]
 
@@ -94,27 +93,42 @@ class Tuner:
         return candidates * (self.trials + 1) + FINALISTS * RUN_OFF * self.trials
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` takes: of the ended searches, the best and every median; JSON."""
+        """Return what `load` takes: of every key the best, if it is known, and all costs; JSON."""
         return {
             key: {
-                "best": dataclasses.asdict(how),
-                "costs": [
-                    {**dataclasses.asdict(h), "cost": median(c)} for h, c in self.costs[key].items()
-                ],
+                "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
+                "costs": [{**dataclasses.asdict(how), "costs": c} for how, c in costs.items() if c],
             }
-            for key, how in self.best.items()
+            for key, costs in self.costs.items()
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over ended searches whose best can be chosen here."""
-        for key, entry in state.items():
-            best = How(**entry["best"])
-            if self._can_choose(best):
-                self.best[key] = best
-                self.costs[key] = {
-                    How(**{k: v for k, v in row.items() if k != "cost"}): [row["cost"]]
+    def load(self, state: dict[str, Any]) -> int:
+        """Take over what was found and measured; return the keys whose best cannot be chosen here.
+
+        A search that had not ended goes on, without measuring again what it had measured.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        refused = 0
+        try:
+            for key, entry in state.items():
+                costs = {
+                    How(**{k: v for k, v in row.items() if k != "costs"}): list(
+                        map(float, row["costs"])
+                    )
                     for row in entry["costs"]
                 }
+                best = None if entry["best"] is None else How(**entry["best"])
+                if best is not None and not self._can_choose(best):
+                    refused += 1
+                    continue
+                self.costs[key] = {how: c for how, c in costs.items() if self._can_choose(how)}
+                if best is not None:
+                    self.best[key] = best
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no state of a tuner: {error!r}") from error
+        return refused
 
     def _can_choose(self, how: How) -> bool:
         return (

@@ -74,10 +74,10 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
     size, how, config = first.topology.expert_parallel_size, first.how, first.config
     if size > 1:
         logger.info(
-            "experts across ranks: %s slices of an expert, adaptive_r %d, overlap %d, %s all-to-all, %s "
+            "experts across ranks: slices of an expert %s, adaptive_r %s, overlap %d, %s all-to-all, %s "
             "buffers, %s wire, tuned: %s",
             _counts([layer.experts.slices for layer in layers]),
-            how.adaptive_r,
+            _counts([layer.how.adaptive_r for layer in layers]),
             how.overlap,
             how.algorithm if first.topology.grid is not None else "linear",
             config.exchange,
@@ -85,6 +85,8 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
             {"auto": "all but the last two"}.get(config.adaptive)
             or {"auto": "adaptive_r"}.get(config.parallel_type, "nothing"),
         )
+    if first.topology.rank > 0:
+        return
     slices = max(layer.experts.slices for layer in layers)
     asked = [
         option.name
@@ -104,10 +106,26 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
             reason = "rows are in half precision as they are"
         elif name == "adaptive_r" and value > slices:
             reason = f"an expert has {slices} ranks, and {slices} is taken"
+        elif name == "parallel_type" and value != "auto" and config.adaptive_r >= 0:
+            reason = "--moe-adaptive-r is given"
         elif name in ("adaptive_r", "parallel_type") and value != "auto" and is_tuned(config):
             reason = "the tuner chooses; it is what its gain is told against"
         if reason:
             logger.warning("%s %s has no effect: %s", label_of(name), value, reason)
+
+
+def warn_of_files(config: MoEConfig, task_cfg: Any, rank: int) -> None:
+    """Say which of the task's own options about the tuner and the machine nobody will read."""
+    tuned, modelled = is_tuned(config), config.a2a_algorithm == "auto"
+    for key, default, read, needs in (
+        ("moe_machine_file", "", modelled, "--moe-a2a-algorithm auto"),
+        ("moe_adaptive_file", "", tuned, "--moe-adaptive auto"),
+        ("moe_adaptive_window", 128, tuned, "--moe-adaptive auto"),
+    ):
+        value = getattr(task_cfg, key, default)
+        if value != default and not read and rank == 0:
+            flag = key.replace("_", "-")
+            logger.warning("--%s %s has no effect without %s", flag, value, needs)
 
 
 def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:

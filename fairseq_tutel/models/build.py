@@ -31,7 +31,12 @@ from fairseq_tutel.ffn_step import (
 from fairseq_tutel.flags import expert_counts, layer_config
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.models.agreement import start_together
-from fairseq_tutel.models.announce import announce, announce_exchange, warn
+from fairseq_tutel.models.announce import (
+    announce,
+    announce_exchange,
+    warn,
+    warn_of_files,
+)
 from fairseq_tutel.models.changed import say_what_changed
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
 from fairseq_tutel.update_tuner import UpdateTuner
@@ -96,6 +101,7 @@ def install_experts(
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
     if training:
         announce_exchange(moe_layers(model), local, half=root.common.fp16 or root.common.bf16)
+        warn_of_files(configs[0], task_cfg, topology.rank)
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
 
@@ -114,7 +120,7 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     try:
         machine = Machine.from_json(Path(path)) if path else typical(name)
     except ValueError as error:
-        raise ValueError(f"--moe-machine-file is {path}: {error}") from error
+        raise ValueError(f"--moe-machine-file: {error}") from None
     tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
     hows = [
         static_how(layer.config, layer.topology, tokens, machine, 2 if half else 4)
@@ -177,14 +183,14 @@ def node_size(task_cfg: Any) -> int:
     Raises:
         ValueError: a negative number.
     """
-    asked = [_get(task_cfg, key) for key in ("moe_use_2dh", "moe_a2a_algorithm", "moe_adaptive")]
-    if not any(str(value) in ("True", "2dh", "auto") for value in asked):
-        return 0
-    given = task_cfg.moe_local_size
+    given = _get(task_cfg, "moe_local_size") or 0
     if given < 0:
         raise ValueError(
             f"--moe-local-size is {given}; give the ranks of a node, or 0 for what the launcher says."
         )
+    asked = [_get(task_cfg, key) for key in ("moe_use_2dh", "moe_a2a_algorithm", "moe_adaptive")]
+    if not any(str(getattr(value, "value", value)) in ("True", "2dh", "auto") for value in asked):
+        return 0
     return given or ranks_per_node()
 
 

@@ -76,9 +76,13 @@ def reread(path, change):
 def test_a_dictionary_holds_for_the_same_model_alone(ranks, tmp_path):
     path = tmp_path / "tuned.json"
     ranks(4).run(loop, str(path))
+    content = json.loads(path.read_text())
     assert ranks(4).run(reread, str(path), {}) == [1] * 4
     assert ranks(4).run(reread, str(path), {"hidden_dim": 32}) == [0] * 4
     path.write_text('{"format": 1')
+    assert ranks(4).run(reread, str(path), {}) == [0] * 4
+    content["buckets"] = [3]
+    path.write_text(json.dumps(content))
     assert ranks(4).run(reread, str(path), {}) == [0] * 4
 
 
@@ -163,6 +167,12 @@ def tutel():
 
 def test_a_tutel_layer_is_tuned_too(ranks):
     assert ranks(4).run(tutel) == [((0, 1, 2), (1, 2, 4, 8))] * 4
+
+
+def test_wrong_use_is_refused_in_a_sentence():
+    for wrong in ([], ft.MoELayer(CONFIG)):
+        with pytest.raises(ValueError, match="takes a list of at least one MoELayer"):
+            ft.UpdateTuner(wrong)
 
 
 def test_nothing_to_choose_is_refused_in_a_sentence():

@@ -158,12 +158,33 @@ def test_a_saved_tuner_goes_on_where_it_was():
     found = tuner()
     search(found, model(0.1, 0.2, 0.5, 1.2))
     found.choose("begun")
+    for _ in range(7):
+        found.record("begun", found.choose("begun"), 1.0)
     state = json.loads(json.dumps(found.state()))
-    assert set(state) == {"0"}
+    assert set(state) == {"0", "begun"}
     again = tuner()
-    again.load(state)
+    assert again.load(state) == 0
     assert again.settled("0") and again.choose("0") == found.choose("0")
+    # A search that had begun goes on where it was.
+    assert not again.settled("begun") and again.choose("begun") == found.choose("begun")
     assert again.state() == state
     smaller = Tuner((0, 1), (1,), ("linear",))
-    smaller.load(state)
-    assert smaller.settled("0") == smaller._can_choose(found.choose("0"))
+    can = smaller._can_choose(found.choose("0"))
+    assert smaller.load(state) == (not can) and smaller.settled("0") == can
+
+
+@pytest.mark.parametrize(
+    "state", [[3], {"0": 3}, {"0": {"best": {"r": 1}, "costs": []}}, {"0": {}}]
+)
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="no state of a tuner"):
+        tuner().load(state)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"adaptive_r": -1}, {"overlap": 0}, {"overlap": 2.5}, {"algorithm": "foo"}]
+)
+def test_a_how_that_there_is_not_is_refused_in_a_sentence(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; give "):
+        How(**wrong)

@@ -56,7 +56,7 @@ def plain(lm_data, tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
     run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
-    assert "experts across ranks: 2 slices of an expert, adaptive_r " in run.output
+    assert "experts across ranks: slices of an expert 2, adaptive_r " in run.output
     got = loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
     same_weights(plain["model"], got["model"], adam=False)
@@ -81,7 +81,10 @@ def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_
     tried = {(row["adaptive_r"], row["overlap"]) for row in bucket["costs"]}
     assert {r for r, _ in tried} == {0, 1, 2} and {d for _, d in tried} == {1, 2, 4, 8}
     again = train(lm_data, tmp_path, *flags, ranks=2, updates=92)
-    assert "adaptive: 1 buckets from " in again.output and "ways took" not in again.output
+    assert (
+        "moe_adaptive.json: 1 buckets settled, 0 to be gone on with" in again.output
+        and "ways took" not in again.output
+    )
 
 
 def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
@@ -139,7 +142,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         *(f"+task.{key}" for key in keys),
         cwd=ROOT, env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
-    said = "2 slices of an expert, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, bf16"
+    said = "slices of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, bf16"
     assert f"experts across ranks: {said} wire, tuned: all but the last two" in run.output
     assert "--moe-a2a-algorithm auto: linear, by the numbers of this one" in run.output
 
@@ -147,11 +150,12 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
+        (("--moe-local-size=-1",), "--moe-local-size is -1; give the ranks of a node"),
         (("--moe-adaptive-window", 0, "--moe-adaptive", "auto"), "--moe-adaptive-window is 0; give"),
         (("--moe-use-2dh", "--moe-a2a-algorithm", "auto"), "--moe-use-2dh and --moe-a2a-algorithm auto"),
         (
             ("--moe-a2a-algorithm", "auto", "--moe-machine-file", "none.json"),
-            "--moe-machine-file is none.json: none.json can not be read as a machine",
+            "--moe-machine-file: none.json can not be read as a machine",
         ),
         (("--moe-parallel-type", "tensor"), "(--moe-parallel-type) is 'tensor'; give adaptive:r"),
         (("--moe-a2a-ffn-overlap-degree", 99), "(--moe-a2a-ffn-overlap-degree) is 99; give a whole"),
