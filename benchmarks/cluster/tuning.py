@@ -15,8 +15,12 @@ from fairseq_tutel.comm.tuner import Tuner
 
 # More than any search over the choices here takes; a tuner that never settles is reported, not awaited.
 MOST_STEPS = 500
-# The last comparison is between two choices, so it can afford more repeats than that of all.
-FINAL_REPEATS = 4
+# The last comparison is of few choices, so it can afford more repeats than that of all: so many times as
+# many for two, and more choices share the time of two, but get at least FEWEST_REPEATS.
+FINAL_REPEATS, FEWEST_REPEATS = 4, 2
+# Static choices that may be as good as the best of the grid, whose few repeats do not tell: they are
+# measured again.
+CLOSE, MOST_CLOSE = 1.15, 6
 
 
 def static_choices(settings: Settings) -> list[How]:
@@ -65,7 +69,7 @@ def _with(layer: Any, how: How, plain: Step) -> Step:
 def _tuned(
     tuner: Tuner, key: str, layer: Any, plain: Step, took: dict[How, list[float]], repeats: int
 ) -> dict[str, Any]:
-    """Let the tuner search, then compare its choice with the best static one, again and in turn."""
+    """Let the tuner search, then compare its choice with the good static ones, again and in turns."""
     num_steps = 0
     while not tuner.settled(key) and num_steps < MOST_STEPS:
         how = tuner.choose(key)
@@ -73,10 +77,11 @@ def _tuned(
         num_steps += 1
     chosen = canonical(tuner.choose(key))
     static = {how: median(times) for how, times in took.items()}
-    best = min(static, key=static.__getitem__)
-    again = {how: _with(layer, how, plain) for how in (chosen, best)}
-    times = interleaved(again, FINAL_REPEATS * repeats)
+    finalists = dict.fromkeys((chosen, *close_to_best(static)))
+    again = {how: _with(layer, how, plain) for how in finalists}
+    times = interleaved(again, repeats_of(len(again)) * repeats)
     fresh = {how: median(taken) for how, taken in times.items()}
+    best = min(fresh, key=fresh.__getitem__)
     halves = [median(times[best][start::2]) for start in (0, 1)]
     return {
         **asdict(chosen),
@@ -85,6 +90,8 @@ def _tuned(
         "seconds": fresh[chosen],
         "best": asdict(best),
         "best_seconds": fresh[best],
+        "measured_again": len(fresh),
+        # None below 0: the best is the least of what was measured again, the tuner's choice included.
         "regret": fresh[chosen] / fresh[best] - 1,
         # What the same comparison says of a choice and itself, with half of the times.
         "noise": max(halves) / min(halves) - 1,
@@ -93,6 +100,18 @@ def _tuned(
         "gain_over_worst_overlap": _gain(static, chosen, ("adaptive_r",)),
         "gain_over_worst": max(static.values()) / static[chosen],
     }
+
+
+def close_to_best(static: dict[How, float]) -> list[How]:
+    """Return the choices whose seconds are within CLOSE of the least, best first, MOST_CLOSE at most."""
+    ranked = sorted(static, key=static.__getitem__)
+    limit = CLOSE * static[ranked[0]]
+    return [how for how in ranked[:MOST_CLOSE] if static[how] <= limit]
+
+
+def repeats_of(number: int) -> int:
+    """Return how many times the repeats of the grid each of so many choices gets in the last comparison."""
+    return max(FEWEST_REPEATS, 2 * FINAL_REPEATS // number)
 
 
 def _gain(static: dict[How, float], chosen: How, fixed: tuple[str, ...]) -> float:

@@ -2,8 +2,8 @@
 
 Covered: the tables and the file of a small run, and that links limit what crosses nodes; no namespace
 after a run that ends, is asked to end, loses a rank, or takes too long; the ranks of a killed run end,
-and the next run removes its namespaces; a delay, by its messages; options that no cluster can have; no
-right to make namespaces, which also skips these tests, with the reason.
+and the next run removes its namespaces; a delay, by its messages; which choices are compared last; options
+that no cluster can have; no right to make namespaces, which also skips these tests, with the reason.
 """
 
 import json
@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from fairseq_tutel.comm.how import How
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.cluster"]
@@ -108,6 +110,8 @@ def test_every_section_has_its_rows(measured):
         ("compute", True),
         ("sleep", True),
     ]
+    for row in found["tuner"]:
+        assert 1 <= row["measured_again"] <= 7 and row["regret"] >= 0
     for heading in ("linear / 2dh", "by forward and backward", "r=2 d=2 2dh", "paper: to 1.74x"):
         assert heading in output
 
@@ -157,6 +161,19 @@ def test_a_delay_is_paid_for_every_message_and_a_killed_run_is_swept(started, tm
     for row in json.loads((tmp_path / "out.json").read_text())["a2a"]:
         # To the other node's two ranks, or to one of them.
         assert row["seconds_min"] >= {"linear": 0.1, "2dh": 0.05}[row["algorithm"]]
+
+
+def test_the_last_comparison_is_of_all_that_may_be_the_best(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.cluster.tuning import close_to_best, repeats_of
+
+    static = {How(overlap=d): 1.0 + 0.05 * d for d in range(1, 10)}
+    # 1.05 is the least, so 1.2 is within 15 % of it and 1.25 is not.
+    assert close_to_best(static) == [How(overlap=d) for d in (1, 2, 3, 4)]
+    alike = {How(overlap=d): 1.0 + 0.001 * d for d in range(9, 0, -1)}
+    assert close_to_best(alike) == [How(overlap=d) for d in range(1, 7)]
+    # About the time of two choices, whatever their number.
+    assert [repeats_of(number) for number in (1, 2, 4, 7)] == [8, 4, 2, 2]
 
 
 @pytest.mark.parametrize(
