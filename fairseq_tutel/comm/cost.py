@@ -105,7 +105,12 @@ class Cluster:
 
 
 def exchange_seconds(
-    bytes_per_rank: float, machine: Machine, nodes: int, local: int, algorithm: str
+    bytes_per_rank: float,
+    machine: Machine,
+    nodes: int,
+    local: int,
+    algorithm: str,
+    on_link: int | None = None,
 ) -> float:
     """Return the time of one even all-to-all over nodes of `local` ranks.
 
@@ -115,21 +120,23 @@ def exchange_seconds(
         nodes: N.
         local: L.
         algorithm: of `how.ALGORITHMS`.
+        on_link: as in `all_gather_seconds`.
     """
     ranks = nodes * local
     if ranks == 1:
         return 0.0
     share = bytes_per_rank / ranks
     within, across = local - 1, ranks - local
+    sent_across = _on_link(machine, on_link or local) * across * share
     if algorithm == "linear":  # both kinds of link work at once
         return machine.launch_s + max(
             machine.intra.seconds(within, within * share),
-            machine.inter.seconds(across, _on_link(machine, local) * across * share),
+            machine.inter.seconds(across, sent_across),
         )
     return (
         2 * machine.launch_s
         + machine.intra.seconds(within, within * nodes * share)
-        + machine.inter.seconds(nodes - 1, _on_link(machine, local) * across * share)
+        + machine.inter.seconds(nodes - 1, sent_across)
         + 2 * regroup_seconds(bytes_per_rank, machine)
     )
 
@@ -154,12 +161,23 @@ def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
 
 
-def all_gather_seconds(num_bytes: float, machine: Machine, nodes: int, local: int) -> float:
-    """Return the time in which every rank gets `num_bytes` from each, by a ring; or a reduce-scatter."""
+def all_gather_seconds(
+    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the time in which every rank gets `num_bytes` from each, by a ring; or a reduce-scatter.
+
+    Args:
+        num_bytes: of one rank.
+        machine: the links.
+        nodes: N of the group.
+        local: ranks of the group in a node.
+        on_link: ranks of a node, of this group or of others, that do the same at once; `local` if None.
+            Their bytes add up where a node has one link.
+    """
     ranks = nodes * local
     if ranks == 1:
         return 0.0
-    arriving = num_bytes * (ranks - local) / local * _on_link(machine, local)
+    arriving = num_bytes * (ranks - local) / local * _on_link(machine, on_link or local)
     return (
         machine.launch_s
         + machine.intra.alpha_s * (ranks - nodes)
@@ -171,12 +189,17 @@ def all_gather_seconds(num_bytes: float, machine: Machine, nodes: int, local: in
     )
 
 
-def all_reduce_seconds(num_bytes: float, machine: Machine, nodes: int, local: int) -> float:
-    """Return the time to sum `num_bytes` of every rank: within nodes by a ring, across by a tree."""
+def all_reduce_seconds(
+    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the time to sum `num_bytes` of every rank: within nodes by a ring, across by a tree.
+
+    The arguments are those of `all_gather_seconds`.
+    """
     ranks = nodes * local
     if ranks == 1:
         return 0.0
-    across = 2 * num_bytes * (nodes - 1) / nodes / local * _on_link(machine, local)
+    across = 2 * num_bytes * (nodes - 1) / nodes / local * _on_link(machine, on_link or local)
     within = 2 * num_bytes * (ranks - 1) / ranks
     return (
         machine.launch_s
@@ -224,7 +247,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, how: How) -> dict
         "counts": _counts_seconds(work, machine, cluster, how),
         "exchange": 0.0,
         "experts": 0.0,
-        "gather weights": 2 * _gather_seconds(work, machine, cluster, how),
+        "gather weights": _gather_seconds(work, machine, cluster, how),
     }
     trip = _trip_seconds(work, machine, cluster, how)
     for backward in (False, True):
@@ -357,9 +380,9 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Plan]:
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds))
 
 
-def _on_link(machine: Machine, local: int) -> int:
-    """Return how many ranks' bytes go over one link between nodes."""
-    return local if machine.inter_shared else 1
+def _on_link(machine: Machine, at_once: int) -> int:
+    """Return how many ranks' bytes go over one link between nodes, of so many of a node that send."""
+    return at_once if machine.inter_shared else 1
 
 
 def _stored_parameters(work: Work, cluster: Cluster) -> float:
@@ -427,20 +450,31 @@ def _pipelined(trip: float, experts: float, chunks: int) -> float:
 
 
 def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
-    """One gathering of weights; the backward's reduce-scatter of their gradients takes as long."""
+    """The gathering of one layer's weights, and the backward's reduce-scatter of their gradients.
+
+    Every matrix and every bias is a collective of its own.
+    """
     slices = cluster.slices(work.experts)
     ranks = slices // how.adaptive_r if how.adaptive_r else cluster.expert_parallel_size
-    size = _stored_parameters(work, cluster) * work.bytes_per_element
+    tensors = 2 * work.matrices
+    size = _stored_parameters(work, cluster) * work.bytes_per_element / tensors
     local = min(ranks, cluster.local)
-    return all_gather_seconds(size, machine, math.ceil(ranks / local), local)
+    nodes = math.ceil(ranks / local)
+    gather = all_gather_seconds(size, machine, nodes, local, cluster.local)
+    # A ring's all-reduce is a reduce-scatter and then a gather.
+    there_and_back = 3 if machine.reduce_scatter_as_all_reduce else 2
+    return there_and_back * tensors * gather
 
 
 def _replica_seconds(work: Work, machine: Machine, cluster: Cluster) -> float:
-    """The all-reduce of one layer's expert gradients over the ranks that hold the same."""
+    """The all-reduce of one layer's expert gradients over the ranks that hold the same.
+
+    Every rank of a node is in such a group, so all of them are on its link at once.
+    """
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
     size = _stored_parameters(work, cluster) * work.bytes_per_element
-    return all_reduce_seconds(size, machine, replicas // local, local)
+    return all_reduce_seconds(size, machine, replicas // local, local, cluster.local)
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -13,13 +13,19 @@ _ROUNDS = 30
 
 
 class Row(TypedDict):
-    """One measured all-to-all; `bytes_per_rank` is what a rank holds, its own share included."""
+    """One measured all-to-all.
+
+    Attributes:
+        bytes_per_rank: what a rank holds, its own share included.
+        on_link: ranks of a node that did the same at once; `local`, if it is left out.
+    """
 
     nodes: int
     local: int
     algorithm: str
     bytes_per_rank: float
     seconds: float
+    on_link: NotRequired[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +80,23 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 def predicted(row: Row, machine: Machine) -> float:
     """Return what the model says of a row, in seconds."""
     return exchange_seconds(
-        row["bytes_per_rank"], machine, row["nodes"], row["local"], row["algorithm"]
+        row["bytes_per_rank"],
+        machine,
+        row["nodes"],
+        row["local"],
+        row["algorithm"],
+        row.get("on_link"),
     )
 
 
 def relative_errors(rows: Sequence[Row], machine: Machine) -> Errors:
     """Return how far the model is from what was measured."""
-    errors = [abs(predicted(row, machine) / row["seconds"] - 1) for row in rows]
+    return errors_of((predicted(row, machine), row["seconds"]) for row in rows)
+
+
+def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
+    """Return how far (predicted, measured) seconds are apart; at least one pair."""
+    errors = [abs(predicted_s / measured_s - 1) for predicted_s, measured_s in pairs]
     return Errors(
         median=float(np.median(errors)),
         p90=float(np.quantile(errors, 0.9)),
@@ -93,7 +109,7 @@ def _columns(row: Row, machine: Machine) -> list[float]:
     nodes, local, size = row["nodes"], row["local"], row["bytes_per_rank"]
     ranks = nodes * local
     share = size / ranks
-    on_link = local if machine.inter_shared else 1
+    on_link = row.get("on_link", local) if machine.inter_shared else 1
     across = on_link * (ranks - local) * share
     if row["algorithm"] == "2dh":
         return [2, local - 1, (local - 1) * nodes * share, nodes - 1, across]

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+_FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
+
 
 @dataclass(frozen=True)
 class Link:
@@ -37,6 +39,7 @@ class Machine:
         memory_bytes: of a rank; what does not fit is ranked last.
         launch_s: of a collective, before its first message.
         inter_shared: the ranks of a node share one link to the others, instead of one each.
+        reduce_scatter_as_all_reduce: as gloo does it, with twice the steps and bytes.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Machine:
     memory_bytes: float
     launch_s: float = 0.0
     inter_shared: bool = False
+    reduce_scatter_as_all_reduce: bool = False
 
     def to_json(self, path: Path) -> None:
         """Write the machine to a file that `from_json` and `plan --machine` read."""
@@ -58,7 +62,7 @@ class Machine:
         """Read a machine.
 
         Raises:
-            ValueError: the file is missing, no JSON, or a key of it is missing, unknown or no number.
+            ValueError: the file is missing, no JSON, or a key of it is missing, unknown or of no use.
         """
         fix = "give a file of `tune --measure --json`"
         try:
@@ -66,15 +70,20 @@ class Machine:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} can not be read as a machine ({error}); {fix}.") from error
         known = {field.name for field in fields(cls)}
-        optional = {"launch_s", "inter_shared"}
+        optional = {"launch_s", *_FLAGS}
         if not isinstance(values, dict) or not known - optional <= set(values) <= known:
             found = set(values) if isinstance(values, dict) else set()
             wrong = sorted((known - optional - found) | (found - known))
             raise ValueError(f"{path} is no machine: {', '.join(wrong)} missing or unknown; {fix}.")
         for key in ("intra", "inter"):
             values[key] = _link(path, key, values[key])
-        for key in known - {"name", "intra", "inter", "launch_s", "inter_shared"}:
+        for key in known - optional - {"name", "intra", "inter"}:
             _refuse_unless_positive(path, key, values[key])
+        if "launch_s" in values:
+            _refuse_unless_seconds(path, "launch_s", values["launch_s"])
+        for key in _FLAGS & set(values):
+            if not isinstance(values[key], bool):
+                raise ValueError(f"{path} has {key} {values[key]!r}; give true or false.")
         return cls(**values)
 
 
@@ -82,14 +91,22 @@ def _link(path: Path, key: str, value: Any) -> Link:
     if not isinstance(value, dict) or set(value) != {"alpha_s", "bytes_per_s"}:
         raise ValueError(f"{path} has {key} {value!r}; it needs alpha_s and bytes_per_s.")
     _refuse_unless_positive(path, f"{key}.bytes_per_s", value["bytes_per_s"])
-    if not isinstance(value["alpha_s"], int | float) or value["alpha_s"] < 0:
-        raise ValueError(f"{path} has {key}.alpha_s {value['alpha_s']!r}; give seconds, from 0.")
+    _refuse_unless_seconds(path, f"{key}.alpha_s", value["alpha_s"])
     return Link(**value)
 
 
+def _refuse_unless_seconds(path: Path, key: str, value: Any) -> None:
+    if not _is_number(value) or not value >= 0:
+        raise ValueError(f"{path} has {key} {value!r}; give seconds, from 0.")
+
+
 def _refuse_unless_positive(path: Path, key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not _is_number(value) or not value > 0:
         raise ValueError(f"{path} has {key} {value!r}; give a number above 0.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # What of a datasheet's number is reached. Each source is a measurement; docs/scaling.md lists them.
@@ -167,6 +184,7 @@ CPU = Machine(
     gate_flops_per_s=8e10,
     memory_bytes=8e9,
     inter_shared=True,
+    reduce_scatter_as_all_reduce=True,
 )
 
 

@@ -236,14 +236,19 @@ def _exchanges(
     # A group that is spread over nodes without being a grid is one rank of each.
     local = ranks_per_node() or topology.world_size
     shape = (grid.nodes, grid.local) if grid else (size, 1) if local == 1 else (1, size)
-    linear: list[tuple[int, int, Any]] = [(*shape, group)]
+    linear: list[tuple[int, int, int, Any]] = [(*shape, shape[1], group)]
     if grid:
-        linear += [(1, grid.local, grid.node_group), (grid.nodes, 1, grid.rail_group)]
-    for nodes, within, ranks in linear:
+        linear += [
+            (1, grid.local, grid.local, grid.node_group),
+            # All rails of a node are on its links at once.
+            (grid.nodes, 1, grid.local, grid.rail_group),
+        ]
+    for nodes, within, on_link, ranks in linear:
         for rows_RD in _buffers(arguments, device, nodes * within):
             even = (len(rows_RD) // (nodes * within),) * (nodes * within)
             step = _there(rows_RD, LinearTrip(group=ranks, send=even, receive=even))
-            yield _row(nodes, within, "linear", rows_RD, _time(step, arguments, device))
+            row = _row(nodes, within, "linear", rows_RD, _time(step, arguments, device))
+            yield {**row, "on_link": on_link}
     for rows_RD in _buffers(arguments, device, size) if grid else ():
         assert grid is not None
         each = torch.full((size, 1), len(rows_RD) // size, device=device)

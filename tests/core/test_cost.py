@@ -102,6 +102,33 @@ def test_gathers_and_all_reduces_by_hand():
     assert cost.all_gather_seconds(100, ROUND, 1, 2) == 0.5 + 1 + 1
 
 
+def test_groups_that_share_a_node_s_link_add_up():
+    shared = replace(ROUND, inter_shared=True)
+    # 4 nodes of 2, one rank of each in a group; both groups' bytes cross the node's link.
+    assert cost.exchange_seconds(640, shared, 4, 1, "linear", 2) == 0.5 + 30 + 2 * 480 / 10
+    assert cost.all_gather_seconds(100, shared, 4, 1, 2) == 0.5 + 30 + 2 * 300 / 10
+    assert cost.all_reduce_seconds(400, shared, 4, 1, 2) == 0.5 + 40 + 2 * 2 * 300 / 10
+    for seconds in (cost.all_gather_seconds, cost.all_reduce_seconds):
+        assert seconds(400, ROUND, 4, 1, 2) == seconds(400, ROUND, 4, 1)
+        assert seconds(400, shared, 4, 2) == seconds(400, shared, 4, 2, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_all_replicas_of_a_node_share_its_link(size):
+    # 16 nodes of 8: whether a group has one rank of a node or all 8, 8 ranks send at once.
+    work = Work(tokens=8, model_dim=512, hidden_dim=4096, experts=8)
+    free = replace(ROUND, launch_s=0.0, intra=Link(0.0, 1e12), inter=Link(0.0, 10.0))
+    cluster = Cluster(nodes=16, local=8, expert_parallel_size=size)
+    own, shared = (
+        cost.step_parts(work, replace(free, inter_shared=is_shared), cluster, How())
+        for is_shared in (False, True)
+    )
+    assert shared["expert gradients"] == pytest.approx(8 * own["expert gradients"])
+    # A rank's 1 / size of the layer, 15 / 16 of it there and back over 8 / size links.
+    stored = 8 * work.expert_parameters / size * 2
+    assert own["expert gradients"] == pytest.approx(2 * stored * 15 / 16 / (8 / size) / 10)
+
+
 WORK = Work(tokens=8, model_dim=4, hidden_dim=16, experts=2, top_k=2, bytes_per_element=2)
 FOUR = Cluster(nodes=2, local=2, expert_parallel_size=4)
 
@@ -124,12 +151,26 @@ def test_the_parts_of_a_step_by_hand():
 
 
 def test_gathered_weights_by_r():
-    slice_bytes = 2 * 128 / 4 * 2  # E V / P
+    # E V / P in 4 collectives: two matrices and their biases.
+    tensor_bytes = 2 * 128 / 4 * 2 / 4
     one = cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=1))
-    assert one["gather weights"] == 2 * cost.all_gather_seconds(slice_bytes, ROUND, 1, 2)
+    assert one["gather weights"] == 2 * 4 * cost.all_gather_seconds(tensor_bytes, ROUND, 1, 2)
     none = cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=0))
-    assert none["gather weights"] == 2 * cost.all_gather_seconds(slice_bytes, ROUND, 2, 2)
+    assert none["gather weights"] == 2 * 4 * cost.all_gather_seconds(tensor_bytes, ROUND, 2, 2)
     assert none["exchange"] == none["counts"] == 0
+    glu = cost.step_parts(replace(WORK, glu=True), ROUND, FOUR, How(adaptive_r=0))
+    assert glu["gather weights"] == 2 * 6 * cost.all_gather_seconds(tensor_bytes, ROUND, 2, 2)
+
+
+def test_gloo_s_reduce_scatter_takes_as_long_as_two():
+    gloo = replace(ROUND, reduce_scatter_as_all_reduce=True)
+    for r in (0, 1):
+        own, twice = (
+            cost.step_parts(WORK, machine, FOUR, How(adaptive_r=r))["gather weights"]
+            for machine in (ROUND, gloo)
+        )
+        assert twice == pytest.approx(1.5 * own)
+    assert cost.step_parts(WORK, gloo, FOUR, How(adaptive_r=2))["gather weights"] == 0
 
 
 def test_replicas_and_dense_parameters_are_all_reduced():
@@ -270,6 +311,19 @@ def test_a_machine_survives_its_file(name, tmp_path):
             "has inter.alpha_s -1; give seconds, from 0",
         ),
         ({"inter": {"alpha_s": 0, "bytes_per_s": 0}}, "has inter.bytes_per_s 0; give a number"),
+        (
+            {"inter": {"alpha_s": True, "bytes_per_s": 1}},
+            "has inter.alpha_s True; give seconds, from 0",
+        ),
+        ({"launch_s": "fast"}, "has launch_s 'fast'; give seconds, from 0"),
+        ({"launch_s": -1e-6}, "has launch_s -1e-06; give seconds, from 0"),
+        ({"launch_s": False}, "has launch_s False; give seconds, from 0"),
+        ({"inter_shared": "no"}, "has inter_shared 'no'; give true or false"),
+        ({"inter_shared": 1}, "has inter_shared 1; give true or false"),
+        (
+            {"reduce_scatter_as_all_reduce": None},
+            "has reduce_scatter_as_all_reduce None; give true or false",
+        ),
         ({"speed": 1}, "is no machine: speed missing or unknown; give a file of `tune"),
     ],
 )
@@ -349,6 +403,19 @@ def test_a_machine_is_recovered_from_all_to_alls_of_many_shapes():
         assert link.alpha_s == pytest.approx(expected.alpha_s)
         assert link.bytes_per_s == pytest.approx(expected.bytes_per_s)
     assert relative_errors(measured(SHAPES), found).largest < 1e-9
+
+
+def test_rails_that_share_a_link_are_told_apart_from_one_alone():
+    # As `tune` measures them: both rails of a node at once, besides the whole grid.
+    rows = measured([(4, 2), (1, 2)])
+    rail = {"nodes": 4, "local": 1, "algorithm": "linear", "on_link": 2}
+    for power in range(10, 24, 2):
+        row = {**rail, "bytes_per_rank": 2**power}
+        row["seconds"] = cost.exchange_seconds(2**power, CLUSTER, 4, 1, "linear", 2)
+        rows.append(row)
+    found = fit_machine(rows, START)
+    assert found.inter.bytes_per_s == pytest.approx(CLUSTER.inter.bytes_per_s)
+    assert relative_errors(rows, found).largest < 1e-9
 
 
 def test_a_fit_of_noisy_rows_says_how_far_it_is_off():
