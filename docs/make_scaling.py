@@ -10,10 +10,12 @@ import math
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -30,7 +32,7 @@ from fairseq_tutel.comm.cost import (
     faster_algorithm,
     step_seconds,
 )
-from fairseq_tutel.comm.fit import Row, fit_machine, relative_errors
+from fairseq_tutel.comm.fit import Errors, Row, errors_of, fit_machine, relative_errors
 from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.machine import CPU, PRESETS, Machine
 from fairseq_tutel.tools.figures import COLORS
@@ -56,6 +58,8 @@ PAPER_GRID = (
     (4096, 16384, 65536),
     (16, 64, 256),
 )
+# What the model's choice may cost over the best that was measured.
+REGRETS = (0.05, 0.10, 0.20)
 
 
 def main() -> None:
@@ -79,11 +83,15 @@ def main() -> None:
 
 def filled_in(text: str) -> str:
     """Return the page's text with each table between its two markers."""
+    measured = sorted(RESULTS.glob("cluster_*.json"))
+    steps = measured_steps(measured)
     tables = {
         "presets": presets_table(),
         "2dh": algorithms_table(),
         "paper": paper_table(),
-        "cluster": cluster_table(sorted(RESULTS.glob("cluster_*.json"))),
+        "cluster": cluster_table(measured),
+        "steps": steps_table(steps),
+        "choices": choices_table(steps),
     }
     for name, table in tables.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
@@ -203,7 +211,7 @@ def cluster_table(files: list[Path]) -> str:
         if not all_to_alls:
             continue
         machine = fit_machine(all_to_alls, CPU)
-        agreed, cells = _agreement(all_to_alls, machine)
+        agreed, linear, cells = _agreement(all_to_alls, machine)
         shapes = sorted({(r["nodes"], r["local"]) for r in all_to_alls}, key=math.prod)
         rows.append(
             [
@@ -217,12 +225,136 @@ def cluster_table(files: list[Path]) -> str:
                 _errors(all_to_alls, machine),
                 _unseen(all_to_alls, shapes[-1]) if len(shapes) > 1 else "-",
                 f"{agreed} of {cells}" if cells else "-",
+                f"{linear} of {cells}" if cells else "-",
             ]
         )
     if not rows:
         return "Not measured yet: there is no benchmarks/results/cluster_*.json."
     header = ["link, Mbit/s", "fitted", "delay, us", "fitted alpha, us", "launch, us", "nodes x ranks",
-              "rows", "error: median, p90, most", "largest shape, unseen", "faster algorithm"]  # fmt: skip
+              "rows", "error: median, p90, most", "largest shape, unseen", "faster algorithm",
+              "always linear"]  # fmt: skip
+    return _table(rows, header)
+
+
+class Step(NamedTuple):
+    """A step that was measured on the emulated cluster, and what the model says of it.
+
+    Attributes:
+        cluster: nodes x ranks and link, for tables.
+        section: "static" for r, d and algorithm, "overlap" for d alone.
+        form: of the experts, "sleep" or "compute".
+        tokens: of a rank.
+        how: the choice.
+        seconds: measured.
+        own: predicted by links that were fitted to this shape's all-to-alls.
+        others: predicted by links that were fitted to other shapes' alone; None if there are none.
+    """
+
+    cluster: str
+    section: str
+    form: str
+    tokens: int
+    how: How
+    seconds: float
+    own: float
+    others: float | None
+
+
+def measured_steps(files: list[Path]) -> list[Step]:
+    """Return every measured step of the files whose links some file's all-to-alls tell."""
+    contents = [json.loads(file.read_text()) for file in files]
+    steps = []
+    for content in contents:
+        config = content["config"]
+        alike = [c for c in contents if c["config"]["delay_us"] == config["delay_us"]]
+        own = _links_for(config, [c for c in alike if _shape(c) == _shape(content)])
+        others = _links_for(config, [c for c in alike if _shape(c) != _shape(content)])
+        if own is None:
+            continue
+        name = f"{config['nodes']}x{config['local']}, {config['rate_mbit']:g} Mbit/s"
+        for section in ("static", "overlap"):
+            for row in content.get(section, []):
+                flops_per_s = _experts_rate(row, section, content)
+                if flops_per_s is None:
+                    continue
+                predicted = [
+                    _predicted_step(row, section, config, replace(links, flops_per_s=flops_per_s))
+                    for links in (own, others)
+                    if links
+                ]
+                steps.append(
+                    Step(
+                        cluster=name,
+                        section=section,
+                        form=row["form"],
+                        tokens=row["tokens"],
+                        how=_how_of(row),
+                        seconds=row["seconds"],
+                        own=predicted[0],
+                        others=predicted[1] if others else None,
+                    )
+                )
+    return steps
+
+
+def steps_table(steps: list[Step]) -> str:
+    """Return how far the model's steps are from the measured ones, by cluster and form of experts."""
+    groups: dict[tuple[str, str, str], list[Step]] = defaultdict(list)
+    for step in steps:
+        kind = "d alone" if step.section == "overlap" else "r, d, algorithm"
+        if step.how.adaptive_r == 0:
+            kind = "r = 0"
+        groups[kind, step.cluster, step.form].append(step)
+    rows = []
+    for (kind, cluster, form), found in sorted(groups.items(), key=lambda group: group[0][0]):
+        others = [(step.others, step.seconds) for step in found if step.others is not None]
+        rows.append(
+            [
+                kind,
+                cluster,
+                form,
+                len(found),
+                _percent(errors_of((step.own, step.seconds) for step in found)),
+                f"{mean(step.own / step.seconds for step in found):.2f}",
+                _percent(errors_of(others)) if others else "-",
+            ]
+        )
+    if not rows:
+        return "Not measured yet: there is no benchmarks/results/cluster_*.json with steps."
+    header = ["choices of", "cluster", "experts", "rows", "error: median, p90, most",
+              "predicted / measured, mean", "links of other shapes: error"]  # fmt: skip
+    return _table(rows, header)
+
+
+def choices_table(steps: list[Step]) -> str:
+    """Return what the model's best (r, d, algorithm) costs over the best that was measured.
+
+    Beside it the same of one choice for all cells of a line, the one that costs least in the mean.
+    """
+    cells: dict[tuple[str, str], dict[int, dict[How, Step]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for step in steps:
+        if step.section == "static":
+            cells[step.cluster, step.form][step.tokens][step.how] = step
+    rows = []
+    for (cluster, form), by_tokens in cells.items():
+        found = list(by_tokens.values())
+        columns = [_regrets(found, lambda step: step.own)]
+        if all(step.others is not None for cell in found for step in cell.values()):
+            columns.append(_regrets(found, lambda step: step.others))
+        fixed = {how: [_regret(cell, how) for cell in found] for how in found[0]}
+        columns.append(min(fixed.values(), key=sum))
+        shown = [_within(regrets) for regrets in columns]
+        shown[1:1] = ["-"] * (3 - len(shown))
+        rows.append([cluster, form, len(found), *shown])
+    if not rows:
+        return (
+            "Not measured yet: there is no benchmarks/results/cluster_*.json with static choices."
+        )
+    limits = ", ".join(f"{100 * limit:.0f}" for limit in REGRETS)
+    header = ["cluster", "experts", "cells", f"within {limits} %; most", "links of other shapes",
+              "one choice for all cells"]  # fmt: skip
     return _table(rows, header)
 
 
@@ -286,17 +418,91 @@ def _first_ahead(mebibytes: float) -> int:
     return next(gpus for gpus in GPUS if gpus > LOCAL and gain_of_2dh(gpus, mebibytes) > 1)
 
 
-def _agreement(rows: list[Row], machine: Machine) -> tuple[int, int]:
-    """Return in how many of (shape, size) the fitted model names the algorithm that was faster."""
+def _shape(content: dict[str, Any]) -> tuple[int, int]:
+    return content["config"]["nodes"], content["config"]["local"]
+
+
+def _links_for(config: dict[str, Any], contents: list[dict[str, Any]]) -> Machine | None:
+    """Return the machine that is fitted to the all-to-alls of the link speed that is nearest.
+
+    Links between nodes are as much faster or slower as the speed that they are limited to.
+    """
+    rates = {c["config"]["rate_mbit"] for c in contents if c.get("a2a")}
+    if not rates:
+        return None
+    rate = min(rates, key=lambda r: abs(r - config["rate_mbit"]))
+    rows = [r for c in contents if c["config"]["rate_mbit"] == rate for r in c.get("a2a", [])]
+    machine = fit_machine(rows, CPU)
+    bytes_per_s = machine.inter.bytes_per_s * config["rate_mbit"] / rate
+    return replace(machine, inter=replace(machine.inter, bytes_per_s=bytes_per_s))
+
+
+def _experts_rate(row: dict[str, Any], section: str, content: dict[str, Any]) -> float | None:
+    """Return the experts' FLOP/s: what they sleep by, or what they reached by themselves, if measured."""
+    config = content["config"]
+    if row["form"] == "sleep":
+        hidden = config["overlap_hidden_dim" if section == "overlap" else "hidden_dim"]
+        seconds_per_row = 1e-3 * config["expert_ms_per_row"] * row.get("cost", 1.0)
+        return 4 * config["model_dim"] * hidden / seconds_per_row
+    alone = [r for r in content.get("overlap", []) if r["form"] == "compute"]
+    if not alone:
+        return None
+    flops = 12 * alone[0]["tokens"] * config["model_dim"] * config["overlap_hidden_dim"]
+    return flops / alone[0]["experts_seconds"]
+
+
+def _how_of(row: dict[str, Any]) -> How:
+    """Return the choice of a row; where d alone changes, the rest is as by default."""
+    return How(
+        adaptive_r=row.get("adaptive_r", 1),
+        overlap=row["overlap"],
+        algorithm=row.get("algorithm", "linear"),
+    )
+
+
+def _predicted_step(
+    row: dict[str, Any], section: str, config: dict[str, Any], machine: Machine
+) -> float:
+    alone = section == "overlap"  # one expert a rank
+    world = config["nodes"] * config["local"]
+    work = Work(
+        tokens=row["tokens"],
+        model_dim=config["model_dim"],
+        hidden_dim=config["overlap_hidden_dim" if alone else "hidden_dim"],
+        experts=world if alone else config["experts"],
+        top_k=1,
+        bytes_per_element=4,
+    )
+    cluster = Cluster(nodes=config["nodes"], local=config["local"], expert_parallel_size=world)
+    return step_seconds(work, machine, cluster, _how_of(row))
+
+
+def _regrets(
+    cells: list[dict[How, Step]], predicted: Callable[[Step], float | None]
+) -> list[float]:
+    """Return for every cell what the choice of the least predicted time costs."""
+    return [_regret(cell, min(cell, key=lambda h, c=cell: predicted(c[h]))) for cell in cells]
+
+
+def _regret(cell: dict[How, Step], how: How) -> float:
+    """Return the measured time of a choice over that of the best, less one."""
+    return cell[how].seconds / min(step.seconds for step in cell.values()) - 1
+
+
+def _within(regrets: list[float]) -> str:
+    counts = ", ".join(str(sum(r <= limit for r in regrets)) for limit in REGRETS)
+    return f"{counts}; {max(regrets):.0%}"
+
+
+def _agreement(rows: list[Row], machine: Machine) -> tuple[int, int, int]:
+    """Return in how many of (shape, size) the model names the faster algorithm, linear is it, and all."""
     cells: dict[tuple[int, int, float], dict[str, float]] = defaultdict(dict)
     for row in rows:
         cells[row["nodes"], row["local"], row["bytes_per_rank"]][row["algorithm"]] = row["seconds"]
     pairs = {cell: times for cell, times in cells.items() if len(times) == 2}
-    agreed = sum(
-        faster_algorithm(machine, *cell) == min(times, key=lambda a, t=times: t[a])
-        for cell, times in pairs.items()
-    )
-    return agreed, len(pairs)
+    faster = {cell: min(times, key=lambda a, t=times: t[a]) for cell, times in pairs.items()}
+    agreed = sum(faster_algorithm(machine, *cell) == name for cell, name in faster.items())
+    return agreed, list(faster.values()).count("linear"), len(pairs)
 
 
 def _unseen(rows: list[Row], shape: tuple[int, int]) -> str:
@@ -307,7 +513,10 @@ def _unseen(rows: list[Row], shape: tuple[int, int]) -> str:
 
 
 def _errors(rows: list[Row], machine: Machine) -> str:
-    errors = relative_errors(rows, machine)
+    return _percent(relative_errors(rows, machine))
+
+
+def _percent(errors: Errors) -> str:
     return f"{errors.median:.0%}, {errors.p90:.0%}, {errors.largest:.0%}"
 
 

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -258,6 +259,7 @@ def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     }  # fmt: skip
     machine = Machine.from_json(path)
     assert machine.inter.bytes_per_s > 1e6
+    assert machine.inter_shared and machine.reduce_scatter_as_all_reduce
     assert "off in the median" in printed
 
 
@@ -306,6 +308,104 @@ def test_measured_all_to_alls_become_a_row_of_the_page(make_scaling, tmp_path):
     ((_, _, row),) = tables(make_scaling.cluster_table(sorted(tmp_path.iterdir())))
     assert row == [
         "200", "200", "1000", "1000", "200", "2x2, 3x2, 2x4", "24", "0%, 0%, 0%", "0%, 0%, 0%",
-        "12 of 12",
+        "12 of 12", "1 of 12",
     ]  # fmt: skip
     assert make_scaling.cluster_table([]).startswith("Not measured yet")
+
+
+EMULATED = Machine(
+    name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
+    flops_per_s=2e9, gate_flops_per_s=8e10, memory_bytes=1e9, inter_shared=True,
+    reduce_scatter_as_all_reduce=True,
+)  # fmt: skip
+# The experts' rate of EMULATED: 4 * 64 * 32 operations a row.
+CONFIG = {
+    "nodes": 2, "local": 2, "rate_mbit": 200, "delay_us": 0, "model_dim": 64, "hidden_dim": 32,
+    "overlap_hidden_dim": 64, "experts": 2, "expert_ms_per_row": 1e3 * 4 * 64 * 32 / 2e9,
+}  # fmt: skip
+
+
+def emulated_steps(slower, nodes=2):
+    """What an emulated cluster would have measured: all-to-alls, and steps of sleeping experts.
+
+    Args:
+        slower: factor on the steps of a choice.
+        nodes: of two ranks.
+    """
+    cluster = Cluster(nodes=nodes, local=2, expert_parallel_size=2 * nodes)
+    content = {"config": CONFIG | {"nodes": nodes}, "a2a": [], "static": []}
+    for algorithm in ("linear", "2dh"):
+        for size in (2**12, 2**16, 2**20):
+            seconds = exchange_seconds(size, EMULATED, nodes, 2, algorithm)
+            content["a2a"].append(
+                {"nodes": nodes, "local": 2, "algorithm": algorithm, "bytes_per_rank": size,
+                 "seconds": seconds}
+            )  # fmt: skip
+    choices = [How(adaptive_r=0), How(adaptive_r=1), How(adaptive_r=2), How(overlap=2)]
+    for tokens in (8, 512):
+        work = Work(
+            tokens=tokens, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4
+        )
+        for how in choices:
+            seconds = step_seconds(work, EMULATED, cluster, how) * slower(how)
+            row = {"form": "sleep", "tokens": tokens, **asdict(how), "seconds": seconds}
+            content["static"].append(row)
+    return content
+
+
+def test_measured_steps_are_held_against_the_model(make_scaling, tmp_path):
+    path = tmp_path / "cluster_2x2.json"
+    path.write_text(json.dumps(emulated_steps(lambda how: 1.0)))
+    steps = make_scaling.measured_steps([path])
+    ((_, _, none, others),) = tables(make_scaling.steps_table(steps))
+    assert none == ["r = 0", "2x2, 200 Mbit/s", "sleep", "2", "0%, 0%, 0%", "1.00", "-"]
+    assert others[3:] == ["6", "0%, 0%, 0%", "1.00", "-"]
+    ((_, _, choice),) = tables(make_scaling.choices_table(steps))
+    assert choice[:5] == ["2x2, 200 Mbit/s", "sleep", "2", "2, 2, 2; 0%", "-"]
+
+    best = min(steps, key=lambda step: step.seconds).how
+    path.write_text(json.dumps(emulated_steps(lambda how: 4.0 if how == best else 2.0)))
+    steps = make_scaling.measured_steps([path])
+    # Half of what was measured, and the model's choice of few tokens is no longer the best.
+    assert {step.how: step.own / step.seconds for step in steps if step.tokens == 8} == {
+        step.how: pytest.approx(0.25 if step.how == best else 0.5) for step in steps
+    }
+    ((_, _, choice),) = tables(make_scaling.choices_table(steps))
+    assert choice[3] != "2, 2, 2; 0%"
+
+
+def test_links_of_other_shapes_predict_a_step_too(make_scaling, tmp_path):
+    for nodes, slower in ((2, 1.0), (4, 2.0)):
+        content = emulated_steps(lambda how, slower=slower: slower, nodes)
+        (tmp_path / f"cluster_{nodes}x2.json").write_text(json.dumps(content))
+    steps = make_scaling.measured_steps(sorted(tmp_path.iterdir()))
+    _, _, *rows = tables(make_scaling.steps_table(steps))[0]
+    assert {(row[1], row[4], row[6]) for row in rows} == {
+        ("2x2, 200 Mbit/s", "0%, 0%, 0%", "0%, 0%, 0%"),
+        ("4x2, 200 Mbit/s", "50%, 50%, 50%", "50%, 50%, 50%"),
+    }
+    _, _, *rows = tables(make_scaling.choices_table(steps))[0]
+    assert [row[3:5] for row in rows] == [["2, 2, 2; 0%"] * 2] * 2
+
+
+def test_a_link_speed_without_all_to_alls_takes_those_of_another(make_scaling, tmp_path):
+    content = emulated_steps(lambda how: 1.0)
+    half = {"config": CONFIG | {"rate_mbit": 100}, "static": content["static"]}
+    for name, found in (
+        ("a", content),
+        ("b", half),
+        ("c", half | {"config": CONFIG | {"nodes": 4}}),
+    ):
+        (tmp_path / f"cluster_{name}.json").write_text(json.dumps(found))
+    by_cluster = {}
+    for step in make_scaling.measured_steps(sorted(tmp_path.iterdir())):
+        by_cluster.setdefault(step.cluster, []).append(step)
+    # The third has no all-to-alls of its own shape.
+    assert list(by_cluster) == ["2x2, 200 Mbit/s", "2x2, 100 Mbit/s"]
+    slow = replace(EMULATED, inter=Link(1e-3, 12.5e6))
+    work = Work(tokens=512, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
+    cluster = Cluster(nodes=2, local=2, expert_parallel_size=4)
+    (found,) = (s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.how == How())
+    assert found.own == pytest.approx(step_seconds(work, slow, cluster, How()), rel=1e-3)
+    assert make_scaling.steps_table([]).startswith("Not measured yet")
+    assert make_scaling.choices_table([]).startswith("Not measured yet")
