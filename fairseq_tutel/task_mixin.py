@@ -25,7 +25,7 @@ class MoETaskMixin:
 
     _has_experts = False
     moe_tuner: UpdateTuner | None = None
-    _clipped_before = 0
+    _clipped_before = -1
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion; say so once when it has no balance loss."""
@@ -67,6 +67,8 @@ class MoETaskMixin:
             result = super().train_step(  # type: ignore[misc]
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
+        if self.moe_tuner is not None:
+            self.moe_tuner.end()  # what follows the last backward takes as long whatever was chosen
         if diagnosing:
             # The trainer runs the step again after a NaN, to find where; then it raises this.
             raise FloatingPointError(
@@ -82,7 +84,7 @@ class MoETaskMixin:
             return
         # An update whose gradients were clipped is over, also where an overflow kept it from its step.
         clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
-        if not self.moe_tuner.running or clipped != self._clipped_before:
+        if clipped != self._clipped_before:
             self._clipped_before = clipped
             self.moe_tuner.begin(int(sample.get("ntokens", 0)))
 
@@ -92,8 +94,6 @@ class MoETaskMixin:
         # Under --amp a step with an overflow comes here too, and its batch comes again.
         if getattr(innermost_optimizer(optimizer), "took_step", True):
             update_biases(model)
-        if self.moe_tuner is not None:
-            self.moe_tuner.end()
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""

@@ -34,7 +34,7 @@ FORMAT = 2
 class UpdateTuner:
     """Chooses how the MoE layers of a model run, update by update.
 
-    Call `begin` before the first micro-batch of an update and `end` after its optimizer step, on every
+    Call `begin` before the first micro-batch of an update and `end` after its last backward, on every
     rank. `begin` holds one small all-reduce over all ranks and one host read.
 
     Args:
@@ -72,7 +72,6 @@ class UpdateTuner:
         self._pairs = tuple(overlaps), tuple(algorithms)
         # Made at the first `begin`, when the model is where it is trained, and its memory is taken.
         self._tuner: Tuner | None = None
-        self.running = False
         # Of the last update: its key and How, milliseconds on this rank, tokens on the busiest.
         self._last: tuple[str, How] | None = None
         self._milliseconds, self._tokens = math.nan, 0.0
@@ -91,14 +90,12 @@ class UpdateTuner:
     def begin(self, num_tokens: int) -> How:
         """Choose how this update runs, by the tokens of its first micro-batch on the busiest rank.
 
-        Collective over all ranks. Where the last update did not `end`, as after an overflow, its time
-        does not count.
+        Collective over all ranks. Where the last update did not `end` on every rank, its time does not
+        count.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
         tuner = self.tuner
-        if self.running:
-            self._milliseconds = math.nan
         tokens, milliseconds, busiest = self._agreed(num_tokens)
         if self._last is not None and math.isfinite(milliseconds):
             self._record(milliseconds)
@@ -108,22 +105,21 @@ class UpdateTuner:
         how = tuner.choose(key)
         for layer in self.layers:
             layer.how = how
-        self._last, self.running = (key, how), True
+        self._last, self._milliseconds = (key, how), math.nan
         self._wait_for_gpu()
         self._started = time.perf_counter()
         return how
 
     def end(self) -> None:
-        """Stop the clock.
+        """Stop the clock; of several calls in an update the last counts.
 
         Raises:
             RuntimeError: no update was begun.
         """
-        if not self.running:
+        if self._last is None:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         self._wait_for_gpu()
         self._milliseconds = 1000 * (time.perf_counter() - self._started)
-        self.running = False
 
     def key(self, tokens: float, busiest: float) -> str:
         """Return the bucket of an update.

@@ -127,7 +127,7 @@ def without_an_end():
     for _ in range(2):
         update(tuner, layer, 8)
     measured = sum(len(c) for costs in tuner.tuner.costs.values() for c in costs.values())
-    for _ in range(5):  # overflows: no step, no end
+    for _ in range(5):
         tuner.begin(8)
     update(tuner, layer, 8)
     again = sum(len(c) for costs in tuner.tuner.costs.values() for c in costs.values())
