@@ -187,13 +187,14 @@ class Tuner:
         ranked = sorted(costs, key=lambda how: median(costs[how]))
         limit = CLOSE * median(costs[ranked[0]])
         finalists = [how for how in ranked[:FINALISTS] if median(costs[how]) <= limit]
-        if len(finalists) > 1:
+        if len(finalists) == 1:
+            return finalists[0]
+        anew: Costs = {how: [] for how in finalists}
+        for _ in range(RUN_OFF * self.trials):
             for how in finalists:
-                costs[how] = []
-            for _ in range(RUN_OFF * self.trials):
-                for how in finalists:
-                    costs[how].append((yield how))
-        return _cheapest({how: costs[how] for how in finalists})
+                anew[how].append((yield how))
+        costs.update(anew)
+        return _cheapest(anew)
 
 
 def _cheapest(costs: Costs) -> How:

@@ -94,6 +94,7 @@ def started(measured):
         process.communicate()
 
 
+@pytest.mark.long
 def test_every_section_has_its_rows(measured):
     output, found = measured
     assert found["config"]["nodes"] == 2 and found["config"]["rate_mbit"] == 100
@@ -116,6 +117,7 @@ def test_every_section_has_its_rows(measured):
         assert heading in output
 
 
+@pytest.mark.long
 def test_links_limit_what_crosses_nodes_and_nothing_else(measured):
     mbit = {(row["where"], row["bytes"]): row["mbit"] for row in measured[1]["links"]}
     large = max(num_bytes for _, num_bytes in mbit)
@@ -123,6 +125,7 @@ def test_links_limit_what_crosses_nodes_and_nothing_else(measured):
     assert mbit["within a node", large] > 220
 
 
+@pytest.mark.long
 def test_a_run_that_is_asked_to_end_leaves_nothing(started):
     process = started()
     process.send_signal(signal.SIGTERM)
@@ -140,6 +143,7 @@ def test_a_run_that_loses_a_rank_says_so_and_leaves_nothing(started):
     assert namespaces(process) == []
 
 
+@pytest.mark.long
 def test_a_run_ends_when_its_time_is_up_and_leaves_nothing(started):
     process = started("--limit-s", "1")
     _, errors = process.communicate(timeout=30)
@@ -148,6 +152,7 @@ def test_a_run_ends_when_its_time_is_up_and_leaves_nothing(started):
     assert namespaces(process) == []
 
 
+@pytest.mark.long
 def test_a_delay_is_paid_for_every_message_and_a_killed_run_is_swept(started, tmp_path):
     killed = started()
     killed.kill()

@@ -129,7 +129,10 @@ def same_on_one_rank(case: Training) -> dict[str, torch.Tensor]:
 
 
 # On two ranks each has two of the four micro-batches, which is new wherever the experts are.
-RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
+# Every other case is left to `make test-long`: the pairs hold over all of them.
+RUNS = [
+    pytest.param(case, 4, marks=[pytest.mark.long] * (i % 2)) for i, case in enumerate(CASES)
+] + [pytest.param(case, 2) for case in CASES if case.layout == "four"]
 
 
 @pytest.mark.parametrize("case, world_size", RUNS, ids=name_of)

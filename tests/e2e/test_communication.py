@@ -75,7 +75,9 @@ def moved(checkpoint, initial):
 
 
 # An expert's gradient is of what two wires rounded, each to 8 bits or to 4; other ways differ by 24.
-@pytest.mark.parametrize("dtype, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
+@pytest.mark.parametrize(
+    "dtype, digit", [pytest.param("bf16", 2**-8, marks=pytest.mark.long), ("fp8", 2**-4)]
+)
 def test_a_narrow_wire_trains_nearly_the_same_experts(
     dtype, digit, plain, initial, lm_data, tmp_path
 ):
@@ -88,7 +90,8 @@ def test_a_tuner_changes_the_way_and_not_the_model(lm_data, tmp_path):
     """At most 11 candidates of 4 updates and a run-off of 24: every r, d and algorithm is tried."""
     flags = (*ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2)
     train(lm_data, tmp_path / "plain", *TWO_EXPERTS, ranks=1, updates=70)
-    train(lm_data, tmp_path, *TWO_EXPERTS, *flags, updates=70)
+    run = train(lm_data, tmp_path, *TWO_EXPERTS, *flags, updates=70)
+    assert "tuned: all but the last two" in run.output
     expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], got["model"], adam=False)
@@ -99,6 +102,7 @@ def test_a_tuner_changes_the_way_and_not_the_model(lm_data, tmp_path):
     assert pairs == set(itertools.product((1, 2, 4, 8), ("linear", "2dh")))
 
 
+@pytest.mark.long
 def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_path):
     flags = (*IN_TWO_SLICES, "--moe-adaptive", "auto", "--disable-validation")
     run = train(lm_data, tmp_path, *flags, ranks=2, updates=90)
