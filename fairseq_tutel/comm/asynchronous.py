@@ -50,25 +50,29 @@ def _jobs() -> "queue.SimpleQueue[Any]":
             target=_work, args=(_Thread.jobs,), name="communication", daemon=True
         )
         _Thread.thread.start()
-        atexit.unregister(_leave)
-        atexit.register(_leave)
     return _Thread.jobs
 
 
 def _leave() -> None:
-    """End the thread before the interpreter ends, which would otherwise abort the process.
+    """End the thread before the interpreter ends.
 
-    It is still at work only where an error ended the main thread in the middle of an exchange; then its
-    peer's answer does not come, and the process ends here, as failed.
+    After an error a peer may still be waited for, in the thread or in gloo's own; torn down there, they
+    abort the process, whose error a launcher would take for a crash. So it ends here, as failed.
     """
-    assert _Thread.jobs is not None and _Thread.thread is not None
-    if _Thread.thread.is_alive():
-        _Thread.jobs.put(None)
+    if _Thread.jobs is None or _Thread.thread is None:
+        return
+    _Thread.jobs.put(None)
+    failed = hasattr(sys, "last_type")  # the interpreter has printed an error that nobody caught
+    if not failed:
         _Thread.thread.join(LEAVE_SECONDS)
-        if _Thread.thread.is_alive():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+    if failed or _Thread.thread.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+# At import, so that what others do at the end, which was registered later, is done before.
+atexit.register(_leave)
 
 
 def _work(jobs: "queue.SimpleQueue[Any]") -> None:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 logger = logging.getLogger(__name__)
 
 # Or the time-out, where that is shorter.
-LONGEST_ROLL_CALL = 5.0
+LONGEST_ROLL_CALL = 3.0
 # What may come on top: a store that hangs is given up, and the rank that keeps it leaves last.
 GRACE_SECONDS = 1.0
 LONGEST_SECONDS = 365 * 24 * 3600

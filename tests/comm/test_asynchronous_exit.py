@@ -22,7 +22,7 @@ layer(x)[0].sum().backward()
 """
 
 
-@pytest.mark.parametrize("overlap", (1, 4))
+@pytest.mark.parametrize("overlap", (pytest.param(1, marks=pytest.mark.long), 4))
 def test_an_error_on_one_rank_ends_both_with_an_error(overlap):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -189,7 +189,7 @@ def test_the_last_comparison_is_of_all_that_may_be_the_best(monkeypatch):
         (["--experts", "3"], "--experts is 3, which gives 4 ranks unequal parts"),
         (["--experts", "1", "--hidden-dim", "6"], "--hidden-dim is 6, which 4 ranks"),
         (["--overlaps", "2"], "--overlaps is 2; give 1 too"),
-        (["--json", "no/such/folder/out.json"], "whose folder does not exist"),
+        (["--json", "no/such/folder/out.json"], "which cannot be written"),
     ],
 )
 def test_what_no_cluster_can_have_is_refused(words, reason):

@@ -48,7 +48,18 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+# What tests/comm/test_equality.py trains too; here it goes through the command line once more.
+LONG = (
+    "top4-replicas",
+    "translation-glu-capacity",
+    "hash-min-capacity-replicas",
+    "adam-top3",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
+)
 def test_ranks_train_the_same_model(case, request, tmp_path):
     kind, *extra = CASES[case]
     data = request.getfixturevalue(f"{kind}_data")
