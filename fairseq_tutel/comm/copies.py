@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fairseq_tutel.comm.regroup import block_starts, spread
+from fairseq_tutel.comm.regroup import block_starts, gather, spread, sum_of_copies
 from fairseq_tutel.comm.trip import chunk_of
 
 
@@ -41,7 +41,7 @@ def repeat_blocks(rows_RD: Tensor, counts_E: Tensor, num_rows: int, degree: int)
     copies_MR = torch.stack([rows_R + spread(s, counts_E, num_rows) for s in shift_ER.unbind(1)])
     every = torch.arange(num_rows * degree, device=rows_RD.device)
     source_R = every - spread(shift_ER, counts_ER, num_rows * degree)
-    return Repeated(_Repeat.apply(rows_RD, source_R, copies_MR), source_R, copies_MR)
+    return Repeated(gather(rows_RD, source_R, copies_MR), source_R, copies_MR)
 
 
 class Repeated:
@@ -55,34 +55,14 @@ class Repeated:
         return _Sum.apply(done_RD, self.source_R, self.copies_MR)
 
 
-class _Repeat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source_R: Tensor, copies_MR: Tensor) -> Tensor:
-        ctx.save_for_backward(copies_MR)
-        return rows.index_select(0, source_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-        (copies_MR,) = ctx.saved_tensors
-        return _sum_of(drows, copies_MR), None, None
-
-
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source_R: Tensor, copies_MR: Tensor) -> Tensor:
         ctx.save_for_backward(source_R)
-        return _sum_of(rows, copies_MR)
+        return sum_of_copies(rows, copies_MR)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
         (source_R,) = ctx.saved_tensors
         return drows.index_select(0, source_R), None, None
-
-
-def _sum_of(rows: Tensor, copies_MR: Tensor) -> Tensor:
-    out = rows.index_select(0, copies_MR[0])
-    for copy_R in copies_MR[1:]:
-        out += rows.index_select(0, copy_R)
-    return out

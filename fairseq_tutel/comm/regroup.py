@@ -1,6 +1,6 @@
 """Regroup: from blocks in the order (a, b) to blocks in the order (b, a), as one gather, and back.
 
-R rows, D model_dim; counts_AB[a, b] rows are in block (a, b).
+R rows, D model_dim, M copies of a row; counts_AB[a, b] rows are in block (a, b).
 """
 
 from typing import Any
@@ -31,7 +31,20 @@ def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     """Return rows[index]; the backward is the gather by the inverse."""
-    return _Permute.apply(rows_RD, index_R, inverse_R)
+    return gather(rows_RD, index_R, inverse_R.unsqueeze(0))
+
+
+def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
+    """Return rows[index] [X, D], in which row r stands at copies[:, r]; the backward sums over these."""
+    return _Gather.apply(rows_RD, index_X, copies_MR)
+
+
+def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
+    """Return [R, D], the sum of rows[copies[m]] in the order of m, without autograd."""
+    out = rows_XD.index_select(0, copies_MR[0])
+    for copy_R in copies_MR[1:]:
+        out += rows_XD.index_select(0, copy_R)
+    return out
 
 
 def block_starts(counts: Tensor) -> Tensor:
@@ -45,14 +58,14 @@ def spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
-class _Permute(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return rows_RD.index_select(0, index_R)
+    def forward(ctx: Any, rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
+        ctx.save_for_backward(copies_MR)
+        return rows_RD.index_select(0, index_X)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse_R,) = ctx.saved_tensors
-        return drows_RD.index_select(0, inverse_R), None, None
+    def backward(ctx: Any, drows_XD: Tensor) -> tuple[Tensor | None, ...]:
+        (copies_MR,) = ctx.saved_tensors
+        return sum_of_copies(drows_XD, copies_MR), None, None
