@@ -32,6 +32,8 @@ class Counts(NamedTuple):
 
     def chunk(self, index: int, number: int) -> "Counts":
         """Return the counts of chunk `index` of `number`: every block is cut alike by all ranks."""
+        if number == 1:
+            return self
         passing = self.passing_LNE
         return Counts(
             chunk_of(self.leaving_PE, index, number),
