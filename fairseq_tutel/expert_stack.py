@@ -87,7 +87,7 @@ class ExpertStack(nn.Module):
 
     def slice_of(self, name: str) -> Slice:
         """Return how a parameter is cut."""
-        return Slice(self.slices, self.slice_dims.get(name, 1)) if self.slices > 1 else Slice()
+        return Slice(self.slices, self.slice_dims[name]) if self.slices > 1 else Slice()
 
     def mark_slices(self) -> None:
         """Let every cut parameter say so, for who gathers it without knowing its layer."""
@@ -98,7 +98,7 @@ class ExpertStack(nn.Module):
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter of one expert that is not cut."""
         shape, how = list(self.expert_parameters()[name].shape), self.slice_of(name)
-        shape[how.dim if how.count > 1 else 0] *= how.count
+        shape[how.dim] *= how.count
         return tuple(shape[1:])
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ class Slice:
     """How a stacked tensor [e, ...] is cut: into `count` parts along `dim`."""
 
     count: int = 1
-    dim: int = 1
+    dim: int = 0
 
 
 def mark_slice(parameter: nn.Parameter, how: Slice) -> None:
@@ -41,5 +41,5 @@ def join(parts: Sequence[Tensor], how: Slice) -> Tensor:
 
 def cut(whole: Tensor, how: Slice, index: int) -> Tensor:
     """Return part `index` of a tensor whose `dim` is whole; a view."""
-    width = whole.shape[how.dim] // how.count if how.count > 1 else 0
-    return whole if how.count == 1 else whole.narrow(how.dim, index * width, width)
+    width = whole.shape[how.dim] // how.count
+    return whole.narrow(how.dim, index * width, width)
