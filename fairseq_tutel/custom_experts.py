@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fairseq_tutel.comm.slices import Part
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import construct, draw
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
@@ -26,16 +27,8 @@ class CustomExperts(ExpertStack):
         ValueError: the module has buffers, which no expert could keep apart, or no parameters.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        kind: type,
-        num_local: int | None = None,
-        first: int = 0,
-        slices: int = 1,
-        slice_index: int = 0,
-    ) -> None:
-        super().__init__(config, num_local, first, slices, slice_index)
+    def __init__(self, config: MoEConfig, kind: type, part: Part | None = None) -> None:
+        super().__init__(config, part)
         self.kind = kind
         with torch.device("meta"):
             template = construct(label_of("expert_type"), kind, config)

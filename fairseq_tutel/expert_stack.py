@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.slices import Slice, cut, mark_slice
+from fairseq_tutel.comm.slices import Part, Slice, cut, mark_slice
 from fairseq_tutel.config import MoEConfig
 
 Tensors = Mapping[str, Any]
@@ -23,10 +23,7 @@ class ExpertStack(nn.Module):
 
     Args:
         config: of the layer.
-        num_local: experts of this rank; None for all.
-        first: global id of the first of them.
-        slices: ranks that hold one expert, a part of its hidden dimension each.
-        slice_index: which part is here.
+        part: which of its experts are here; None for all.
     """
 
     # Along which dimension a stacked tensor is cut where an expert has several ranks; of a kind of
@@ -35,25 +32,17 @@ class ExpertStack(nn.Module):
     # Tensors that are added to the output, in its last dimension: a part's stands among zeros.
     added: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        num_local: int | None = None,
-        first: int = 0,
-        slices: int = 1,
-        slice_index: int = 0,
-    ) -> None:
+    def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
         super().__init__()
-        if slices > 1 and not self.slice_dims:
+        self.part = Part(config.num_experts) if part is None else part
+        if self.part.slices > 1 and not self.slice_dims:
             raise ValueError(
-                f"--moe-expert-parallel-size gives {slices} ranks to one expert, but expert_type "
+                f"--moe-expert-parallel-size gives {self.part.slices} ranks to one expert, but expert_type "
                 f"(--moe-expert-type) {config.expert_type} cannot be cut into slices; give a size of at "
                 f"most {config.num_experts}, the number of experts."
             )
         self.config = config
-        self.num_local = config.num_experts if num_local is None else num_local
-        self.first = first
-        self.slices, self.slice_index = slices, slice_index
+        self.num_local, self.first = self.part.num_local, self.part.first
         self.gathered: dict[str, Tensor] | None = None
         self.everywhere: dict[str, Tensor] | None = None
 
@@ -87,11 +76,12 @@ class ExpertStack(nn.Module):
 
     def slice_of(self, name: str) -> Slice:
         """Return how a parameter is cut."""
-        return Slice(self.slices, self.slice_dims[name]) if self.slices > 1 else Slice()
+        slices = self.part.slices
+        return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
     def mark_slices(self) -> None:
         """Let every cut parameter say so, for who gathers it without knowing its layer."""
-        if self.slices > 1:
+        if self.part.slices > 1:
             for name, parameter in self.expert_parameters().items():
                 mark_slice(parameter, self.slice_of(name))
 
@@ -104,7 +94,7 @@ class ExpertStack(nn.Module):
     @torch.no_grad()
     def own_part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor [n, ...] of n whole experts; a view."""
-        return cut(whole, self.slice_of(name), self.slice_index)
+        return cut(whole, self.slice_of(name), self.part.index)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

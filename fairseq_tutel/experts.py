@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fairseq_tutel.comm.slices import Part
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import is_custom, load_class
 from fairseq_tutel.custom_experts import CustomExperts
@@ -57,15 +58,9 @@ class Experts(ExpertStack):
     }
     added: ClassVar[tuple[str, ...]] = ("fc2_bias",)
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        num_local: int | None = None,
-        first: int = 0,
-        slices: int = 1,
-        slice_index: int = 0,
-    ) -> None:
-        super().__init__(config, num_local, first, slices, slice_index)
+    def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
+        super().__init__(config, part)
+        slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
         # Of the output only the bias is cut.
         model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
@@ -136,14 +131,12 @@ def _part_of(width: int, slices: int, name: str) -> int:
     return width // slices
 
 
-def build_experts(
-    config: MoEConfig, num_local: int, first: int, slices: int = 1, slice_index: int = 0
-) -> ExpertStack:
+def build_experts(config: MoEConfig, part: Part) -> ExpertStack:
     """Return the local experts that `config.expert_type` names, ours or of the user's class."""
     if is_custom(config.expert_type):
         kind = load_class(label_of("expert_type"), config.expert_type)
-        return CustomExperts(config, kind, num_local, first, slices, slice_index)
-    return Experts(config, num_local, first, slices, slice_index)
+        return CustomExperts(config, kind, part)
+    return Experts(config, part)
 
 
 def apply_map(name: str, rows: Tensor, counts: Sequence[int], tensors: Tensors) -> Tensor:

@@ -104,11 +104,7 @@ class MoELayer(nn.Module):
             gates = [build_gate(c, kind) for c, kind in zip(self.gate_configs, kinds, strict=True)]
         self.gate = gates[0]
         self.other_gates = nn.ModuleList(gates[1:])
-        local = self.topology.local_experts(config.num_experts)
-        slices = self.topology.slices(config.num_experts)
-        self.experts = experts or build_experts(
-            config, len(local), local.start, slices, self.topology.expert_rank % slices
-        )
+        self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark_slices()
         # May be set anew between two steps, alike on all ranks.
         self.how = static_how(config, self.topology)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
+from fairseq_tutel.comm.slices import Part
 from fairseq_tutel.config import AT_LEAST_1, MoEConfig, Rule
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.experts import Experts, apply_map, build_experts
@@ -63,28 +64,20 @@ class FFNExperts(Experts):
 
     Args:
         config: of the layer.
-        num_local: experts of this rank.
-        first: global id of the first of them.
+        part: which of its experts are here.
         options: of the experts' dict.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        num_local: int,
-        first: int,
-        options: Mapping[str, Any],
-        slices: int = 1,
-        slice_index: int = 0,
-    ) -> None:
-        super().__init__(config, num_local, first, slices, slice_index)
+    def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
+        super().__init__(config, part)
         self.activation = options.get("activation_fn")
         self.activation_with_self = options.get("activation_fn_with_self")
         out_dim = options.get("output_dim") or config.model_dim
-        self.fc2_weight = nn.Parameter(torch.empty(num_local, out_dim, config.hidden_dim // slices))
+        hidden_dim = config.hidden_dim // part.slices
+        self.fc2_weight = nn.Parameter(torch.empty(part.num_local, out_dim, hidden_dim))
         if not config.expert_bias:
             return
-        self.fc2_bias = nn.Parameter(torch.empty(num_local, out_dim // slices))
+        self.fc2_bias = nn.Parameter(torch.empty(part.num_local, out_dim // part.slices))
         for name in ("fc1", "fc2"):
             if not options.get(f"has_{name}_bias", True):
                 setattr(self, f"{name}_bias", None)
@@ -112,8 +105,7 @@ class ModuleExperts(ExpertStack):
 
     Args:
         config: of the layer.
-        num_local: experts of this rank.
-        first: global id of the first of them.
+        part: which of its experts are here.
         build: returns the module, with weights drawn.
         context: what the module is called with.
 
@@ -124,12 +116,11 @@ class ModuleExperts(ExpertStack):
     def __init__(
         self,
         config: MoEConfig,
-        num_local: int,
-        first: int,
+        part: Part,
         build: Callable[[], nn.Module],
         context: ExpertContext,
     ) -> None:
-        super().__init__(config, num_local, first)
+        super().__init__(config, part)
         self.build, self.context = build, context
         self._given: tuple[int, ...] = (config.model_dim,)
         self._returned: tuple[int, ...] = ()
@@ -143,9 +134,9 @@ class ModuleExperts(ExpertStack):
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
-                parameter.shape[:1] == (num_local,),
+                parameter.shape[:1] == (part.num_local,),
                 f"expert {type(module).__name__} has the parameter {name} of shape "
-                f"{tuple(parameter.shape)}; give dimension 0 to the {num_local} local experts.",
+                f"{tuple(parameter.shape)}; give dimension 0 to the {part.num_local} local experts.",
             )
             self.register_parameter(_key(name), parameter)
         for name, buffer in module.named_buffers():
@@ -251,35 +242,29 @@ def _built_in_fields(experts: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "expert_bias": any(has_bias)}
 
 
-def can_slice(experts: Mapping[str, Any], model_dim: int) -> Callable[[int], bool]:
+def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
     """Return whether so many ranks can each hold a slice of one expert of this dict."""
     if experts["type"] not in BUILT_IN:
-        return lambda _: False
+        return False
     widths = [experts["hidden_size_per_expert"]]
     if experts["type"] != "llama_ffn":  # whose output has no bias to cut
         widths += [model_dim, experts.get("output_dim") or model_dim]
-    return lambda slices: not any(width % slices for width in widths)
+    return not any(width % slices for width in widths)
 
 
 def build_from_dict(
-    experts: Mapping[str, Any],
-    config: MoEConfig,
-    first: int,
-    context: ExpertContext,
-    slices: int = 1,
-    slice_index: int = 0,
+    experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
 ) -> ExpertStack:
     """Return the local experts of a dict that `check_experts` has taken."""
-    num_local = context.num_local_experts
     if experts["type"] == "custom":
         build = functools.partial(
             experts["module"],
             model_dim=config.model_dim,
-            num_experts_per_device=num_local,
+            num_experts_per_device=part.num_local,
             sharded_count=context.sharded_count,
             **{key: value for key, value in experts.items() if key not in NOT_PASSED},
         )
-        return ModuleExperts(config, num_local, first, build, context)
+        return ModuleExperts(config, part, build, context)
     ordinary = (
         experts.get("activation_fn") is None
         and experts.get("activation_fn_with_self") is None
@@ -287,5 +272,5 @@ def build_from_dict(
         and experts.get("has_fc1_bias", True) == experts.get("has_fc2_bias", True)
     )
     if ordinary:
-        return build_experts(config, num_local, first, slices, slice_index)
-    return FFNExperts(config, num_local, first, experts, slices, slice_index)
+        return build_experts(config, part)
+    return FFNExperts(config, part, experts)

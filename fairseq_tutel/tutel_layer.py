@@ -81,12 +81,16 @@ class TutelMoELayer(nn.Module):
         gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
         per_device, expert_fields = check_experts(experts, model_dim)
         self.num_global_experts = options.count_experts(per_device, group)
-        can_cut, local = can_slice(experts, model_dim), ranks_per_node() if use_2dh else 0
-        topology = _topology(group, self.num_global_experts, can_cut, local)
-        self._shared_by = max(1, topology.world_size // self.num_global_experts)
-        slices = topology.slices(self.num_global_experts)
+        self._shared_by = max(1, options.count_ranks(group) // self.num_global_experts)
+        sliced = self._shared_by > 1 and can_slice(experts, model_dim, self._shared_by)
+        topology = _topology(group, self.num_global_experts, sliced, use_2dh)
         how = options.check_how(
-            a2a_ffn_overlap_degree, parallel_type, use_2dh, self._shared_by, topology, slices
+            a2a_ffn_overlap_degree,
+            parallel_type,
+            use_2dh,
+            self._shared_by,
+            topology,
+            topology.slices(self.num_global_experts),
         )
         fields = {
             **expert_fields,
@@ -150,7 +154,7 @@ class TutelMoELayer(nn.Module):
 
     def _how(self, overlap: int | None, degree: int | None) -> How:
         """Return how one call runs; what is not given is the layer's."""
-        how, slices = self.moe.how, self.experts.slices
+        how, slices = self.moe.how, self.experts.part.slices
         if overlap is not None:
             how = dataclasses.replace(how, overlap=options.check_overlap(overlap))
         if degree is not None:
@@ -253,18 +257,15 @@ def _build(
         )
         configs.append(MoEConfig(**fields, **own))
         gates.append(build_gate(configs[-1], own["gate_type"]) if module is None else module)
-    local = topology.local_experts(num_experts)
+    part = topology.part(num_experts)
     context = ExpertContext(
         model_dim=model_dim,
         num_global_experts=num_experts,
-        num_local_experts=len(local),
+        num_local_experts=part.num_local,
         world_size=topology.world_size,
         group=group,
     )
-    slices = topology.slices(num_experts)
-    stack = build_from_dict(
-        experts, configs[0], local.start, context, slices, topology.expert_rank % slices
-    )
+    stack = build_from_dict(experts, configs[0], part, context)
     layer = MoELayer(
         configs[0], topology, seed=expert_seed, gate_configs=configs, gates=gates, experts=stack
     )
@@ -278,15 +279,13 @@ def _gate_name(index: int) -> str:
 
 
 def _topology(
-    group: dist.ProcessGroup | None, num_experts: int, can_cut: Callable[[int], bool], local: int
+    group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool
 ) -> Topology:
-    """Return where experts live; several ranks of one hold slices of it where it can be cut."""
-    together = dist.is_available() and dist.is_initialized()
-    world = dist.get_world_size(group) if together else 1
-    sliced = world > num_experts and can_cut(world // num_experts)
-    if group is None:
-        return make_topology([num_experts], world if sliced else 0, local)
-    return topology_within(group, num_experts, sliced)
+    """Return where experts live; where they are sliced, each of a group's ranks has a part of one."""
+    if group is not None:
+        return topology_within(group, num_experts, sliced)
+    requested = options.count_ranks() if sliced else 0
+    return make_topology([num_experts], requested, ranks_per_node() if use_2dh else 0)
 
 
 def _agreed_seeds(

@@ -74,7 +74,7 @@ def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> in
         group is None or isinstance(group, dist.ProcessGroup),
         f"group is {group!r}; give a process group that this rank is in, or None for all ranks.",
     )
-    ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    ranks = count_ranks(group)
     if per_rank > 0 or per_rank == -1:
         return abs(per_rank) * ranks
     require(
@@ -83,6 +83,12 @@ def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> in
         f"{ranks} ranks; give a divisor of {ranks}.",
     )
     return ranks // -per_rank
+
+
+def count_ranks(group: dist.ProcessGroup | None = None) -> int:
+    """Return the ranks of a group, None for all; 1 without torch.distributed."""
+    together = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size(group) if together else 1
 
 
 def _as_whole(per_device: Any) -> int:

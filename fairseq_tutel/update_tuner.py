@@ -185,7 +185,7 @@ class UpdateTuner:
         every = {
             r
             for layer in self.layers
-            for r in allowed_degrees(layer.experts.slices, layer.config.hidden_layer_norm)
+            for r in allowed_degrees(layer.experts.part.slices, layer.config.hidden_layer_norm)
         }
         limit = torch.tensor(_free_bytes(self._device()) / 2, device=self._device())
         if dist.is_initialized():
@@ -201,7 +201,9 @@ class UpdateTuner:
             parameters = layer.experts.expert_parameters().values()
             own = sum(p.numel() * p.element_size() for p in parameters)
             ranks = layer.topology.expert_parallel_size
-            total += 2 * own * (ranks if degree == 0 else max(1, layer.experts.slices // degree))
+            total += (
+                2 * own * (ranks if degree == 0 else max(1, layer.experts.part.slices // degree))
+            )
         return total
 
     def _device(self) -> torch.device:

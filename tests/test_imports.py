@@ -42,7 +42,8 @@ CORE = {
     "metrics": "routing",
     "dispatch": "kernels routing",
     "comm.fingerprint": "comm.guard",
-    "comm.topology": "comm.fingerprint comm.guard",
+    "comm.slices": "",
+    "comm.topology": "comm.fingerprint comm.guard comm.slices",
     "comm.machine": "",
     "comm.cost": "comm.how comm.machine",
     "comm.fit": "comm.cost comm.machine",
@@ -50,7 +51,6 @@ CORE = {
     "comm.gradients": "comm.guard comm.topology",
     "exploration": "config",
     "comm.regroup": "",
-    "comm.slices": "",
     "comm.timer": "",
     "comm.asynchronous": "",
     "comm.trip": "comm.asynchronous comm.timer comm.wire",
@@ -63,8 +63,8 @@ CORE = {
         "comm.timer comm.topology comm.trip"
     ),
     "expert_stack": "comm.slices config",
-    "custom_experts": "config custom expert_stack initial",
-    "experts": "config custom custom_experts expert_stack initial",
+    "custom_experts": "comm.slices config custom expert_stack initial",
+    "experts": "comm.slices config custom custom_experts expert_stack initial",
     "beside": "config custom experts initial",
     "comm.adaptive": "comm.guard comm.slices comm.topology expert_stack",
     "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
@@ -80,7 +80,7 @@ CORE = {
     ),
     "tutel_options": "comm.how comm.topology config",
     "tutel_gates": "config tutel_options",
-    "tutel_experts": "config expert_stack experts initial tutel_options",
+    "tutel_experts": "comm.slices config expert_stack experts initial tutel_options",
     "tutel_layer": (
         "comm.guard comm.how comm.launcher comm.topology config expert_stack gates initial moe_layer "
         "tutel_experts "

@@ -60,9 +60,7 @@ def make_layer(settings: Settings, num_experts: int, form: str) -> ft.MoELayer:
     config = ft.MoEConfig(settings.model_dim, settings.hidden_dim, num_experts, top_k=1)
     experts = None
     if form == "sleep":
-        held, slices = topology.local_experts(num_experts), topology.slices(num_experts)
-        index = topology.expert_rank % slices
-        experts = SleepingExperts(config, len(held), held.start, slices, index)
+        experts = SleepingExperts(config, topology.part(num_experts))
         experts.ms_per_row = settings.expert_ms_per_row
     return ft.MoELayer(config, topology, seed=1, experts=experts)
 

@@ -44,7 +44,7 @@ def gather_weights(experts: ExpertStack, topology: Topology, degree: int) -> dic
     Backward sums the gradients of all ranks that gathered, and keeps the own slice's.
     """
     named = experts.expert_parameters()
-    slices = experts.slices
+    slices = experts.part.slices
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_groups.get(joined)
     if group is None:
@@ -56,7 +56,7 @@ def gather_weights(experts: ExpertStack, topology: Topology, degree: int) -> dic
             for (name, parameter), stack in zip(named.items(), stacked, strict=True)
         }
     if degree > 1:
-        part = experts.slice_index // joined
+        part = experts.part.index // joined
         for name in experts.added:
             if name in tensors:
                 tensors[name] = _in_place(tensors[name], part, degree)

@@ -1,4 +1,4 @@
-"""Slices: where an expert has several ranks, each holds a part of its hidden dimension.
+"""Parts and slices: which experts a rank holds, and, where one has several ranks, which part of it.
 
 E experts (e local), s slices of an expert. Slices of one expert are on consecutive ranks.
 """
@@ -16,6 +16,23 @@ class Slice:
 
     count: int = 1
     dim: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of a layer's experts a rank holds.
+
+    Attributes:
+        num_local: e, whole or in slices.
+        first: global id of the first of them.
+        slices: s, ranks that hold one expert, a part of its hidden dimension each.
+        index: which of these parts is here.
+    """
+
+    num_local: int
+    first: int = 0
+    slices: int = 1
+    index: int = 0
 
 
 def mark_slice(parameter: nn.Parameter, how: Slice) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm.fingerprint import agree
 from fairseq_tutel.comm.guard import guarded, name_ranks, timeout_of_groups
+from fairseq_tutel.comm.slices import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,17 @@ class Topology:
         """How many ranks hold the same experts, W / P."""
         return self.world_size // self.expert_parallel_size
 
-    def local_experts(self, num_experts: int) -> range:
-        """Return the global ids of the experts that this rank holds, or holds a slice of."""
+    def part(self, num_experts: int) -> Part:
+        """Return which of a layer's experts this rank holds, or holds a slice of."""
         count = max(1, num_experts // self.expert_parallel_size)
-        first = self.expert_rank // self.slices(num_experts) * count
-        return range(first, first + count)
+        slices = self.slices(num_experts)
+        which, index = divmod(self.expert_rank, slices)
+        return Part(count, which * count, slices, index)
+
+    def local_experts(self, num_experts: int) -> range:
+        """Return the global ids of these experts."""
+        part = self.part(num_experts)
+        return range(part.first, part.first + part.num_local)
 
     def slices(self, num_experts: int) -> int:
         """Return s, how many ranks of the expert group one expert has."""

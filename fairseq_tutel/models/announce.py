@@ -76,7 +76,7 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
         logger.info(
             "experts across ranks: slices of an expert %s, adaptive_r %s, overlap %d, %s all-to-all, %s "
             "buffers, %s wire, tuned: %s",
-            _counts([layer.experts.slices for layer in layers]),
+            _counts([layer.experts.part.slices for layer in layers]),
             _counts([layer.how.adaptive_r for layer in layers]),
             how.overlap,
             how.algorithm if first.topology.grid is not None else "linear",
@@ -87,7 +87,7 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
         )
     if first.topology.rank > 0:
         return
-    slices = max(layer.experts.slices for layer in layers)
+    slices = max(layer.experts.part.slices for layer in layers)
     asked = [
         option.name
         for option in options_of_scope("system")

@@ -139,11 +139,12 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 
 def _own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
-    num_local, how = parameter.shape[0], slice_of(parameter)
-    whole = num_local * place.expert_parallel_size // how.count
-    first = place.expert_rank // how.count * num_local
+    how = slice_of(parameter)
+    whole = parameter.shape[0] * place.expert_parallel_size // how.count
+    part = place.part(whole)
+    own = slice(part.first, part.first + part.num_local)
     return {
-        key: cut(value[first : first + num_local], how, place.expert_rank % how.count).clone()
+        key: cut(value[own], how, part.index).clone()
         if _is_per_expert(value, parameter, whole)
         else value
         for key, value in state.items()

@@ -186,7 +186,7 @@ def what_runs(layout: str, way: str) -> tuple:
     layer = Model(training, training.topology()).first
     how, place = layer.how, layer.topology
     hops = how.algorithm == "2dh" and place.grid is not None
-    return layer.experts.slices, place.num_replicas, how.adaptive_r, how.overlap, hops
+    return layer.experts.part.slices, place.num_replicas, how.adaptive_r, how.overlap, hops
 
 
 def test_layouts_and_ways_have_an_effect_on_four_ranks(ranks):

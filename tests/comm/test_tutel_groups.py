@@ -174,7 +174,7 @@ def slices_of(kind, per_device, hidden):
     ways = [layer(x, adaptive_r=r, a2a_ffn_overlap_degree=d) for r in (0, 1, 2) for d in (1, 3)]
     for y in ways:
         torch.testing.assert_close(y, layer(x))
-    return layer.experts.slices
+    return layer.experts.part.slices
 
 
 def test_an_expert_is_cut_where_its_ranks_divide_it_and_whole_on_each_otherwise(ranks):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.comm.slices import Part
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.experts import Experts
 
@@ -15,7 +16,7 @@ CONFIG = MoEConfig(model_dim=16, hidden_dim=40, num_experts=6, expert_type="glu"
 
 
 def experts(first: int = 0, count: int = 6, seed: int = 1, name: str = "decoder.0") -> Experts:
-    module = Experts(CONFIG, count, first)
+    module = Experts(CONFIG, Part(count, first))
     module.reset_parameters(seed, name)
     return module
 
