@@ -1,10 +1,18 @@
 """Every kernel in plain torch: the specification, the CPU path and the oracle of the tests.
 
-T tokens, D model_dim, K top_k, R rows. Index -1 means "nothing here" and reads as zero.
+T tokens, D model_dim, K top_k, R rows, N rows of a source, E experts, H hidden_dim, I and O what a linear
+map reads and gives. Index -1 means "nothing here" and reads as zero. Rows are expert-major: expert e owns
+the next counts[e] of them; what lies behind the last group is a tail that no expert reads.
 """
 
+import itertools
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.groups import Groups
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -69,3 +77,208 @@ def _take(x: Tensor, index_N: Tensor, holes_N1: Tensor | None) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(index_N.shape[0], x.shape[1])
     return x.index_select(0, index_N if holes_N1 is None else index_N.clamp_min(0))
+
+
+def grouped_linear(
+    rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups
+) -> Tensor:
+    """Return out_RO with out[r] = rows[r] @ weight[e].T + bias[e] for the rows r of group e; tail 0.
+
+    Args:
+        rows_RI: [R, I], any float dtype.
+        weight_EOI: [E, O, I] in rows' dtype, any strides.
+        bias_EO: [E, O] in rows' dtype, or None.
+        groups: of the rows.
+    """
+    out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
+    for e, own in enumerate(_slices(groups)):
+        _linear(rows_RI[own], weight_EOI[e], None if bias_EO is None else bias_EO[e], out_RO[own])
+    return _clear_tail(out_RO, groups)
+
+
+def grouped_weight_grad(
+    dout_NO: Tensor,
+    rows_NI: Tensor,
+    groups: Groups,
+    *,
+    dout_index_R: Tensor | None = None,
+    rows_index_R: Tensor | None = None,
+    scale_R: Tensor | None = None,
+    bias: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return (dweight_EOI, dbias_EO): dweight[e] = sum over group e of (scale[r] dout[r]) x rows[r].
+
+    Args:
+        dout_NO: [R, O], or [N, O] where `dout_index_R` names each row's source.
+        rows_NI: [R, I], or [N, I] where `rows_index_R` does.
+        groups: of the R rows; an empty one has gradient 0.
+        dout_index_R: [R] int64.
+        rows_index_R: [R] int64.
+        scale_R: [R] in dout's dtype or wider, or None for ones; unread in the tail.
+        bias: whether dbias[e] = sum over group e of scale[r] dout[r] is wanted; else None.
+    """
+    num_experts = len(groups.host)
+    dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
+    dbias_EO = dout_NO.new_empty(num_experts, dout_NO.shape[1]) if bias else None
+    for e, own in enumerate(_slices(groups)):
+        dout_nO = _read_rows(dout_NO, dout_index_R, own)
+        if scale_R is not None:
+            dout_nO = dout_nO * scale_R[own].unsqueeze(1).to(dout_nO.dtype)
+        torch.mm(dout_nO.t(), _read_rows(rows_NI, rows_index_R, own), out=dweight_EOI[e])
+        if dbias_EO is not None:
+            torch.sum(dout_nO, dim=0, out=dbias_EO[e])
+    return dweight_EOI, dbias_EO
+
+
+def ffn_up(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    groups: Groups,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (a_RH, h_RH, g_RH): a = act(h), h = x @ fc1.T + bias; with fc3 a = silu(h) * g, g by fc3.
+
+    Args:
+        x_ND: [R, D], or [N, D] where `index_R` names each row's source; any float dtype.
+        index_R: [R] int64; -1 in the tail alone.
+        fc1_weight: [E, H, D] in x's dtype.
+        fc1_bias: [E, H] or None.
+        fc3_weight: [E, H, D] or None; with it `activation` is not used.
+        fc3_bias: [E, H] or None.
+        groups: of the R rows; a's tail is 0.
+        activation: a name in ACTIVATIONS.
+        keep: return h, where the derivative needs more than a, and g; else None.
+    """
+    kind = ACTIVATIONS[activation]
+    num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
+    a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
+    is_glu = fc3_weight is not None
+    h_RH = torch.empty_like(a_RH) if keep and (is_glu or not kind.keeps_output) else None
+    g_RH = torch.empty_like(a_RH) if keep and is_glu else None
+    for e, own in enumerate(_slices(groups)):
+        x_nD = _read_rows(x_ND, index_R, own)
+        h_nH = (a_RH if h_RH is None else h_RH)[own]
+        _linear(x_nD, fc1_weight[e], None if fc1_bias is None else fc1_bias[e], h_nH)
+        if fc3_weight is not None:
+            g_nH = torch.empty_like(h_nH) if g_RH is None else g_RH[own]
+            _linear(x_nD, fc3_weight[e], None if fc3_bias is None else fc3_bias[e], g_nH)
+            torch.mul(F.silu(h_nH), g_nH, out=a_RH[own])
+        else:
+            a_nH = kind.forward(h_nH)
+            if a_nH is not h_nH or h_RH is not None:
+                a_RH[own] = a_nH
+    return _clear_tail(a_RH, groups), h_RH, g_RH
+
+
+def ffn_down_backward(
+    dy_ND: Tensor,
+    index_R: Tensor | None,
+    gate_R: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    a_RH: Tensor | None,
+    h_RH: Tensor | None,
+    g_RH: Tensor | None,
+    groups: Groups,
+    activation: str,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y[r] = a[r] @ fc2.T + bias and a's making.
+
+    Row r's output counts gate[r] times in the row index[r] of what dy is the gradient of. The weight's
+    gradient is taken without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
+
+    Args:
+        dy_ND: [R, D], or [N, D] where `index_R` names each row's source.
+        index_R: [R] int64; -1 in the tail alone; None without gates.
+        gate_R: [R] in dy's dtype or wider, unread in the tail; or None for ones, and no dgate.
+        fc2_weight: [E, D, H] in dy's dtype.
+        fc2_bias: [E, D] or None.
+        a_RH: from `ffn_up`; None to have it made again of h and g.
+        h_RH: from `ffn_up`, kept; None where the derivative is taken from a.
+        g_RH: from `ffn_up`, kept; None without fc3.
+        groups: of the R rows; the tails of dh and dg are 0, those of a and dgate are not to be read.
+        activation: a name in ACTIVATIONS.
+
+    Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
+    """
+    kind = ACTIVATIONS[activation]
+    num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
+    dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
+    dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
+    made_RH = torch.empty_like(dh_RH) if a_RH is None else a_RH
+    dgate_R = None if gate_R is None else torch.empty_like(gate_R)
+    for e, own in enumerate(_slices(groups)):
+        dy_nD = _read_rows(dy_ND, index_R, own)
+        da_nH = torch.mm(dy_nD, fc2_weight[e], out=dh_RH[own])
+        if a_RH is None:
+            assert h_RH is not None
+            made_RH[own] = (
+                kind.forward(h_RH[own]) if g_RH is None else F.silu(h_RH[own]).mul_(g_RH[own])
+            )
+        if gate_R is not None and dgate_R is not None:
+            dots_n = torch.linalg.vecdot(da_nH, made_RH[own])
+            dgate_R[own] = dots_n if fc2_bias is None else dots_n + dy_nD @ fc2_bias[e]
+            da_nH.mul_(gate_R[own].unsqueeze(1).to(da_nH.dtype))
+        if g_RH is None or dg_RH is None:
+            dh_nH = kind.backward(da_nH, (made_RH if h_RH is None else h_RH)[own])
+        else:
+            assert h_RH is not None
+            torch.mul(da_nH, F.silu(h_RH[own]), out=dg_RH[own])
+            dh_nH = ACTIVATIONS["swish"].backward(da_nH.mul_(g_RH[own]), h_RH[own])
+        if dh_nH is not da_nH:
+            da_nH.copy_(dh_nH)
+    if dg_RH is not None:
+        _clear_tail(dg_RH, groups)
+    return _clear_tail(dh_RH, groups), dg_RH, made_RH, dgate_R
+
+
+def ffn_up_backward(
+    dh_RH: Tensor,
+    fc1_weight: Tensor,
+    dg_RH: Tensor | None,
+    fc3_weight: Tensor | None,
+    groups: Groups,
+) -> Tensor:
+    """Return dx_RD = dh @ fc1 (+ dg @ fc3) of every row's own expert; tail 0.
+
+    Args:
+        dh_RH: [R, H].
+        fc1_weight: [E, H, D] in dh's dtype.
+        dg_RH: [R, H] or None.
+        fc3_weight: [E, H, D] or None.
+        groups: of the R rows.
+    """
+    dx_RD = dh_RH.new_empty(dh_RH.shape[0], fc1_weight.shape[2])
+    for e, own in enumerate(_slices(groups)):
+        torch.mm(dh_RH[own], fc1_weight[e], out=dx_RD[own])
+        if dg_RH is not None and fc3_weight is not None:
+            dx_RD[own].addmm_(dg_RH[own], fc3_weight[e])
+    return _clear_tail(dx_RD, groups)
+
+
+def _slices(groups: Groups) -> list[slice]:
+    ends = list(itertools.accumulate(groups.host, initial=0))
+    return [slice(first, end) for first, end in itertools.pairwise(ends)]
+
+
+def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
+    return x_ND[own] if index_R is None else x_ND.index_select(0, index_R[own])
+
+
+def _linear(rows_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_nO: Tensor) -> None:
+    if bias_O is None:
+        torch.mm(rows_nI, weight_OI.t(), out=out_nO)
+    else:
+        torch.addmm(bias_O, rows_nI, weight_OI.t(), out=out_nO)
+
+
+def _clear_tail(rows: Tensor, groups: Groups) -> Tensor:
+    used = sum(groups.host)
+    if used < rows.shape[0]:
+        rows[used:] = 0
+    return rows
