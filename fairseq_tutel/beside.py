@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import build_custom, is_custom, redraw
-from fairseq_tutel.experts import ACTIVATION_FNS
 from fairseq_tutel.initial import draw_linear, hashed_seed, seeded_generator
+from fairseq_tutel.kernels.activations import ACTIVATIONS
 
 
 class DenseExpert(nn.Module):
@@ -47,7 +47,7 @@ class DenseExpert(nn.Module):
         if self.fc3 is not None:
             hidden_TH = F.silu(hidden_TH) * self.fc3(x_TD)
         else:
-            hidden_TH = ACTIVATION_FNS[self.config.activation](hidden_TH)
+            hidden_TH = ACTIVATIONS[self.config.activation].forward(hidden_TH)
         hidden_TH = F.dropout(hidden_TH, self.config.activation_dropout, self.training)
         if self.hidden_layer_norm is not None:
             hidden_TH = self.hidden_layer_norm(hidden_TH)

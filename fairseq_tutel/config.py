@@ -300,6 +300,13 @@ class MoEConfig:
         scope="system",
         choices=("auto", "reference", "triton"),
     )
+    recompute_experts: bool = _option(
+        False,
+        "keep no hidden layer of the experts for backward, which makes it again: less memory for one more "
+        "product in three; the result is the same",
+        flag="--moe-recompute-experts",
+        scope="system",
+    )
     exchange: str = _option(
         "ragged",
         "what crosses ranks: ragged sends only the kept rows, padded sends equal buffers whose size the "

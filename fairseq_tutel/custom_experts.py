@@ -3,8 +3,6 @@
 R rows, D model_dim, e local experts.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -14,6 +12,7 @@ from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import construct, draw
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.initial import hashed_seed
+from fairseq_tutel.kernels.groups import Groups
 
 
 class CustomExperts(ExpertStack):
@@ -59,20 +58,19 @@ class CustomExperts(ExpertStack):
             for tensor, parameter in expert.named_parameters():
                 stacks[_key(tensor)][i].copy_(parameter)
 
-    def forward(
-        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
-    ) -> Tensor:
-        """Run expert i on its counts[i] rows; an expert without rows is not called."""
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run expert i on its group of rows; an expert without rows is not called."""
         (template,) = self._template
         template.train(self.training)
-        tensors = self.tensors() if tensors is None else tensors
+        counts = list(groups.host)
+        rows_RD = rows_RD[: sum(counts)]
         # unbind's backward stacks once; indexing would build a zero-filled stack per expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 
         def run(i: int, rows: Tensor) -> Tensor:
             return functional_call(template, {name: s[i] for name, s in stacks.items()}, (rows,))
 
-        parts = rows_RD.split(list(counts))
+        parts = rows_RD.split(counts)
         done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
         # No rows at all: an empty run still knows dtype and width of what other ranks send and expect,
         # and gives parameters gradients, of zero.

@@ -53,7 +53,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_of_TK)
         ctx.ops = ops
-        return ops.gather_rows(x_TD, _token_of(source_of_R, row_of_TK.shape[1]))
+        return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]))
 
     @staticmethod
     @once_differentiable
@@ -77,7 +77,7 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         (source_of_R,) = ctx.saved_tensors
-        drows_RD = ctx.ops.gather_rows(dy_TD.contiguous(), _token_of(source_of_R, ctx.top_k))
+        drows_RD = ctx.ops.gather_rows(dy_TD.contiguous(), token_of(source_of_R, ctx.top_k))
         return drows_RD, None, None, None
 
 
@@ -95,8 +95,8 @@ class _ScaledDispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
         ctx.ops = ops
-        scale_R = _read(weights_TK.reshape(-1), source_of_R)
-        return ops.gather_rows(x_TD, _token_of(source_of_R, row_of_TK.shape[1]), scale_R)
+        scale_R = read_copies(weights_TK.reshape(-1), source_of_R)
+        return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
 
     @staticmethod
     @once_differentiable
@@ -127,20 +127,21 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK, row_of_TK, source_of_R = ctx.saved_tensors
         dy_TD = dy_TD.contiguous()
-        scale_R = _read(weights_TK.reshape(-1), source_of_R)
-        drows_RD = ctx.ops.gather_rows(dy_TD, _token_of(source_of_R, row_of_TK.shape[1]), scale_R)
+        scale_R = read_copies(weights_TK.reshape(-1), source_of_R)
+        drows_RD = ctx.ops.gather_rows(dy_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
         dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
         return drows_RD, dweights_TK, None, None, None
 
 
-def _token_of(source_of_R: Tensor, top_k: int) -> Tensor:
-    """Token index of each row; floor division keeps -1 at -1."""
+def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
+    """Return the token of each row; floor division keeps -1 at -1."""
     if top_k == 1:
         return source_of_R
     return source_of_R.div(top_k, rounding_mode="floor")
 
 
-def _read(values_N: Tensor, index_R: Tensor) -> Tensor:
+def read_copies(values_N: Tensor, index_R: Tensor) -> Tensor:
+    """Return values[index]; where the index is -1, something that is not to be read."""
     if values_N.shape[0] == 0:
         return values_N.new_zeros(index_R.shape[0])
     return values_N.index_select(0, index_R.clamp_min(0))

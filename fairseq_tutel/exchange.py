@@ -1,10 +1,10 @@
 """Exchange: rows cross to the ranks that own their experts, the experts run, and the rows come back.
 
 R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. `expert_fn(rows,
-counts)` is a callable, so this file knows no experts.
+groups)` is a callable, so this file knows no experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +21,9 @@ from fairseq_tutel.comm.regroup import permute, regroup_maps
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Grid
 from fairseq_tutel.comm.trip import Counts, Trip
+from fairseq_tutel.kernels.groups import Groups
 
-ExpertFn = Callable[[Tensor, Sequence[int]], Tensor]
+ExpertFn = Callable[[Tensor, Groups], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +62,14 @@ def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, plan: ExchangePl
     Args:
         rows_RD: [R, D] expert-major rows: compact, or E * C for a padded plan.
         counts_E: [E] int64, kept rows of each expert.
-        expert_fn: maps rows of the local experts, expert-major, with host counts.
+        expert_fn: maps rows of the local experts, expert-major.
         plan: see ExchangePlan.
 
     Returns:
         [R', D] in the order of the input; compact rows without their unused tail.
     """
     if plan.group is None:
-        counts = counts_E.tolist()
-        return expert_fn(rows_RD[: sum(counts)], counts)
+        return expert_fn(rows_RD, Groups.of_tensor(counts_E))
     capacity = rows_RD.shape[0] // counts_E.shape[0]
     if plan.padded:
         counts_E = torch.full_like(counts_E, capacity)
@@ -147,7 +147,8 @@ def _run(
     def stage(i: int, received_RD: Tensor) -> Tensor:
         per_expert = hosts[i].arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(devices[i].arriving_PE, sum(per_expert))
-        done_RD = expert_fn(permute(received_RD, to_expert, to_source), per_expert)
+        groups = Groups.of_host(per_expert, received_RD.device)
+        done_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
         return permute(done_RD, to_source, to_expert)
 
     if number == 1:

@@ -3,14 +3,16 @@
 e local experts, s slices of an expert.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.comm.slices import Part, Slice, cut, mark_slice
 from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.kernels.groups import Groups
 
 Tensors = Mapping[str, Any]
 
@@ -46,17 +48,30 @@ class ExpertStack(nn.Module):
         self.gathered: dict[str, Tensor] | None = None
         self.everywhere: dict[str, Tensor] | None = None
 
-    def forward(
-        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
-    ) -> Tensor:
-        """Run expert i on its counts[i] rows.
+    def forward(self, rows_RD: Tensor, groups: Groups, tensors: Tensors | None = None) -> Tensor:
+        """Run expert i on its group of rows.
 
         Args:
-            rows_RD: [R, D] expert-major.
-            counts: on the host; they sum to R.
+            rows_RD: [R, D] expert-major; what lies behind the last group is nobody's.
+            groups: rows of each local expert.
             tensors: what to compute with, by the parameters' names; None for `self.tensors()`.
+
+        Returns:
+            [R, D], or without the rows behind the last group.
         """
+        tensors = self.tensors() if tensors is None else tensors
+        if self.checkpoints and torch.is_grad_enabled():
+            return checkpoint(self.run, rows_RD, groups, tensors, use_reentrant=False)
+        return self.run(rows_RD, groups, tensors)
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run the experts; see `forward`."""
         raise NotImplementedError
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether backward runs the experts again instead of keeping what is between their maps."""
+        return self.config.recompute_experts
 
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw every expert from a generator seeded by (seed, name, global expert id, tensor)."""

@@ -1,10 +1,9 @@
 """Experts: (rows, counts) -> rows. Stacked weights, one grouped linear map per projection.
 
-R rows, D model_dim, H hidden_dim, e local experts. Rows are expert-major: expert i owns the next
-counts[i] rows.
+R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group an expert.
 """
 
-from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -12,37 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fairseq_tutel import kernels
 from fairseq_tutel.comm.slices import Part
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.custom import is_custom, load_class
 from fairseq_tutel.custom_experts import CustomExperts
+from fairseq_tutel.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.initial import draw_linear, seeded_generator
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-# fairseq's names; its gelu_fast is its gelu_accurate, the tanh form. In-place where autograd allows.
-ACTIVATION_FNS = {
-    "relu": F.relu_,
-    "relu_squared": _relu_squared,
-    "gelu": F.gelu,
-    "gelu_fast": _gelu_tanh,
-    "gelu_accurate": _gelu_tanh,
-    "tanh": torch.tanh_,
-    "linear": _identity,
-    "swish": F.silu,
-}
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.routing import Routing
 
 
 class Experts(ExpertStack):
@@ -106,20 +85,55 @@ class Experts(ExpertStack):
         dtype = torch.get_autocast_dtype(device.type)
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
-    def forward(
-        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
-    ) -> Tensor:
-        """Run expert i on its counts[i] rows, with its hidden dimension or a part of it."""
-        tensors = self.tensors() if tensors is None else tensors
-        hidden_RH = apply_map("fc1", rows_RD, counts, tensors)
-        if self.config.expert_type == "glu":
-            hidden_RH = F.silu(hidden_RH) * apply_map("fc3", rows_RD, counts, tensors)
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run expert i on its group of rows, with its hidden dimension or a part of it."""
+        tensors = self.prepared(tensors, rows_RD.device)
+        if not self.is_one_node:
+            return self._by_parts(rows_RD, groups, tensors)
+        rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
+        return ffn(rows_RD, tensors, self._call(groups, rows_RD.device))
+
+    def mixed(self, x_TD: Tensor, routing: Routing, tensors: Tensors | None = None) -> Tensor:
+        """Return y_TD of a routing whose experts are all here; where the experts are one node."""
+        tensors = self.prepared(self.tensors() if tensors is None else tensors, x_TD.device)
+        groups = Groups.of_tensor(routing.counts_E)
+        return mixed_ffn(x_TD, routing, tensors, self._call(groups, x_TD.device))
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether backward runs it again; one node makes again only what it needs."""
+        return super().checkpoints and not self.is_one_node
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether nothing stands between the maps but the activation."""
+        drops = self.training and self.config.activation_dropout > 0
+        return self.hidden_layer_norm is None and not drops
+
+    def _call(self, groups: Groups, device: torch.device) -> FFNCall:
+        config = self.config
+        return FFNCall(
+            ops=kernels.ops(config.backend, device),
+            groups=groups,
+            activation=config.activation,
+            recompute=config.recompute_experts,
+        )
+
+    def _by_parts(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        config = self.config
+
+        def apply(name: str, rows: Tensor) -> Tensor:
+            return apply_map(name, rows, groups, tensors, config.backend)
+
+        hidden_RH = apply("fc1", rows_RD)
+        if config.expert_type == "glu":
+            hidden_RH = F.silu(hidden_RH) * apply("fc3", rows_RD)
         else:
-            hidden_RH = ACTIVATION_FNS[self.config.activation](hidden_RH)
-        hidden_RH = F.dropout(hidden_RH, self.config.activation_dropout, self.training)
+            hidden_RH = ACTIVATIONS[config.activation].forward(hidden_RH)
+        hidden_RH = F.dropout(hidden_RH, config.activation_dropout, self.training)
         if self.hidden_layer_norm is not None:
             hidden_RH = self.hidden_layer_norm(hidden_RH)
-        return apply_map("fc2", hidden_RH, counts, tensors)
+        return apply("fc2", hidden_RH)
 
 
 def _part_of(width: int, slices: int, name: str) -> int:
@@ -139,21 +153,29 @@ def build_experts(config: MoEConfig, part: Part) -> ExpertStack:
     return Experts(config, part)
 
 
-def apply_map(name: str, rows: Tensor, counts: Sequence[int], tensors: Tensors) -> Tensor:
+def apply_map(
+    name: str, rows: Tensor, groups: Groups, tensors: Tensors, backend: str = "auto"
+) -> Tensor:
     """Apply the named map of every expert to its rows."""
-    return grouped_linear(rows, counts, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
+    weight, bias = tensors[f"{name}_weight"], tensors.get(f"{name}_bias")
+    return grouped_linear(rows, groups, weight, bias, backend)
 
 
 def grouped_linear(
-    rows: Tensor, counts: Sequence[int], weight: Tensor, bias: Tensor | None = None
+    rows: Tensor,
+    groups: Groups,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i.
+    """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i; 0 behind the last group.
 
     Args:
         rows: [R, I].
-        counts: e host ints that sum to R.
+        groups: e of them.
         weight: [e, O, I].
         bias: [e, O] or None.
+        backend: of the kernels.
 
     Returns:
         [R, O] in rows' dtype, or in autocast's.
@@ -162,48 +184,33 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _GroupedLinear.apply(rows, weight, bias, tuple(counts))
+    return _GroupedLinear.apply(rows, weight, bias, groups, kernels.ops(backend, rows.device))
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One autograd node for all groups.
-
-    Autograd over `weight[i]` would build a zero-filled full stack per expert; here each product is
-    written straight into its slice of the output or the gradient.
-    """
+    """One autograd node for all groups; over `weight[i]` autograd would build a full stack per expert."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        ops: ModuleType,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.counts, ctx.has_bias = counts, bias is not None
-        out = rows.new_empty(rows.shape[0], weight.shape[1])
-        groups = zip(out.split(counts), rows.split(counts), weight.mT, strict=True)
-        for i, (out_i, rows_i, weight_i) in enumerate(groups):
-            if bias is None:
-                torch.mm(rows_i, weight_i, out=out_i)
-            else:
-                torch.addmm(bias[i], rows_i, weight_i, out=out_i)
-        return out
+        ctx.groups, ctx.ops, ctx.has_bias = groups, ops, bias is not None
+        return ops.grouped_linear(rows, weight, bias, groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
+        (rows, weight), groups, ops = ctx.saved_tensors, ctx.groups, ctx.ops
         dout = dout.contiguous()
-        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        drows = torch.empty_like(rows) if needs_rows else None
-        dweight = torch.empty_like(weight) if needs_weight else None
-        dbias = dout.new_empty(weight.shape[:2]) if ctx.has_bias and needs_bias else None
-        parts = dout.split(ctx.counts)
-        if drows is not None:
-            for out_i, dout_i, weight_i in zip(drows.split(ctx.counts), parts, weight, strict=True):
-                torch.mm(dout_i, weight_i, out=out_i)
-        if dweight is not None:
-            for out_i, dout_i, rows_i in zip(dweight, parts, rows.split(ctx.counts), strict=True):
-                torch.mm(dout_i.t(), rows_i, out=out_i)
-        if dbias is not None:
-            for out_i, dout_i in zip(dbias, parts, strict=True):
-                torch.sum(dout_i, dim=0, out=out_i)
-        return drows, dweight, dbias, None
+        drows = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            drows = ops.grouped_linear(dout, weight.mT, None, groups)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dweight, dbias = ops.grouped_weight_grad(dout, rows, groups, bias=ctx.has_bias)
+        return drows, dweight, dbias, None, None

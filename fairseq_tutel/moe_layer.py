@@ -23,8 +23,8 @@ from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, is_whole
 from fairseq_tutel.dispatch import combine, dispatch
-from fairseq_tutel.expert_stack import ExpertStack
-from fairseq_tutel.experts import build_experts
+from fairseq_tutel.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.experts import Experts, build_experts
 from fairseq_tutel.gates import build_gate, gate_logits, reset_gate
 
 
@@ -183,11 +183,9 @@ class MoELayer(nn.Module):
             sentences=_sentences(x, time_first),
         )
         assignment, gate = self._route(x_TD, batch, call)
-        plan, config = self._plan(), self.config
+        plan = self._plan()
         decision = routing.lay_out(assignment, self._buffer_capacity(assignment, plan))
-        rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
-        rows_RD = exchange.run(rows_RD, decision.counts_E, self._experts(plan.how, x.device), plan)
-        y_TD = combine(rows_RD, decision, config.backend, config.prescore)
+        y_TD = self._mixed(x_TD, decision, plan)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
         return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
@@ -250,13 +248,26 @@ class MoELayer(nn.Module):
             name=self.name,
         )
 
-    def _experts(self, how: How, device: torch.device) -> exchange.ExpertFn:
-        """Return the experts with the tensors that this rank computes with in this forward."""
+    def _mixed(
+        self, x_TD: Tensor, decision: routing.Routing, plan: exchange.ExchangePlan
+    ) -> Tensor:
+        """Dispatch, exchange, run the experts and combine; in one node where no row leaves."""
+        config, experts, tensors = self.config, self.experts, self._tensors(plan.how, x_TD.device)
+        stays = plan.group is None and not config.prescore
+        if stays and isinstance(experts, Experts) and experts.is_one_node:
+            return experts.mixed(x_TD, decision, tensors)
+        rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
+        rows_RD = exchange.run(
+            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, tensors), plan
+        )
+        return combine(rows_RD, decision, config.backend, config.prescore)
+
+    def _tensors(self, how: How, device: torch.device) -> Tensors:
+        """Return the tensors that this rank's experts compute with in this forward."""
         if self.experts.everywhere is not None:
-            return self.experts
+            return self.experts.tensors()
         gathered = gather_weights(self.experts, self.topology, how.adaptive_r)
-        tensors = self.experts.prepared(gathered, device)
-        return lambda rows_RD, counts: self.experts(rows_RD, counts, tensors)
+        return self.experts.prepared(gathered, device)
 
     @staticmethod
     def _buffer_capacity(assignment: routing.Assignment, plan: exchange.ExchangePlan) -> int | None:

@@ -4,7 +4,7 @@ R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from fairseq_tutel.config import AT_LEAST_1, MoEConfig, Rule
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.experts import Experts, apply_map, build_experts
 from fairseq_tutel.initial import hashed_seed
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.tutel_options import TRUE_OR_FALSE, check, check_keys, require
 
 COUNTS = ("num_experts_per_device", "count_per_node")  # the second is the older name of the first
@@ -82,19 +83,21 @@ class FFNExperts(Experts):
             if not options.get(f"has_{name}_bias", True):
                 setattr(self, f"{name}_bias", None)
 
-    def forward(
-        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
-    ) -> Tensor:
+    @property
+    def is_one_node(self) -> bool:
+        """Never: the activation is the user's."""
+        return False
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
         """Return [R, O]; the activation sees the rows of all local experts, [R, H]."""
-        tensors = self.tensors() if tensors is None else tensors
-        hidden_RH = apply_map("fc1", rows_RD, counts, tensors)
+        hidden_RH = apply_map("fc1", rows_RD, groups, tensors)
         if self.activation_with_self is not None:
             hidden_RH = self.activation_with_self(hidden_RH, self)
         else:
             hidden_RH = (self.activation or F.relu)(hidden_RH)
         if self.config.expert_type == "glu":
-            hidden_RH = hidden_RH * apply_map("fc3", rows_RD, counts, tensors)
-        return apply_map("fc2", hidden_RH, counts, tensors)
+            hidden_RH = hidden_RH * apply_map("fc3", rows_RD, groups, tensors)
+        return apply_map("fc2", hidden_RH, groups, tensors)
 
 
 class ModuleExperts(ExpertStack):
@@ -161,16 +164,16 @@ class ModuleExperts(ExpertStack):
         finally:
             self._given = (self.config.model_dim,)
 
-    def forward(
-        self, rows_RD: Tensor, counts: Sequence[int], tensors: Tensors | None = None
-    ) -> Tensor:
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
         """Run the module once on the rows of all local experts."""
         (module,) = self._module
         module.train(self.training)
-        x_eND = pad_sequence(list(rows_RD.split(list(counts))), batch_first=True)
+        counts = list(groups.host)
+        rows_RD = rows_RD[: sum(counts)]
+        x_eND = pad_sequence(list(rows_RD.split(counts)), batch_first=True)
         if x_eND.shape[1] == 0:  # one row of padding keeps the graph, and with it the collectives
             x_eND = F.pad(x_eND, (0, 0, 0, 1))
-        own = {**dict(self.named_buffers()), **(self.tensors() if tensors is None else tensors)}
+        own = {**dict(self.named_buffers()), **tensors}
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         state = {name: own[_key(name)] for name in names}
         y = functional_call(module, state, (x_eND.unflatten(2, self._given), self.context))

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.ffn_by_expert import ffn_backward, ffn_forward, ffn_kept
 from fairseq_tutel.kernels.groups import Groups
+
+# What torch's embedding_bag adds up without an intermediate copy of every row.
+BAG_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+__all__ = ["ffn_backward", "ffn_forward", "ffn_kept"]  # beside what is defined here
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -39,6 +45,8 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
         weights_TK: [T, K] in rows' dtype or wider, or None for ones.
     """
     num_tokens, top_k = row_of_TK.shape
+    if top_k > 1 and rows_RD.device.type == "cpu" and rows_RD.dtype in BAG_DTYPES and len(rows_RD):
+        return _sum_of_bags(rows_RD, row_of_TK, weights_TK)
     index_N = row_of_TK.reshape(-1)
     holes_N1 = _holes(index_N)
     copies_ND = _take(rows_RD, index_N, holes_N1)
@@ -51,6 +59,21 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
         return copies_TKD.sum(dim=1)
     # A batched 1 x K product: one pass, and half dtypes accumulate in fp32.
     return torch.bmm(weights_TK.to(rows_RD.dtype).unsqueeze(1), copies_TKD).squeeze(1)
+
+
+def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Return gather_sum on a CPU: reads rows and adds them up in one pass, in fp32 for half dtypes."""
+    kept_TK = row_of_TK >= 0
+    ends_T = kept_TK.sum(dim=1).cumsum(0)
+    weights_N = None if weights_TK is None else weights_TK.to(rows_RD.dtype)[kept_TK]
+    return F.embedding_bag(
+        row_of_TK[kept_TK],
+        rows_RD,
+        F.pad(ends_T, (1, 0)),
+        mode="sum",
+        per_sample_weights=weights_N,
+        include_last_offset=True,
+    )
 
 
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:

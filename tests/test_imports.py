@@ -26,7 +26,13 @@ CORE = {
     "comm.wire": "",
     "config": "comm.how comm.wire contradictions custom drop_policies",
     "allocator": "",
-    "kernels.reference": "",
+    "kernels.groups": "",
+    "kernels.activations": "",
+    "kernels.opaque": "",
+    "kernels.weights": "",
+    "kernels.ffn_by_expert": "kernels.activations kernels.groups kernels.weights",
+    "kernels.ffn_by_products": "kernels.groups kernels.weights",
+    "kernels.reference": "kernels.activations kernels.ffn_by_expert kernels.groups",
     "kernels.triton_dispatch": "",
     "kernels": "kernels.reference kernels.triton_dispatch",
     "kernels.build": "kernels.triton_dispatch",
@@ -59,13 +65,17 @@ CORE = {
     "comm.pipeline": "comm.trip",
     "comm.copies": "comm.regroup comm.trip",
     "exchange": (
-        "comm.all_to_all comm.copies comm.guard comm.hierarchical comm.how comm.pipeline comm.regroup "
-        "comm.timer comm.topology comm.trip"
+        "comm.all_to_all comm.copies comm.guard comm.hierarchical comm.how comm.pipeline "
+        "comm.regroup comm.timer comm.topology comm.trip kernels.groups"
     ),
-    "expert_stack": "comm.slices config",
-    "custom_experts": "comm.slices config custom expert_stack initial",
-    "experts": "comm.slices config custom custom_experts expert_stack initial",
-    "beside": "config custom experts initial",
+    "expert_stack": "comm.slices config kernels.groups",
+    "expert_ffn": "dispatch expert_stack kernels.groups kernels.weights routing",
+    "custom_experts": "comm.slices config custom expert_stack initial kernels.groups",
+    "experts": (
+        "comm.slices config custom custom_experts expert_ffn expert_stack initial kernels "
+        "kernels.activations kernels.groups routing"
+    ),
+    "beside": "config custom initial kernels.activations",
     "comm.adaptive": "comm.guard comm.slices comm.topology expert_stack",
     "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
     "comm.checkpoint": "comm.guard comm.slices comm.topology expert_stack",
@@ -80,7 +90,7 @@ CORE = {
     ),
     "tutel_options": "comm.how comm.topology config",
     "tutel_gates": "config tutel_options",
-    "tutel_experts": "comm.slices config expert_stack experts initial tutel_options",
+    "tutel_experts": "comm.slices config expert_stack experts initial kernels.groups tutel_options",
     "tutel_layer": (
         "comm.guard comm.how comm.launcher comm.topology config expert_stack gates initial moe_layer "
         "tutel_experts "
@@ -111,8 +121,8 @@ CORE = {
     "tools.options": "",
     "tools.plan": "comm.cost comm.machine tools.options tools.plan_figure",
     "tools.tune": (
-        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology comm.trip "
-        "experts tools.options"
+        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology "
+        "comm.trip experts kernels.groups tools.options"
     ),
 }
 EDGE = {

@@ -1,7 +1,7 @@
 """The layer that is measured, with experts that compute, or sleep as if every rank had a device."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 import fairseq_tutel as ft
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step
+from fairseq_tutel.expert_stack import Tensors
 from fairseq_tutel.experts import Experts
+from fairseq_tutel.kernels.groups import Groups
 
 # What computes: the ranks' experts, on the cores that they share; or nobody, for as long as a device of
 # each rank's own would take.
@@ -25,11 +27,15 @@ class SleepingExperts(Experts):
 
     ms_per_row = 0.0
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int], tensors: Any = None) -> Tensor:
+    @property
+    def is_one_node(self) -> bool:
+        """Never: they sleep."""
+        return False
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
         """Sleep, forward and again in backward; every weight gets a gradient of zeros."""
-        tensors = self.tensors() if tensors is None else tensors
         share = tensors["fc1_weight"].shape[1] / self.config.hidden_dim
-        seconds = 1e-3 * self.ms_per_row * share * sum(counts)
+        seconds = 1e-3 * self.ms_per_row * share * sum(groups.host)
         return _Sleep.apply(seconds, rows_RD, *tensors.values())
 
 

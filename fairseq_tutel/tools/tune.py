@@ -28,6 +28,7 @@ from fairseq_tutel.comm.machine import Machine, typical
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.comm.trip import Trip
 from fairseq_tutel.experts import grouped_linear
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.tools.options import add_numbers, refuse_dtype, refuse_numbers, refuse_output
 
 NUMBERS = (
@@ -210,12 +211,13 @@ def _experts(
     count = arguments.experts // topology.expert_parallel_size
     rows = arguments.tokens * arguments.top_k
     counts = [rows // count + (i < rows % count) for i in range(count)]
+    groups = Groups.of_host(counts, device)
     rows_RD = torch.randn(rows, arguments.model_dim, device=device).to(dtype).requires_grad_()
     weight = torch.randn(count, arguments.hidden_dim, arguments.model_dim, device=device)
     weight = weight.to(dtype).requires_grad_()
 
     def step() -> None:
-        out = grouped_linear(rows_RD, counts, weight)
+        out = grouped_linear(rows_RD, groups, weight)
         torch.autograd.grad(out, (rows_RD, weight), out.detach())
 
     return step

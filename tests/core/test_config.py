@@ -107,7 +107,7 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
 def test_every_option_that_can_be_wrong_is_in_the_list():
     # True or false, as prescore is.
     free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}
-    free |= {"rsample", "sinkhorn", "residual", "balance_bias"}
+    free |= {"rsample", "sinkhorn", "residual", "balance_bias", "recompute_experts"}
     assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
 
 
@@ -202,6 +202,7 @@ def test_every_option_with_a_flag_has_its_help(scope):
 def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
     assert [field.name for field in options_of_scope("system")] == [
         "backend",
+        "recompute_experts",
         "exchange",
         "a2a_algorithm",
         "a2a_dtype",

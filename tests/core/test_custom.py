@@ -22,6 +22,7 @@ from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.custom_experts import CustomExperts
 from fairseq_tutel.ffn_step import MoEFeedForward
 from fairseq_tutel.gates import HashGate
+from fairseq_tutel.kernels.groups import Groups
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
 OWN = dataclasses.replace(
@@ -34,6 +35,10 @@ def tokens(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
     return x.requires_grad_()
+
+
+def groups(*counts: int) -> Groups:
+    return Groups.of_host(counts, torch.device("cpu"))
 
 
 def own_layer(seed: int = 1, **options) -> MoELayer:
@@ -387,8 +392,8 @@ def test_no_rows_at_all_have_autocast_s_dtype():
     """Ranks with rows send it, and this one's buffers must fit."""
     experts = own_layer(expert_type="custom_parts.PlainExpert").float().experts
     with torch.autocast("cpu", torch.bfloat16):
-        some = experts(tokens(3).float(), [3, 0, 0, 0])
-        none = experts(tokens(3).float()[:0], [0, 0, 0, 0])
+        some = experts(tokens(3).float(), groups(3, 0, 0, 0))
+        none = experts(tokens(3).float()[:0], groups(0, 0, 0, 0))
     assert none.dtype == some.dtype == torch.bfloat16
     assert none.shape == (0, some.shape[1]) and none.requires_grad
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fairseq_tutel import MoEConfig
 from fairseq_tutel.config import ACTIVATIONS
 from fairseq_tutel.experts import Experts, grouped_linear
+from fairseq_tutel.kernels.groups import Groups
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=1)
 COUNTS = (3, 0, 5, 1)
@@ -36,6 +37,10 @@ def rows(num_rows: int = sum(COUNTS), dtype: torch.dtype = torch.float64) -> Ten
     return values.to(dtype).requires_grad_()
 
 
+def grouped(counts) -> Groups:
+    return Groups.of_host(counts, torch.device("cpu"))
+
+
 def by_loop(experts: Experts, rows_RD: Tensor, counts=COUNTS) -> Tensor:
     owners = [e for e, count in enumerate(counts) for _ in range(count)]
     outputs = [oracle.one_expert(experts, e, row) for e, row in zip(owners, rows_RD, strict=True)]
@@ -44,7 +49,7 @@ def by_loop(experts: Experts, rows_RD: Tensor, counts=COUNTS) -> Tensor:
 
 def check(experts: Experts, rows_RD: Tensor, counts=COUNTS) -> None:
     same_function(
-        lambda: experts(rows_RD, counts),
+        lambda: experts(rows_RD, grouped(counts)),
         lambda: by_loop(experts, rows_RD, counts),
         {"rows": rows_RD, **dict(experts.named_parameters())},
     )
@@ -82,7 +87,7 @@ def test_crowded_and_empty_experts_equal_the_loop(counts):
 @pytest.mark.parametrize("expert_bias", (True, False))
 def test_no_rows_give_no_rows_and_zero_gradients(expert_bias):
     experts, rows_RD = build(expert_bias=expert_bias), rows(0)
-    out = experts(rows_RD, (0, 0, 0, 0))
+    out = experts(rows_RD, grouped((0, 0, 0, 0)))
     assert out.shape == (0, CONFIG.model_dim)
     out.sum().backward()
     for name, parameter in experts.named_parameters():
@@ -95,7 +100,7 @@ def test_autocast_computes_in_bf16_and_keeps_fp32_gradients(expert_type, hidden_
     options = {"expert_type": expert_type, "hidden_layer_norm": hidden_layer_norm}
     experts, rows_RD = build(torch.float32, **options), rows(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out = experts(rows_RD, COUNTS)
+        out = experts(rows_RD, grouped(COUNTS))
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     wide = build(torch.float64, **options)
@@ -116,14 +121,14 @@ def test_activation_dropout_zeroes_and_rescales_the_hidden_layer_in_training_onl
     for experts in (plain, dropped):
         experts.fc2_weight.data.copy_(torch.eye(6).expand(4, 6, 6))
     rows_RD = rows()
-    hidden = plain(rows_RD, COUNTS)
+    hidden = plain(rows_RD, grouped(COUNTS))
     torch.manual_seed(0)
-    out = dropped(rows_RD, COUNTS)
+    out = dropped(rows_RD, grouped(COUNTS))
     lost = out == 0
     assert 0.2 < float(lost.double().mean()) < 0.6
     torch.testing.assert_close(out[~lost], hidden[~lost] / 0.6)
     dropped.eval()
-    assert torch.equal(dropped(rows_RD, COUNTS), hidden)
+    assert torch.equal(dropped(rows_RD, grouped(COUNTS)), hidden)
 
 
 def test_activation_dropout_follows_the_global_generator():
@@ -131,7 +136,7 @@ def test_activation_dropout_follows_the_global_generator():
     outputs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        outputs.append(experts(rows_RD, COUNTS))
+        outputs.append(experts(rows_RD, grouped(COUNTS)))
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
 
@@ -145,10 +150,12 @@ def test_grouped_linear_has_the_gradient_of_finite_differences(with_bias):
         return values.requires_grad_()
 
     inputs = (normal(6, 3), normal(3, 2, 3), normal(3, 2) if with_bias else None)
-    assert torch.autograd.gradcheck(lambda x, w, b: grouped_linear(x, (4, 0, 2), w, b), inputs)
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: grouped_linear(x, grouped((4, 0, 2)), w, b), inputs
+    )
 
 
 def test_grouped_linear_takes_rows_that_need_no_gradient():
     weight = torch.ones(2, 3, 4, requires_grad=True)
-    grouped_linear(torch.ones(5, 4), (2, 3), weight).sum().backward()
+    grouped_linear(torch.ones(5, 4), grouped((2, 3)), weight).sum().backward()
     assert weight.grad[:, 0, 0].tolist() == [2.0, 3.0]

@@ -45,6 +45,7 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
         "balance_loss": "none",
     }
     values |= {"expert_type": "glu", "backend": "reference", "exchange": "padded"}
+    values |= {"recompute_experts": True}
     values |= {"gate_type": "cosine", "gate_projection_dim": 7, "gate_temperature": 0.25}
     values |= {"gate_noise": 1.5, "input_jitter": 0.1, "input_dropout": 0.2, "drop_policy": "rts"}
     values |= {"eval_capacity_factor": 0.0, "eval_capacity_token_fraction": 0.25, "min_capacity": 4}

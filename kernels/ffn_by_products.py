@@ -1,0 +1,117 @@
+"""The experts' feed-forward as products over all experts, for GPUs: one launch each.
+
+N rows of a source, D model_dim, H hidden_dim, E experts, R rows.
+"""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
+
+
+def ffn_forward(
+    ops: ModuleType,
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    weights: FFNWeights,
+    groups: Groups,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Kept]:
+    """Return every row's output [R, D], tail 0, and what backward needs.
+
+    Args:
+        ops: ffn_up and grouped_linear.
+        x_ND: [R, D], or [N, D] where `index_R` names each row's source.
+        index_R: [R] int64; -1 in the tail alone.
+        weights: of the experts, in x's dtype.
+        groups: of the R rows.
+        activation: a name in ACTIVATIONS; gated experts have their own.
+        keep: whether there will be a backward.
+    """
+    w = weights
+    a_RH, h_RH, g_RH = ops.ffn_up(
+        x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
+    )
+    y_RD = ops.grouped_linear(a_RH, w.fc2_weight, w.fc2_bias, groups)
+    return y_RD, Kept(a_RH if keep and h_RH is None else None, h_RH, g_RH)
+
+
+def ffn_kept(
+    ops: ModuleType,
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    weights: FFNWeights,
+    groups: Groups,
+    activation: str,
+) -> Kept:
+    """Return what backward needs alone, for a forward that did not keep it."""
+    w = weights
+    a_RH, h_RH, g_RH = ops.ffn_up(
+        x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, True
+    )
+    return Kept(a_RH if h_RH is None else None, h_RH, g_RH)
+
+
+def ffn_backward(
+    ops: ModuleType,
+    dy_ND: Tensor,
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    gate_R: Tensor | None,
+    weights: FFNWeights,
+    kept: Kept,
+    groups: Groups,
+    activation: str,
+    needs_dx: bool,
+) -> FFNGradients:
+    """Return all gradients.
+
+    Args:
+        ops: ffn_down_backward, ffn_up_backward and grouped_weight_grad.
+        dy_ND: [R, D], or with gates [N, D]: the gradient of what row r was added to, gate[r] times,
+            at index[r].
+        x_ND: as in forward, and so the next.
+        index_R: None without gates.
+        gate_R: [R] in dy's dtype or wider, or None.
+        weights: as in forward.
+        kept: from forward.
+        groups: as in forward.
+        activation: as in forward.
+        needs_dx: whether the gradient of x's rows is wanted.
+    """
+    w = weights
+    dh_RH, dg_RH, a_RH, dgate_R = ops.ffn_down_backward(
+        dy_ND,
+        index_R,
+        gate_R,
+        w.fc2_weight,
+        w.fc2_bias,
+        kept.a_RH,
+        kept.h_RH,
+        kept.g_RH,
+        groups,
+        activation,
+    )
+    dw2, db2 = ops.grouped_weight_grad(
+        dy_ND,
+        a_RH,
+        groups,
+        dout_index_R=index_R,
+        scale_R=gate_R,
+        bias=w.fc2_bias is not None,
+    )
+    dx_RD = (
+        ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
+    )
+    dw1, db1 = ops.grouped_weight_grad(
+        dh_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc1_bias is not None
+    )
+    dw3 = db3 = None
+    if dg_RH is not None:
+        dw3, db3 = ops.grouped_weight_grad(
+            dg_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc3_bias is not None
+        )
+    return FFNGradients(dx_RD, dgate_R, FFNWeights(dw1, db1, dw2, db2, dw3, db3))

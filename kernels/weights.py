@@ -1,0 +1,98 @@
+"""The tensors of a stack of experts, by name, and what their feed-forward keeps and gives back.
+
+D model_dim, H hidden_dim, E experts, R rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FFNWeights:
+    """The maps of E experts, or of one without the first dimension; fc3 is of gated experts alone.
+
+    Attributes:
+        fc1_weight: [E, H, D].
+        fc1_bias: [E, H] or None.
+        fc2_weight: [E, D, H].
+        fc2_bias: [E, D] or None.
+        fc3_weight: [E, H, D] or None.
+        fc3_bias: [E, H] or None.
+    """
+
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+    fc3_weight: Tensor | None = None
+    fc3_bias: Tensor | None = None
+
+    @property
+    def is_glu(self) -> bool:
+        """Whether the experts are gated."""
+        return self.fc3_weight is not None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> "FFNWeights":
+        """Return the weights of tensors in the order of NAMES."""
+        return cls(*tensors)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors in the order of NAMES."""
+        return tuple(getattr(self, name) for name in NAMES)
+
+    def by_expert(self) -> Iterator["FFNWeights"]:
+        """Yield each expert's."""
+        num_experts = self.fc1_weight.shape[0]
+        unbound = ([None] * num_experts if t is None else t.unbind(0) for t in self.tensors())
+        for tensors in zip(*unbound, strict=True):
+            yield FFNWeights.of(tensors)
+
+
+NAMES = tuple(field.name for field in fields(FFNWeights))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What backward needs of forward beside its input.
+
+    Attributes:
+        a_RH: [R, H] what the activation gave, where its derivative is taken from that; else None.
+        h_RH: [R, H] what it was given, else.
+        g_RH: [R, H] what it is multiplied with in gated experts.
+    """
+
+    a_RH: Tensor | None = None
+    h_RH: Tensor | None = None
+    g_RH: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FFNGradients:
+    """Gradients of one feed-forward.
+
+    Attributes:
+        x_RD: [R, D] of what every row read; None if it is not needed. Its tail is 0.
+        gate_R: [R] of the gates; None without. Its tail is not to be read.
+        weights: of every map.
+    """
+
+    x_RD: Tensor | None
+    gate_R: Tensor | None
+    weights: FFNWeights
+
+    @classmethod
+    def empty_like(
+        cls, weights: FFNWeights, num_rows: int, gate_R: Tensor | None, needs_dx: bool
+    ) -> "FFNGradients":
+        """Return gradients that are still to be written."""
+        w1 = weights.fc1_weight
+        return cls(
+            w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
+            None if gate_R is None else torch.empty_like(gate_R),
+            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()]),
+        )

@@ -1,0 +1,209 @@
+"""The experts as one node: against its parts, forward and every gradient by name, and what it keeps.
+
+Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 1 to E, one token, none,
+empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
+tail; both forms of the node (expert by expert, product by product); hidden layers that are made again in
+backward, in one node, in parts and in experts of a user's own; bytes kept for backward by formula.
+"""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compare import TOLERANCE, close
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.config import ACTIVATIONS
+from fairseq_tutel.experts import Experts
+from fairseq_tutel.kernels import ffn_by_products, reference
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.weights import FFNWeights
+
+CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=2)
+BY_PRODUCTS = SimpleNamespace(**vars(reference))
+for _name in ("ffn_forward", "ffn_kept", "ffn_backward"):
+    setattr(BY_PRODUCTS, _name, functools.partial(getattr(ffn_by_products, _name), reference))
+
+
+def run(layer: MoELayer, num_tokens: int = 11, pad: bool = False, **call) -> dict[str, Tensor]:
+    """Return y, the gradient of x and those of every parameter."""
+    generator = torch.Generator().manual_seed(2)
+    dtype = next(layer.experts.parameters()).dtype
+    x = torch.randn(num_tokens, 6, generator=generator, dtype=torch.float64).to(dtype)
+    x.requires_grad_()
+    mask = torch.arange(num_tokens) % 3 == 1 if pad else None
+    torch.manual_seed(4)
+    y, output = layer(x, mask, **call)
+    (y.double().square().sum() + output.balance_loss).backward()
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def in_parts(monkeypatch) -> None:
+    monkeypatch.setattr(Experts, "is_one_node", property(lambda _: False))
+
+
+def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
+    return MoELayer(dataclasses.replace(CONFIG, **options), seed=1).to(dtype)
+
+
+def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
+    """Compare the node, in both of its forms, with dispatch, maps, activation and combine."""
+    assert layer.experts.is_one_node
+    one_node = run(layer, num_tokens, **more)
+    with monkeypatch.context() as patch:
+        patch.setattr("fairseq_tutel.kernels.ops", lambda *_: BY_PRODUCTS)
+        by_products = run(layer, num_tokens, **more)
+        in_parts(patch)
+        parts = run(layer, num_tokens, **more)
+    for name, expected in parts.items():
+        close(one_node[name], expected, f"{name}, expert by expert")
+        close(by_products[name], expected, f"{name}, product by product")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_equals_its_parts(monkeypatch, activation):
+    check(monkeypatch, build(activation=activation))
+
+
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+@pytest.mark.parametrize("expert_bias", (True, False))
+@pytest.mark.parametrize("top_k", (1, 2, 3, 4))
+def test_every_form_of_expert_equals_its_parts(monkeypatch, expert_type, expert_bias, top_k):
+    options = {"expert_type": expert_type, "expert_bias": expert_bias, "top_k": top_k}
+    check(monkeypatch, build(**options, activation="gelu"), pad=True)
+
+
+@pytest.mark.parametrize("num_tokens", (0, 1, 2, 40))
+@pytest.mark.parametrize("capacity_factor", (0.0, 0.5, -1.0))
+def test_dropped_tokens_and_few_of_them_equal_the_parts(monkeypatch, num_tokens, capacity_factor):
+    check(monkeypatch, build(capacity_factor=capacity_factor), num_tokens, pad=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+def test_every_dtype_equals_its_parts(monkeypatch, dtype, expert_type):
+    check(monkeypatch, build(dtype, expert_type=expert_type, gate_fp32=False))
+
+
+@pytest.mark.parametrize("recompute_experts", (True, False))
+def test_autocast_equals_its_parts_in_bf16(monkeypatch, recompute_experts):
+    layer = build(torch.float32, recompute_experts=recompute_experts)
+    with torch.autocast("cpu", torch.bfloat16):
+        one_node = run(layer)
+        in_parts(monkeypatch)
+        parts = run(layer)
+    assert one_node["y"].dtype == parts["y"].dtype == torch.bfloat16
+    for name, expected in parts.items():
+        assert one_node[name].dtype == expected.dtype, name
+        close(one_node[name], expected, name, 0.05)
+
+
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+@pytest.mark.parametrize("recompute_experts", (True, False))
+def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_experts):
+    options = {"expert_type": expert_type, "recompute_experts": recompute_experts}
+    layer = build(**options, activation="gelu", capacity_factor=0.5)
+    names = list(dict(layer.named_parameters()))
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, named, (x,))[0]
+
+    inputs = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(forward, (x, *inputs))
+
+
+def test_a_tail_of_rows_is_nobody_s():
+    experts = build().experts
+    rows = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
+    out = experts(rows, groups)
+    assert torch.equal(out[6:], torch.zeros(3, 6))
+    close(out[:6], experts(rows[:6], groups), "rows of experts")
+    out.sum().backward()
+    assert torch.equal(rows.grad[6:], torch.zeros(3, 6))
+    assert rows.grad[:6].abs().sum() > 0
+
+
+RECOMPUTED = (
+    {},
+    {"expert_type": "glu"},
+    {"activation_dropout": 0.4, "hidden_layer_norm": True},
+    {"expert_type": "custom_parts.DeepExpert"},
+)
+
+
+@pytest.mark.parametrize("options", RECOMPUTED, ids=str)
+def test_hidden_layers_that_are_made_again_give_the_same_bits(options):
+    # Of other widths MKL's last bit depends on where in memory an expert's rows begin.
+    options = {"hidden_dim": 16, **options}
+    kept, made = (
+        run(build(recompute_experts=again, **options), pad=True) for again in (False, True)
+    )
+    for name, expected in kept.items():  # a frozen parameter of the user's has no gradient
+        assert expected is made[name] is None or torch.equal(expected, made[name]), name
+
+
+def kept_bytes(layer: MoELayer, x: Tensor) -> int:
+    """Return the bytes that a forward keeps for backward beside x, parameters and the gate's."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    for tensor in (x, *layer.parameters()):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
+@pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
+def test_what_is_kept_is_the_hidden_layer_once_and_the_routing(
+    expert_type, hidden, top_k, hidden_dim
+):
+    """Constant while K * H is; not a byte of it with recomputation."""
+    tokens, experts = 200, 8
+    routing = (
+        tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k
+    )  # maps, probabilities, weights
+    x = torch.randn(tokens, 32, requires_grad=True)
+    config = MoEConfig(
+        32, hidden_dim, experts, top_k=top_k, expert_type=expert_type, activation="gelu"
+    )
+    kept = kept_bytes(MoELayer(config, seed=1), x)
+    hidden_bytes = hidden * tokens * top_k * hidden_dim * 4
+    assert hidden_bytes <= kept <= hidden_bytes + routing
+    again = dataclasses.replace(config, recompute_experts=True)
+    assert kept_bytes(MoELayer(again, seed=1), x) <= routing
+
+
+def test_nothing_is_kept_without_a_backward(monkeypatch):
+    seen = []
+    forward = reference.ffn_forward
+    monkeypatch.setattr(
+        reference,
+        "ffn_forward",
+        lambda *args, keep: seen.append(keep) or forward(*args, keep=keep),
+    )
+    layer = build()
+    with torch.no_grad():
+        layer(torch.ones(3, 6, dtype=torch.float64))
+    layer(torch.ones(3, 6, dtype=torch.float64))
+    assert seen == [False, True]
+
+
+def test_weights_come_by_expert():
+    tensors = torch.arange(6.0).view(3, 2), None, torch.ones(3, 2), None, None, None
+    own = list(FFNWeights.of(tensors).by_expert())
+    assert [e.fc1_weight.tolist() for e in own] == [[0, 1], [2, 3], [4, 5]]
+    assert not own[0].is_glu and own[0].fc1_bias is None
