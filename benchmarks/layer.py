@@ -1,0 +1,209 @@
+"""`python -m benchmarks.layer`: one MoE layer, ours by every backend, beside dense and every other way.
+
+All are in one process and take turns; each is checked against a loop over experts in higher precision
+before it is timed, and what is wrong has no times.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import command, timing
+from benchmarks.bad_option import BadOption
+from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, Case
+from benchmarks.layer_check import TOLERANCES, expected, relative_errors
+from benchmarks.layer_inputs import Inputs, make_inputs
+from benchmarks.machine import device_of, facts
+from benchmarks.memory import bytes_of_step
+from benchmarks.output import Report, Row
+from benchmarks.peers import BUILDERS, OURS, OWN, Builder
+from benchmarks.peers.variant import Unsupported, Variant
+from fairseq_tutel.allocator import keep_freed_memory
+
+BASE = "dense"
+CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+# Forward and backward, and on a GPU the forward of a training by itself.
+MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
+# Operations of a mode, in forwards: a backward is a product for the input and one for the weights.
+FORWARDS = {"forward": 1, "forward+backward": 3}
+ROUNDS, WARM = {"cpu": 15, "cuda": 20}, {"cpu": 1, "cuda": 10}
+QUICK_ROUNDS = 2
+
+
+def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILDERS) -> int:
+    """Measure; return 1 where one of our own variants is wrong or failed, else 0.
+
+    Args:
+        words: the command line; None for the process's own.
+        builders: the variants to choose from.
+    """
+    parser = command.parser_of("layer", "Time one MoE layer beside all other ways to compute it.")
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
+    add("--configs", help="names separated by commas; all of the device by default")
+    add("--variants", help="names separated by commas; all by default, dense always")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="on CPU, every number by itself")
+    add("--rounds", type=int, help="timed rounds: 15 on CPU, 20 on cuda by default")
+    return command.run(parser, words, lambda options: _measure(options, builders))
+
+
+def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> int:
+    device = device_of(options.device)
+    cases = _chosen("--configs", options.configs, CASES[device.type])
+    chosen = _chosen("--variants", options.variants, builders)
+    chosen = {BASE: builders[BASE], **chosen}
+    for number in (*options.threads, options.rounds or 1):
+        if number < 1:
+            raise BadOption(f"--threads or --rounds has {number}; give whole numbers, at least 1.")
+    dtype = DTYPES[device.type]
+    # As the plugin has it in a training on CPU; dense gains by it too.
+    keeps = device.type == "cpu" and keep_freed_memory()
+    report = Report(
+        "layer",
+        BASE,
+        {**facts(device, dtype), "keeps_freed_memory": keeps},
+        command.shown(options),
+        options.json,
+    )
+    for name, case in cases.items():
+        case = case.tiny() if options.quick else case
+        for about, rows in _rows_of(case, chosen, options, device, dtype):
+            report.add(name, about, rows)
+    report.finish(options.plot)
+    return int(_is_bad(report.rows))
+
+
+def _chosen(flag: str, words: str | None, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that an option names, in the table's order."""
+    names = list(table) if words is None else words.split(",")
+    for name in names:
+        if name not in table:
+            raise BadOption(f"{flag} has {name!r}; choose among {', '.join(table)}.")
+    return {name: table[name] for name in table if name in names}
+
+
+def _rows_of(
+    case: Case,
+    builders: Mapping[str, Builder],
+    options: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    """Yield (facts of the configuration, rows) for every number of threads."""
+    inputs = make_inputs(case, device, dtype)
+    about = {
+        **asdict(case),
+        "forward_flops": case.forward_flops,
+        "busiest_over_mean": inputs.busiest * case.num_experts / sum(inputs.loads_E),
+    }
+    variants, rows = checked(case, inputs, builders)
+    on_cpu = device.type == "cpu"
+    memory = {} if on_cpu else {key: _memory(each, inputs) for key, each in variants.items()}
+    for threads in options.threads if on_cpu else [None]:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        rounds = QUICK_ROUNDS if options.quick else options.rounds or ROUNDS[device.type]
+        timed = []
+        for mode in MODES[device.type]:
+            steps = {key: step_of(mode, each, inputs) for key, each in variants.items()}
+            took = timing.interleaved(steps, rounds, device, WARM[device.type])
+            for key, summary in timing.against(took, BASE).items():
+                flops = FORWARDS[mode] * case.forward_flops
+                row = {"mode": mode, **rows[key], **summary, **memory.get(key, {})}
+                row |= {"rate": flops / summary["seconds"], "rate_unit": "FLOP/s"}
+                timed.append(row)
+        rest = [row for key, row in rows.items() if key not in variants]
+        threaded = {} if threads is None else {"threads": threads}
+        yield about, [{**row, **threaded} for row in (*timed, *rest)]
+
+
+def checked(
+    case: Case, inputs: Inputs, builders: Mapping[str, Builder]
+) -> tuple[dict[str, Variant], dict[str, Row]]:
+    """Build every variant and compare its output and gradients with the loop over experts.
+
+    Returns:
+        variants: those that are right, by name.
+        rows: for every name its status; its largest error and that of every tensor, where it ran.
+    """
+    variants, rows = {}, {}
+    wanted: dict[int | None, dict[str, Tensor]] = {}
+    for name, build in builders.items():
+        row: Row = {"variant": name, "status": "ok"}
+        try:
+            variant = build(case, inputs)
+            row["note"] = variant.note
+            y = variant(inputs.x_TD)
+            y.backward(inputs.dy_TD)
+            if name != BASE:
+                if variant.capacity not in wanted:
+                    wanted[variant.capacity] = expected(case, inputs, variant.capacity)
+                row |= _compared(y.detach(), variant, inputs, wanted[variant.capacity])
+            _drop_gradients(variant, inputs)
+            if row["status"] == "ok":
+                variants[name] = variant
+        except (ImportError, Unsupported) as error:
+            row |= {"status": "skipped", "reason": str(error)}
+        except Exception as error:  # whatever it is, the others are measured all the same
+            row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        rows[name] = row
+    return variants, rows
+
+
+def _compared(y: Tensor, variant: Variant, inputs: Inputs, wanted: dict[str, Tensor]) -> Row:
+    """Return errors, and status wrong with a reason where one is too large."""
+    got = {"y": y, "dx": inputs.x_TD.grad}
+    got |= {f"d{key}": gradient for key, gradient in variant.gradients().items()}
+    errors = relative_errors(got, wanted)
+    worst = max(errors, key=lambda key: errors[key])
+    # JSON knows no infinity.
+    finite = {key: error if error < float("inf") else None for key, error in errors.items()}
+    found = {"error": finite[worst], "error_of": worst, "errors": finite}
+    if errors[worst] <= TOLERANCES[inputs.x_TD.dtype]:
+        return found
+    reason = f"{worst} is off by {errors[worst]:.1e} of its largest entry"
+    return {**found, "status": "wrong", "reason": reason}
+
+
+def step_of(mode: str, variant: Variant, inputs: Inputs) -> timing.Step:
+    """Return a forward that keeps what a backward needs, or a forward and a backward."""
+    if mode == "forward":
+        return lambda: variant(inputs.x_TD)
+
+    def step() -> None:
+        _drop_gradients(variant, inputs)
+        variant(inputs.x_TD).backward(inputs.dy_TD)
+
+    return step
+
+
+def _drop_gradients(variant: Variant, inputs: Inputs) -> None:
+    variant.zero_grad(set_to_none=True)
+    inputs.x_TD.grad = None
+
+
+def _memory(variant: Variant, inputs: Inputs) -> dict[str, int]:
+    def clear() -> None:
+        _drop_gradients(variant, inputs)
+
+    forward: Callable[[], Tensor] = lambda: variant(inputs.x_TD)  # noqa: E731
+    return bytes_of_step(forward, inputs.dy_TD, clear)
+
+
+def _is_bad(rows: list[Row]) -> bool:
+    """Whether what is written here is wrong or failed, or no backend of ours ran."""
+    own = [row for row in rows if row["variant"] not in BUILDERS or row["variant"] in OWN]
+    ran = {row["variant"] for row in rows if row["status"] == "ok"}
+    asked = {row["variant"] for row in rows}
+    none_of_ours = bool(asked & OURS.keys()) and not ran & OURS.keys()
+    return none_of_ours or any(row["status"] in ("wrong", "failed") for row in own)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Whether a variant computes the layer: output and every gradient against a loop over experts.
+
+The loop runs in fp64 on CPU and in fp32 on a GPU, on the same rounded inputs, and knows every token's
+experts beforehand; nothing of it is shared with a variant.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.layer_cases import Case
+from benchmarks.layer_inputs import Inputs
+
+REFERENCE_DTYPES = {"cpu": torch.float64, "cuda": torch.float32}
+# Largest error of an entry over the largest entry. What is wrong is off by a tenth or more.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
+
+
+def expected(case: Case, inputs: Inputs, capacity: int | None = None) -> dict[str, Tensor]:
+    """Return y, dx and d + the name of every weight, in the reference's precision.
+
+    Args:
+        case: the layer.
+        inputs: of the case.
+        capacity: places of an expert, first choices and earlier tokens first; None drops nothing.
+    """
+    dtype = REFERENCE_DTYPES[inputs.x_TD.device.type]
+    x_TD, *_ = leaves = [
+        tensor.detach().to(dtype).requires_grad_()
+        for tensor in (inputs.x_TD, *inputs.weights.values())
+    ]
+    weights = dict(zip(inputs.weights, leaves[1:], strict=True))
+    probs_TE = torch.softmax(F.linear(x_TD, weights["gate"]), dim=1)
+    ids_TK = in_order(inputs.ids_TK, probs_TE)
+    scale_TK = probs_TE.gather(1, ids_TK)
+    if case.top_k > 1:
+        scale_TK = scale_TK / scale_TK.sum(dim=1, keepdim=True)
+    kept_TK = _kept(ids_TK, capacity)
+    y_TD = torch.zeros_like(x_TD)
+    for i in range(case.num_experts):
+        token, choice = torch.where((ids_TK == i) & kept_TK)
+        rows = x_TD[token]
+        hidden = ACTIVATIONS[case.activation](rows @ weights["fc1"][i].t())
+        if case.is_glu:
+            hidden = hidden * (rows @ weights["fc3"][i].t())
+        rows = hidden @ weights["fc2"][i].t() * scale_TK[token, choice].unsqueeze(1)
+        y_TD = y_TD.index_add(0, token, rows)
+    gradients = torch.autograd.grad(y_TD, leaves, inputs.dy_TD.to(dtype))
+    names = ["dx", *(f"d{name}" for name in weights)]
+    return {"y": y_TD.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def in_order(ids_TK: Tensor, probs_TE: Tensor) -> Tensor:
+    """Return every token's experts with the most probable first."""
+    order_TK = probs_TE.detach().gather(1, ids_TK).argsort(dim=1, descending=True)
+    return ids_TK.gather(1, order_TK)
+
+
+def _kept(ids_TK: Tensor, capacity: int | None) -> Tensor:
+    """Return [T, K] bool: which copies find a place."""
+    if capacity is None:
+        return torch.ones_like(ids_TK, dtype=torch.bool)
+    ids_N = ids_TK.t().flatten()
+    order_N = ids_N.argsort(stable=True)
+    counts_E = torch.bincount(ids_N)
+    first_N = (counts_E.cumsum(0) - counts_E)[ids_N[order_N]]
+    place_N = torch.empty_like(ids_N)
+    place_N[order_N] = torch.arange(len(ids_N), device=ids_N.device) - first_N
+    return (place_N < capacity).view(ids_TK.shape[1], -1).t()
+
+
+def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Return, by name, the largest difference of an entry over the largest entry wanted.
+
+    What is missing, has another shape or is not finite is off by infinity.
+    """
+    errors = {}
+    for name, expected_values in wanted.items():
+        values = got.get(name)
+        if values is None or values.shape != expected_values.shape:
+            errors[name] = math.inf
+            continue
+        difference = (values.to(expected_values.dtype) - expected_values).abs().max()
+        error = float(difference / expected_values.abs().max().clamp_min(1e-30))
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors

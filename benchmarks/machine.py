@@ -1,0 +1,50 @@
+"""What a result depends on beside the code: versions, device, threads, precision."""
+
+import importlib.metadata
+import os
+from typing import Any
+
+import torch
+
+from benchmarks.bad_option import BadOption
+
+
+def facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return facts for a result's file; nothing in them names the machine."""
+    return {
+        "torch": importlib.metadata.version("torch"),
+        "triton": _version("triton"),
+        "device": _name(device),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "dtype": name_of(dtype),
+    }
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device that --device names.
+
+    Raises:
+        BadOption: it is not there.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadOption("--device is cuda but torch sees no GPU here; give --device cpu.")
+    return torch.device(name)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

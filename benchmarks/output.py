@@ -1,0 +1,173 @@
+"""What a benchmark leaves: a file after every configuration, a table, a plot.
+
+A row is one variant in one configuration. `status` is ok, skipped (with the reason), failed (with the
+exception) or wrong (its numbers are not those of the reference, so it has no times).
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bad_option import BadOption
+
+Row = dict[str, Any]
+# Of a table, in this order, where any row has them.
+COLUMNS = ("mode", "variant", "seconds", "ratio", "rate", "peak", "error", "note")
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+@dataclass
+class Report:
+    """Everything that one run of a benchmark found.
+
+    Attributes:
+        benchmark: its name.
+        base: the variant that ratios are to.
+        machine: see `machine.facts`.
+        options: the run's own.
+        path: the file, or None.
+        configurations: facts of each by name.
+        rows: in the order in which they were found.
+    """
+
+    benchmark: str
+    base: str
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    path: Path | None = None
+    configurations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, configuration: str, facts: dict[str, Any], rows: Iterable[Row]) -> None:
+        """Take in what one configuration gave, write the file anew and print the rows."""
+        self.configurations[configuration] = facts
+        new = [{"configuration": configuration, **row} for row in rows]
+        known = {_why_not(row) for row in self.rows}
+        self.rows += new
+        self._write(complete=False)
+        print(f"\n{title_of(new[0])}\n\n{table(new)}")
+        # Once: most of these say that a package is not installed.
+        for reason in dict.fromkeys(map(_why_not, new)):
+            if reason is not None and reason not in known:
+                print(reason)
+        sys.stdout.flush()
+
+    def finish(self, plot_path: Path | None) -> None:
+        """Say in the file that nothing is missing, and draw the plot where one is asked for."""
+        self._write(complete=True)
+        if plot_path is not None:
+            plot(self, plot_path)
+
+    def _write(self, complete: bool) -> None:
+        if self.path is None:
+            return
+        found = {
+            "benchmark": self.benchmark,
+            "base": self.base,
+            "complete": complete,
+            "machine": self.machine,
+            "options": self.options,
+            "configurations": self.configurations,
+            "rows": self.rows,
+        }
+        # A run that is cut short must leave the old file or the new one, never a half.
+        half = self.path.with_name(self.path.name + ".part")
+        half.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(half, self.path)
+
+
+def refuse_unwritable(path: Path | None, flag: str) -> None:
+    """Raise BadOption where a file cannot be written: before minutes of measuring, not after."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        raise BadOption(
+            f"{flag} is {path}, which cannot be written ({error.strerror}); give another path."
+        ) from error
+
+
+def refuse_plot_without_matplotlib(path: Path | None) -> None:
+    """Raise BadOption where a plot is asked for and cannot be drawn."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BadOption(
+            f"--plot is {path} but matplotlib is not installed; install it or leave --plot out."
+        )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return rows as a table, or where tabulate is not installed as lines of JSON."""
+    try:
+        from tabulate import tabulate
+    except ImportError:  # a GPU machine that has torch alone
+        return "\n".join(map(json.dumps, rows))
+    shown = [_shown(row) for row in rows if row["status"] != "skipped"]
+    names = [name for name in COLUMNS if any(row.get(name) for row in shown)]
+    cells = [[row.get(name, "") for name in names] for row in shown]
+    return tabulate(cells, headers=names, tablefmt="github", disable_numparse=True)
+
+
+def _shown(row: Row) -> dict[str, str]:
+    shown = {"mode": row.get("mode", ""), "variant": row["variant"]}
+    if row["status"] != "ok":
+        return {**shown, "note": f"{row['status']}: {row['reason']}"}
+    if "seconds" in row:
+        shown["seconds"] = f"{row['seconds']:.4g}"
+    if "ratio" in row:
+        shown["ratio"] = f"{row['ratio']:.3f} ({row['ratio_p20']:.3f}..{row['ratio_p80']:.3f})"
+    if "rate" in row:
+        shown["rate"] = with_prefix(row["rate"], row["rate_unit"])
+    if "peak_bytes" in row:
+        shown["peak"] = f"{row['peak_bytes'] / 2**20:.0f} MiB"
+    if row.get("error") is not None:
+        shown["error"] = f"{row['error']:.1e}"
+    return {**shown, "note": row.get("note", "")}
+
+
+def with_prefix(number: float, unit: str) -> str:
+    """Return a rate as people read it: 3.2 GFLOP/s."""
+    for size, prefix in PREFIXES:
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def _why_not(row: Row) -> str | None:
+    return f"not run: {row['variant']}: {row['reason']}" if row["status"] == "skipped" else None
+
+
+def title_of(row: Row) -> str:
+    """Return what a row's neighbours have in common: configuration and threads."""
+    number = row.get("threads")
+    threads = "" if number is None else f", {number} thread{'s' if number > 1 else ''}"
+    return f"{row['configuration']}{threads}"
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw every variant's ratio to the base, a panel for each configuration, with percentiles."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[Row]] = {}
+    for row in report.rows:
+        if row["status"] == "ok" and "ratio" in row:
+            title = ", ".join(filter(None, (title_of(row), row.get("mode"))))
+            panels.setdefault(title, []).append(row)
+    figure = Figure(figsize=(7, 0.8 + sum(0.5 + 0.3 * len(rows) for rows in panels.values())))
+    heights = [1 + len(rows) for rows in panels.values()]
+    grid = figure.subplots(max(len(panels), 1), squeeze=False, height_ratios=heights or None)
+    for axis, (title, rows) in zip(grid[:, 0], panels.items(), strict=False):
+        ratios = [row["ratio"] for row in rows]
+        low = [row["ratio"] - row["ratio_p20"] for row in rows]
+        high = [row["ratio_p80"] - row["ratio"] for row in rows]
+        axis.barh([row["variant"] for row in rows], ratios, xerr=[low, high], height=0.6)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.invert_yaxis()
+        axis.set_title(title, fontsize="small", loc="left")
+    grid[-1, 0].set_xlabel(f"time over that of {report.base}, median and 20/80 percentiles")
+    figure.set_layout_engine("constrained")
+    figure.savefig(path)

@@ -1,0 +1,18 @@
+"""The gate of all variants that bring none: the same decision and the same cost for all."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def top_k_gate(x_TD: Tensor, gate_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (weights [T, K], experts [T, K] int64, probabilities [T, E]) in fp32, fp64 for fp64.
+
+    Softmax over all experts; for K > 1 the chosen ones' weights are divided by their sum.
+    """
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    probs_TE = torch.softmax(F.linear(x_TD.to(dtype), gate_ED.to(dtype)), dim=1)
+    weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
+    if top_k > 1:
+        weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
+    return weights_TK, ids_TK, probs_TE

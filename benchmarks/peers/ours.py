@@ -1,0 +1,65 @@
+"""This project's layer, by its public interface, with one of its backends."""
+
+import torch
+from torch import Tensor
+
+import fairseq_tutel as ft
+from benchmarks.layer_cases import Case
+from benchmarks.layer_inputs import Inputs
+from benchmarks.peers.variant import Unsupported, Variant
+from fairseq_tutel import kernels
+
+NAMES = {"fc1": "fc1_weight", "fc2": "fc2_weight", "fc3": "fc3_weight"}
+
+
+class Ours(Variant):
+    """ft.MoELayer without biases and, as all variants, without a balance loss."""
+
+    def __init__(self, case: Case, inputs: Inputs, backend: str) -> None:
+        super().__init__()
+        config = ft.MoEConfig(
+            case.model_dim,
+            case.hidden_dim,
+            case.num_experts,
+            top_k=case.top_k,
+            activation="relu" if case.is_glu else case.activation,
+            expert_type="glu" if case.is_glu else "ffn",
+            expert_bias=False,
+            balance_loss="none",
+            backend=backend,
+        )
+        with torch.device("meta"):
+            layer = ft.MoELayer(config, seed=1)
+        layer = layer.to_empty(device=inputs.x_TD.device).to(inputs.x_TD.dtype)
+        self.layer = layer
+        with torch.no_grad():
+            for name, parameter in self._weights().items():
+                parameter.copy_(inputs.weights[name])
+
+    def _weights(self) -> dict[str, Tensor]:
+        experts = dict(self.layer.experts.named_parameters())
+        found = {name: experts[own] for name, own in NAMES.items() if own in experts}
+        return {"gate": self.layer.gate.weight, **found}
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return y_TD."""
+        return self.layer(x_TD)[0]
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the weights' gradients by the weights' names."""
+        return {name: parameter.grad for name, parameter in self._weights().items()}
+
+
+def build(case: Case, inputs: Inputs, backend: str) -> Ours:
+    """Return the layer with a backend.
+
+    Raises:
+        Unsupported: the backend cannot run here.
+    """
+    try:
+        _, reason = kernels.backend_for(backend, inputs.x_TD.device)
+        variant = Ours(case, inputs, backend)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    variant.note = reason
+    return variant

@@ -1,0 +1,93 @@
+"""Times of steps that are compared: in one process, in turns, each by its device's own clock.
+
+A slow moment of the machine hits all steps of a round; so what is compared is a step's time over the
+base's in the same round.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median, quantiles
+
+import torch
+
+Step = Callable[[], object]
+# Ends a step and returns how to read its seconds once all rounds are over.
+Clock = Callable[[Step], Callable[[], float]]
+
+
+def interleaved(
+    steps: Mapping[str, Step], rounds: int, device: torch.device, warm: int = 1
+) -> dict[str, list[float]]:
+    """Run every step `warm` rounds unmeasured and then `rounds` rounds, each round in another order.
+
+    Args:
+        steps: by name.
+        rounds: at least 1.
+        device: whose clock counts.
+        warm: rounds that do not count.
+
+    Returns:
+        `rounds` times of each step, in seconds, round by round.
+    """
+    clock = CLOCKS[device.type]
+    names = list(steps)
+    readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    for number in range(warm + rounds):
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            reading = clock(steps[name])
+            if number >= warm:
+                readings[name].append(reading)
+    return {name: [read() for read in each] for name, each in readings.items()}
+
+
+def _by_wall_clock(step: Step) -> Callable[[], float]:
+    begin = time.perf_counter()
+    step()
+    took = time.perf_counter() - begin
+    return lambda: took
+
+
+def _by_cuda_events(step: Step) -> Callable[[], float]:
+    # Nothing waits for the device here: launches run ahead of it, as in a training.
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    step()
+    end.record()
+
+    def read() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    return read
+
+
+CLOCKS: dict[str, Clock] = {"cpu": _by_wall_clock, "cuda": _by_cuda_events}
+
+
+def spread(numbers: Sequence[float], name: str) -> dict[str, float]:
+    """Return median, 20th and 80th percentile under `name`, `name_p20` and `name_p80`."""
+    if len(numbers) == 1:
+        low = high = numbers[0]
+    else:
+        low, _, _, high = quantiles(numbers, n=5, method="inclusive")
+    return {name: median(numbers), f"{name}_p20": low, f"{name}_p80": high}
+
+
+def against(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
+    """Return every step's seconds, and its ratio to the base's time in the same round.
+
+    Args:
+        times: as `interleaved` returns them.
+        base: one of their names; without it there are no ratios.
+
+    Returns:
+        For every name: seconds and ratio with their percentiles.
+    """
+    summaries = {}
+    for name, mine in times.items():
+        summaries[name] = spread(mine, "seconds")
+        if base in times:
+            ratios = [a / b for a, b in zip(mine, times[base], strict=True)]
+            summaries[name] |= spread(ratios, "ratio")
+    return summaries
