@@ -84,8 +84,8 @@ def measured(
         rounds: timed.
         device: of the arguments.
     """
-    wanted = _outputs(getattr(reference, name)(*_widened(call.arguments, device)))
     steps, rows = {}, {}
+    wanted: dict[str, Tensor] = {}
     for backend, module in backends.items():
         row: Row = {"variant": backend, "status": "ok"}
         rows[backend] = row
@@ -94,6 +94,9 @@ def measured(
             row |= {"status": "skipped", "reason": f"{backend} has no {name}"}
             continue
         try:
+            if not wanted:
+                wide = _widened(call.arguments, device)
+                wanted = _outputs(getattr(reference, name)(*wide))
             row |= _compared(_outputs(op(*call.arguments)), wanted, call)
         except Exception as error:  # the others are measured all the same
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
@@ -117,8 +120,8 @@ def _compared(got: dict[str, Tensor], wanted: dict[str, Tensor], call: Call) -> 
 
 def _outputs(result: Any) -> dict[str, Tensor]:
     """Return the tensors that an op gave, by their place."""
-    several = isinstance(result, Sequence)
-    return {str(i): tensor for i, tensor in enumerate(result if several else [result])}
+    several = result if isinstance(result, Sequence) else [result]
+    return {str(i): value for i, value in enumerate(several) if isinstance(value, Tensor)}
 
 
 def _widened(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:

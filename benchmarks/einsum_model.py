@@ -1,0 +1,39 @@
+"""The einsum formulation inside a fairseq model: what takes the place of our layer, with its weights."""
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers.einsum import combine_mask, einsum_moe, usual_capacity
+from benchmarks.peers.gate import top_k_gate
+from fairseq_tutel.experts import ACTIVATION_FNS
+from fairseq_tutel.ffn_step import MoEFeedForward
+
+
+class EinsumFeedForward(nn.Module):
+    """Stands where fairseq calls fc1, as our layer; no balance loss, no metrics, no padding.
+
+    Args:
+        ours: the layer that it replaces, of two-map experts with biases.
+    """
+
+    def __init__(self, ours: MoEFeedForward) -> None:
+        super().__init__()
+        self.config = ours.config
+        self.gate, self.experts = ours.gate, ours.experts
+        # Places of an expert; None for the usual capacity.
+        self.capacity: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the experts' output for x [time, batch, D]."""
+        x_TD = x.flatten(0, 1)
+        num_experts, top_k = self.config.num_experts, self.config.top_k
+        weights_TK, ids_TK, _ = top_k_gate(x_TD, self.gate.weight, top_k)
+        capacity = self.capacity or usual_capacity(len(x_TD), num_experts, top_k)
+        combine_TEC = combine_mask(weights_TK, ids_TK, num_experts, capacity)
+        return einsum_moe(x_TD, combine_TEC, self._experts).view_as(x)
+
+    def _experts(self, rows_ECD: Tensor) -> Tensor:
+        e = self.experts
+        hidden = torch.baddbmm(e.fc1_bias.unsqueeze(1), rows_ECD, e.fc1_weight.mT)
+        hidden = ACTIVATION_FNS[self.config.activation](hidden)
+        return torch.baddbmm(e.fc2_bias.unsqueeze(1), hidden, e.fc2_weight.mT)

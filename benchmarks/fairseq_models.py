@@ -1,0 +1,187 @@
+"""fairseq's models and Trainer without its command line: a dense one, and its twin with experts.
+
+Both are of equal active floating point operations. Tokens are random; there is no data folder.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.trainer import Trainer
+from torch import nn
+
+USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
+# In a dictionary before the words: begin, padding, end, unknown.
+SPECIAL = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a model and its micro-batches.
+
+    Attributes:
+        arch: moe_transformer_lm_gpt, a language model, or moe_transformer, encoder and decoder.
+        layers: of a stack.
+        model_dim, ffn_dim, heads: of a layer; ffn_dim also of one expert.
+        experts, top_k, freq: every freq-th layer has experts, of which a token takes top_k.
+        words: of the vocabulary.
+        sentences, tokens: of a micro-batch, and of a sentence on either side.
+        update_freq: micro-batches of an update.
+    """
+
+    arch: str
+    layers: int = 6
+    model_dim: int = 512
+    ffn_dim: int = 2048
+    heads: int = 8
+    experts: int = 8
+    top_k: int = 1
+    freq: int = 2
+    words: int = 8192
+    sentences: int
+    tokens: int
+    update_freq: int = 2
+
+    @property
+    def is_lm(self) -> bool:
+        """Whether there is a decoder alone."""
+        return "lm" in self.arch
+
+    @property
+    def dense_ffn_dim(self) -> int:
+        """What gives the dense twin as many operations, over all layers: one in freq takes top_k."""
+        return self.ffn_dim * (self.freq - 1 + self.top_k) // self.freq
+
+    def tiny(self) -> "Shape":
+        """Return the same kind of model in a size that takes milliseconds."""
+        sizes = {"layers": 2, "model_dim": 16, "ffn_dim": 32, "heads": 2, "experts": 4}
+        return replace(self, **sizes, words=64, sentences=2, tokens=8)
+
+
+# A line for every model that is built, and deprecations of fairseq's own libraries, would bury the tables.
+logging.disable(logging.INFO)
+warnings.filterwarnings("ignore")
+
+SHAPES = {
+    "moe_transformer_lm_gpt": Shape(arch="moe_transformer_lm_gpt", sentences=8, tokens=512),
+    "moe_transformer": Shape(arch="moe_transformer", sentences=32, tokens=64),
+}
+
+
+def words_of(
+    shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str = "moe_adam"
+) -> list[str]:
+    """Return a training's command line, but for its data.
+
+    Args:
+        shape: of the model.
+        moe: with experts, or the stock architecture.
+        balanced: with experts, by our criterion, which adds the balance loss and logs the loads.
+        optimizer: moe_adam is fairseq's Adam by torch's fused kernel; it serves dense models too.
+    """
+    prefix = "moe_" if moe else ""
+    criterion = "cross_entropy" if shape.is_lm else "label_smoothed_cross_entropy"
+    task = "language_modeling" if shape.is_lm else "translation"
+    words: list[Any] = [
+        *("--user-dir", USER_DIR, "--task", prefix + task),
+        *("--arch", prefix + shape.arch.removeprefix("moe_")),
+        *("--criterion", ("moe_" if moe and balanced else "") + criterion),
+        *("--optimizer", optimizer, "--lr", 0.0001, "--clip-norm", 1),
+        # Dropout would take its time from both alike.
+        *("--dropout", 0, "--attention-dropout", 0, "--log-format", "simple"),
+    ]
+    for side in ("decoder",) if shape.is_lm else ("encoder", "decoder"):
+        ffn_dim = shape.ffn_dim if moe else shape.dense_ffn_dim
+        words += [f"--{side}-layers", shape.layers, f"--{side}-embed-dim", shape.model_dim]
+        words += [f"--{side}-ffn-embed-dim", ffn_dim, f"--{side}-attention-heads", shape.heads]
+    if shape.is_lm:
+        words += ["--tokens-per-sample", shape.tokens, "--share-decoder-input-output-embed"]
+        words += ["--decoder-input-dim", shape.model_dim, "--decoder-output-dim", shape.model_dim]
+    else:
+        words += ["-s", "src", "-t", "tgt", "--share-all-embeddings"]
+    if moe:
+        words += ["--moe-freq", shape.freq, "--moe-expert-count", shape.experts]
+        words += ["--moe-top-k", shape.top_k]
+    return list(map(str, words))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model with what fairseq's Trainer needs beside it."""
+
+    cfg: Any
+    task: Any
+    model: nn.Module
+
+    def trainer(self) -> Trainer:
+        """Return fairseq's Trainer of the model, at the begin of an epoch."""
+        criterion = self.task.build_criterion(self.cfg.criterion)
+        trainer = Trainer(self.cfg, self.task, self.model, criterion)
+        trainer.begin_epoch(1)
+        return trainer
+
+
+def build(shape: Shape, words: list[str], device: torch.device) -> Built:
+    """Return the model of a command line, drawn from a fixed seed.
+
+    Args:
+        shape: of the model, for its vocabulary.
+        words: see `words_of`.
+        device: where its Trainer will compute.
+    """
+    with TemporaryDirectory() as data:
+        text = "".join(f"w{i} 1\n" for i in range(shape.words - SPECIAL))
+        for name in ("dict.txt", "dict.src.txt", "dict.tgt.txt"):
+            Path(data, name).write_text(text)
+        on_cpu = ["--cpu"] if device.type == "cpu" else []
+        cfg = convert_namespace_to_omegaconf(
+            options.parse_args_and_arch(
+                options.get_training_parser(), input_args=[data, *on_cpu, *words]
+            )
+        )
+        task = tasks.setup_task(cfg.task)
+    torch.manual_seed(1)
+    return Built(cfg, task, task.build_model(cfg.model))
+
+
+def samples_of(shape: Shape) -> list[dict[str, Any]]:
+    """Return the micro-batches of one update, of random words without padding."""
+    return [_sample(shape, seed) for seed in range(shape.update_freq)]
+
+
+def _sample(shape: Shape, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    # One more, for what is read and what is predicted are a place apart.
+    size = (shape.sentences, shape.tokens + 1)
+    source, target = (
+        torch.randint(SPECIAL, shape.words, size, generator=generator) for _ in range(2)
+    )
+    lengths = torch.full((shape.sentences,), shape.tokens)
+    read = {"src_tokens": source[:, :-1].contiguous(), "src_lengths": lengths}
+    predicted = source
+    if not shape.is_lm:
+        read["prev_output_tokens"] = target[:, :-1].contiguous()
+        predicted = target
+    return {
+        "id": torch.arange(shape.sentences),
+        "nsentences": shape.sentences,
+        "ntokens": shape.sentences * shape.tokens,
+        "net_input": read,
+        "target": predicted[:, 1:].contiguous(),
+    }
+
+
+def replaced(model: nn.Module, kind: type, make: Callable[[Any], nn.Module]) -> nn.Module:
+    """Put make(module) in the place of every module of a kind, and return the model."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, kind):
+                setattr(parent, name, make(child))
+    return model

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, on a machine with torch, triton, numpy and pytest alone, in under 9 minutes:
+# the kernels' tests, then benchmarks.ops, then benchmarks.layer with its fixed configurations.
+#
+#     OUT=folder bash benchmarks/gpu.sh
+#
+# Every part has a time limit and leaves its own file in $OUT (benchmarks/results by default) as it comes; a part
+# that fails or runs out of time does not stop the next. The exit status is 1 where any did. Compiled kernels
+# and their tuning stay in $OUT/cache, so a second run with the same folder is faster.
+cd "$(dirname "$0")/.." || exit 1
+
+OUT=${OUT:-benchmarks/results}
+mkdir -p "$OUT/cache" || exit 1
+OUT=$(cd "$OUT" && pwd)
+echo '*' > "$OUT/cache/.gitignore"
+export TRITON_CACHE_DIR="$OUT/cache/triton" XDG_CACHE_HOME="$OUT/cache"
+
+status=0
+# part NAME SECONDS COMMAND...: its output is shown and kept in $OUT/gpu_NAME.txt.
+part() {
+    local name=$1 seconds=$2 begin=$SECONDS
+    shift 2
+    timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$OUT/gpu_$name.txt"
+    local code=${PIPESTATUS[0]}
+    [ "$code" -eq 124 ] && echo "$name: stopped after its $seconds seconds"
+    [ "$code" -eq 0 ] || status=1
+    echo "$name: exit status $code after $((SECONDS - begin)) s"
+}
+
+part kernels 150 python -m pytest -m gpu tests/kernels -q
+part ops 80 python -m benchmarks.ops --device cuda --json "$OUT/gpu_ops.json"
+part layer 290 python -m benchmarks.layer --device cuda --json "$OUT/gpu_layer.json"
+exit $status
