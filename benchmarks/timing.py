@@ -34,7 +34,9 @@ def interleaved(
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     for number in range(warm + rounds):
         first = number % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+        order = names[first:] + names[:first]
+        # Backwards every other time, or each would always find the caches that the same one left.
+        for name in order[:: -1 if number % 2 else 1]:
             reading = clock(steps[name])
             if number >= warm:
                 readings[name].append(reading)

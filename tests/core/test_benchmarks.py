@@ -1,0 +1,305 @@
+"""The benchmarks of layers and ops, by their commands; nothing here asserts a time.
+
+Covered: file and table of a small run, with every variant or why it is left out; variants that are wrong
+in their output, in one gradient or by dropping, or that raise, are reported and get no times; the reference
+itself, with and without drops, against loops over tokens; the loads that a case asks for, which every
+precision's gate finds; summaries, and the order of turns; an op that is wrong, and one without arguments; a
+machine that has neither tabulate, matplotlib nor fairseq; options that cannot work; gpu.sh, whose parts do
+not stop each other.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+MODULES = ("layer", "layer_cases", "layer_check", "layer_inputs", "op_inputs", "ops", "timing")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """Return the benchmarks' modules by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        peers = importlib.import_module("benchmarks.peers")
+        gate = importlib.import_module("benchmarks.peers.gate")
+        modules = {name: importlib.import_module(f"benchmarks.{name}") for name in MODULES}
+        patch.setattr(modules["layer"], "keep_freed_memory", lambda: False)
+        yield SimpleNamespace(peers=peers, gate=gate, **modules)
+
+
+def run(*words, **options):
+    """Run a command in the project's folder, and return it when it has ended well."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
+    path, plot = tmp_path / "out.json", tmp_path / "out.png"
+    words = ("--configs", "k1_uniform,e64_zipf", "--threads", "1", "--quick")
+    done = run("-m", "benchmarks.layer", *words, "--json", path, "--plot", plot)
+    found = json.loads(path.read_text())
+    assert (found["benchmark"], found["base"], found["complete"]) == ("layer", "dense", True)
+    assert {"torch", "triton", "device", "dtype", "keeps_freed_memory"} <= found["machine"].keys()
+    assert str(tmp_path) not in path.read_text()
+    assert found["configurations"]["e64_zipf"]["zipf"] == 1.0
+    assert {row["configuration"] for row in found["rows"]} == {"k1_uniform", "e64_zipf"}
+    ran = {row["variant"]: row for row in found["rows"] if row["status"] == "ok"}
+    assert {"dense", "ours/auto", "ours/reference", "einsum", "loop", "grouped_mm"} <= ran.keys()
+    for name, row in ran.items():
+        assert row["seconds"] > 0 and row["rate"] > 0 and row["threads"] == 1
+        assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"]
+        if name != "dense":
+            assert row["errors"].keys() == {"y", "dx", "dgate", "dfc1", "dfc2"}
+            assert row["error"] == max(row["errors"].values()) < 1e-5
+    left_out = {row["variant"]: row for row in found["rows"] if row["status"] == "skipped"}
+    assert "tensors are on cpu" in left_out["ours/triton"]["reason"]
+    assert {"tutel", "scattermoe", "liger_kernel", "megablocks"} <= left_out.keys() | ran.keys()
+    assert "| ours/reference |" in done.stdout and "not run: megablocks: " in done.stdout
+    assert plot.stat().st_size > 1000
+
+
+def layer_rows(bench, path, builders):
+    """Return the exit status and the rows of a small run of some variants beside dense."""
+    words = ["--configs", "k2_zipf", "--threads", "1", "--quick", "--json", str(path)]
+    status = bench.layer.main(words, {"dense": bench.peers.BUILDERS["dense"], **builders})
+    return status, {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def broken(bench):
+    """Return builders of variants that are wrong, and in what."""
+
+    def louder(case, inputs):
+        variant = bench.peers.BUILDERS["loop"](case, inputs)
+        variant.register_forward_hook(lambda module, arguments, y: 1.001 * y)
+        return variant
+
+    def deaf(case, inputs):
+        variant = bench.peers.BUILDERS["grouped_mm"](case, inputs)
+        variant.gate.requires_grad_(False)
+        return variant
+
+    def one_expert_twice(case, inputs):
+        variant = bench.peers.BUILDERS["grouped_mm"](case, inputs)
+        variant.fc1.register_hook(lambda gradient: torch.cat([gradient[:1], gradient[:-1]]))
+        return variant
+
+    def not_a_number(case, inputs):
+        variant = bench.peers.BUILDERS["loop"](case, inputs)
+        variant.register_forward_hook(lambda module, arguments, y: y / 0)
+        return variant
+
+    def drops(case, inputs):
+        variant = bench.peers.BUILDERS["einsum"](case, inputs)
+        variant.places -= 1
+        return variant
+
+    return {
+        "y": louder,
+        "dgate": deaf,
+        "dfc1": one_expert_twice,
+        "infinite": not_a_number,
+        "drops": drops,
+    }
+
+
+def test_a_wrong_variant_is_reported_and_has_no_times(bench, tmp_path, capsys):
+    wrong = broken(bench)
+    status, rows = layer_rows(bench, tmp_path / "out.json", wrong)
+    assert status == 1
+    for name in wrong:
+        assert rows[name]["status"] == "wrong", name
+        assert "seconds" not in rows[name]
+    for name in ("dgate", "dfc1"):
+        assert rows[name]["reason"].startswith(f"{name} is off by")
+    assert rows["y"]["errors"]["y"] == pytest.approx(1e-3, rel=0.01)
+    assert rows["infinite"]["error"] is None
+    assert "wrong: dgate is off by inf" in capsys.readouterr().out
+
+
+def test_a_variant_that_raises_stops_no_other(bench, tmp_path):
+    def raises(case, inputs):
+        raise RuntimeError("out of luck")
+
+    def missing(case, inputs):
+        raise ImportError("No module named 'x'")
+
+    loop = bench.peers.BUILDERS["loop"]
+    builders = {"raises": raises, "missing": missing, "loop": loop}
+    status, rows = layer_rows(bench, tmp_path / "out.json", builders)
+    assert status == 1
+    assert rows["raises"]["reason"] == "RuntimeError: out of luck"
+    assert rows["missing"]["status"] == "skipped" and rows["loop"]["status"] == "ok"
+    # What others' packages do is no failure of ours.
+    assert layer_rows(bench, tmp_path / "out.json", {"tutel": raises, "loop": loop})[0] == 0
+
+
+def test_no_backend_of_ours_at_all_is_a_failure(bench, tmp_path):
+    def unsupported(case, inputs):
+        raise bench.layer.Unsupported("not today")
+
+    assert layer_rows(bench, tmp_path / "out.json", {"ours/auto": unsupported})[0] == 1
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_reference_is_the_layer(bench, activation, top_k, drops):
+    case = replace(
+        bench.layer_cases.CPU_CASES["k1_zipf"].tiny(), tokens=24, top_k=top_k, activation=activation
+    )
+    inputs = bench.layer_inputs.make_inputs(case, torch.device("cpu"), torch.float64)
+    capacity = top_k * -(-case.tokens // case.num_experts)
+    assert inputs.busiest > capacity
+    wanted = bench.layer_check.expected(case, inputs, capacity if drops else None)
+    ours = bench.peers.BUILDERS["ours/reference"](case, inputs)
+    y, _ = oracle.mixture(ours.layer, inputs.x_TD, top_k, factor=1.0 if drops else 0.0)
+    y.backward(inputs.dy_TD)
+    got = {"y": y.detach(), "dx": inputs.x_TD.grad}
+    got |= {f"d{name}": gradient for name, gradient in ours.gradients().items()}
+    errors = bench.layer_check.relative_errors(got, wanted)
+    assert errors.keys() >= {"y", "dx", "dgate", "dfc1", "dfc2"}
+    assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.parametrize(
+    "name, least, most", [("k1_uniform", 1.0, 1.2), ("k1_zipf", 2.5, 3.3), ("G", 9.0, 11.5)]
+)
+def test_loads_are_as_the_case_asks_in_every_precision(bench, name, least, most):
+    cases = bench.layer_cases.CPU_CASES | bench.layer_cases.CUDA_CASES
+    case = replace(cases[name], tokens=4096, model_dim=128, hidden_dim=8)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = bench.layer_inputs.make_inputs(case, torch.device("cpu"), dtype)
+        _, ids_TK, _ = bench.gate.top_k_gate(inputs.x_TD, inputs.weights["gate"], case.top_k)
+        assert torch.equal(ids_TK.sort().values, inputs.ids_TK.sort().values)
+        assert sum(inputs.loads_E) == case.tokens * case.top_k
+        assert least < inputs.busiest * case.num_experts / sum(inputs.loads_E) < most
+
+
+def test_ratios_are_of_one_round_and_turns_change(bench):
+    order = []
+    steps = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = bench.timing.interleaved(steps, 4, torch.device("cpu"), warm=2)
+    assert [len(each) for each in times.values()] == [4, 4, 4]
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 18, 3)]
+    assert rounds == ["abc", "acb", "cab", "cba", "bca", "bac"]
+    # A machine that is three times as slow in the last round changes no ratio.
+    summary = bench.timing.against({"a": [1.0, 1.0, 3.0], "b": [2.0, 2.0, 6.0]}, "a")["b"]
+    assert (summary["ratio_p20"], summary["ratio"], summary["ratio_p80"]) == (2, 2, 2)
+    assert (summary["seconds"], summary["seconds_p80"]) == (2.0, pytest.approx(4.4))
+
+
+def test_a_quick_run_of_the_ops_has_every_op(tmp_path):
+    path = tmp_path / "out.json"
+    run("-m", "benchmarks.ops", "--quick", "--json", path)
+    found = json.loads(path.read_text())
+    from fairseq_tutel.kernels import OPS
+
+    assert {each["op"] for each in found["configurations"].values()} == set(OPS)
+    ran = [row for row in found["rows"] if row["status"] == "ok"]
+    assert {row["variant"] for row in ran} == {"reference"}
+    for row in ran:
+        assert row["rate"] > 0 and row["rate_unit"].endswith("/s") and row["error"] < 1e-4
+    for row in found["rows"]:
+        assert row["status"] in ("ok", "skipped") and ("reason" in row or "ratio" in row)
+
+
+def test_an_op_that_is_wrong_or_raises_is_reported(bench):
+    maps = bench.op_inputs.make_maps(bench.op_inputs.TINY, torch.device("cpu"), torch.float32)
+    call = bench.op_inputs.CALLS["gather_dot"](maps)
+    reference = bench.ops.reference
+    backends = {
+        "reference": reference,
+        "wrong": SimpleNamespace(gather_dot=lambda *a: reference.gather_dot(*a).roll(1, 0)),
+        "raises": SimpleNamespace(gather_dot=lambda: None),
+        "other": SimpleNamespace(),
+    }
+    rows = bench.ops.measured("gather_dot", call, backends, 2, torch.device("cpu"))
+    assert [row["status"] for row in rows] == ["ok", "wrong", "failed", "skipped"]
+    assert "seconds" in rows[0] and not any("seconds" in row for row in rows[1:])
+
+
+BARE = """
+import sys
+for name in ("tabulate", "matplotlib", "fairseq"):
+    sys.modules[name] = None
+from benchmarks import layer, ops
+words = ["--quick", "--json"]
+own = ["--configs", "k1_uniform", "--variants", "ours/auto", "--threads", "1"]
+sys.exit(layer.main([*words, sys.argv[1], *own]) or ops.main([*words, sys.argv[2]]))
+"""
+
+
+def test_a_machine_with_torch_alone_gives_the_same_files(tmp_path):
+    paths = tmp_path / "layer.json", tmp_path / "ops.json"
+    printed = run("-c", BARE, *paths).stdout
+    assert '"variant": "ours/auto"' in printed
+    for path in paths:
+        assert json.loads(path.read_text())["complete"]
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--configs", "A"], "--configs has 'A'; choose among k1_uniform"),
+        (["--variants", "hers"], "--variants has 'hers'; choose among dense, ours/auto"),
+        (["--threads", "0"], "--threads or --rounds has 0"),
+        (["--device", "cuda"], "--device is cuda but torch sees no GPU"),
+        (["--json", "no/such/folder/out.json"], "which cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(bench, words, reason, capsys):
+    if words[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("not run: there is a GPU")
+    with pytest.raises(SystemExit) as ended:
+        bench.layer.main(words)
+    assert ended.value.code == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+PYTHON = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case "$2" in pytest) exit 3;; benchmarks.ops) exec sleep 30;; esac
+"""
+
+
+def test_the_gpu_script_goes_on_after_a_part_that_fails_or_hangs(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    # As the script, with one second for the part that hangs.
+    script = (ROOT / "benchmarks/gpu.sh").read_text()
+    assert sum(int(line.split()[2]) for line in script.splitlines() if line[:5] == "part ") < 540
+    copy = tmp_path / "benchmarks" / "gpu.sh"
+    copy.parent.mkdir()
+    copy.write_text(script.replace("part ops 80", "part ops 1"))
+    calls, out = tmp_path / "calls", tmp_path / "out"
+    environment = {
+        **os.environ,
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "OUT": str(out),
+    }
+    done = subprocess.run(
+        ["bash", copy], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    ran = calls.read_text().splitlines()
+    assert [line.split()[1] for line in ran] == ["pytest", "benchmarks.ops", "benchmarks.layer"]
+    assert f"--json {out}/gpu_layer.json" in ran[-1]
+    assert "ops: stopped after its 1 seconds" in done.stdout
+    assert "kernels: exit status 3" in done.stdout and "layer: exit status 0" in done.stdout
+    assert (out / "cache" / ".gitignore").read_text() == "*\n"

@@ -1,0 +1,125 @@
+"""The benchmarks that need fairseq, by their commands; nothing here asserts a time.
+
+Covered: file and table of small runs of a training step (language model and translation, one and two
+experts a token, with a profile) and of generation; an einsum model that computes something else, and a
+decoder whose steps are not its whole, are reported; options that cannot work.
+"""
+
+import json
+import os
+import runpy
+import sys
+
+import forkserver
+import pytest
+from cli import ROOT, tail
+
+_context = forkserver.context()
+# Run before the command, where the benchmark is to measure something wrong.
+NEGATED_GATE = """
+from benchmarks import einsum_model
+from benchmarks.peers.gate import top_k_gate
+einsum_model.top_k_gate = lambda x, gate, top_k: top_k_gate(x, -gate, top_k)
+"""
+FORGETFUL = """
+from fairseq.models.transformer_lm import TransformerLanguageModel as Model
+forward = Model.forward
+Model.forward = lambda self, text, incremental_state=None: (
+    forward(self, text if incremental_state is None else text[:, -1:])
+)
+"""
+
+
+def run(module, *words, before=""):
+    """Run `python -m benchmarks.MODULE` in a fork; return its exit status and what it printed."""
+    log = os.path.join(os.environ["FAIRSEQ_TUTEL_TEST_LOGS"], f"bench-{os.urandom(4).hex()}.log")
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    arguments = (f"benchmarks.{module}", list(map(str, words)), before, log)
+    process = _context.Process(target=_child, args=arguments)
+    process.start()
+    process.join(90)
+    process.kill()
+    process.join()
+    with open(log) as file:
+        return process.exitcode, file.read()
+
+
+def _child(module, words, before, log):
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.argv = [module, *words]
+    exec(before, {})
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def measured(module, path, *words):
+    """Return the file and the output of a small run that ended well."""
+    code, output = run(module, "--quick", "--json", path, *words)
+    assert code == 0, tail(output)
+    found = json.loads(path.read_text())
+    assert found["complete"] and found["benchmark"] == module and found["base"] == "dense"
+    for row in found["rows"]:
+        assert row["seconds"] > 0 and row["ratio"] > 0 and row["rate_unit"] == "tokens/s"
+    return found, output
+
+
+def test_a_step_of_a_language_model(tmp_path):
+    found, output = measured("step", tmp_path / "out.json", "--top-k", 1, 2, "--profile")
+    about = found["configurations"]
+    # One of two layers has experts, of 32 hidden dimensions each.
+    assert [each["dense_ffn_dim"] for each in about.values()] == [32, 48]
+    names = ["dense", "dense_stock_adam", "moe", "moe_einsum"]
+    assert [row["variant"] for row in found["rows"]] == 2 * names
+    for name in ("dense", "moe"):
+        entries = about["moe_transformer_lm_gpt k2"]["profile"][name]
+        assert len(entries) == 10 and entries[0].keys() == {"name", "self_ms", "share", "calls"}
+        assert entries == sorted(entries, key=lambda entry: -entry["self_ms"])
+        assert f"{name}: the 10 largest" in output
+    assert "| moe_einsum |" in " ".join(output.split())
+
+
+def test_a_step_of_a_translation_model(tmp_path):
+    found, _ = measured("step", tmp_path / "out.json", "--arch", "moe_transformer")
+    assert found["configurations"]["moe_transformer k1"]["arch"] == "moe_transformer"
+    assert all(row["error"] < 1e-5 for row in found["rows"] if row["variant"] == "moe_einsum")
+
+
+def test_generation(tmp_path):
+    found, _ = measured("generate", tmp_path / "out.json", "--batches", 1, 3)
+    assert [each["sentences"] for each in found["configurations"].values()] == [1, 3]
+    assert [row["variant"] for row in found["rows"]] == 2 * ["dense", "moe"]
+
+
+@pytest.mark.parametrize(
+    "module, before, reason",
+    [
+        ("step", NEGATED_GATE, "wrong: its output differs from moe's by"),
+        ("generate", FORGETFUL, "wrong: its last logits differ from those of the whole text by"),
+    ],
+)
+def test_what_is_wrong_is_reported(tmp_path, module, before, reason):
+    path = tmp_path / "out.json"
+    code, output = run(module, "--quick", "--json", path, before=before)
+    assert code == 1, tail(output)
+    assert reason in output
+    wrong = [row for row in json.loads(path.read_text())["rows"] if row["status"] == "wrong"]
+    assert wrong and not any("seconds" in row for row in wrong)
+
+
+@pytest.mark.parametrize(
+    "module, words, reason",
+    [
+        ("step", ["--quick", "--top-k", 5], "--top-k is 5; give 1 to 4"),
+        ("step", ["--rounds", 0], "--rounds is 0; give at least 1"),
+        ("generate", ["--tokens", 0], "--tokens is 0; give at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(module, words, reason):
+    code, output = run(module, *words)
+    assert code == 2
+    assert reason in " ".join(output.split())
