@@ -65,7 +65,7 @@ def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
             assert row["errors"].keys() == {"y", "dx", "dgate", "dfc1", "dfc2"}
             assert row["error"] == max(row["errors"].values()) < 1e-5
     left_out = {row["variant"]: row for row in found["rows"] if row["status"] == "skipped"}
-    assert "tensors are on cpu" in left_out["ours/triton"]["reason"]
+    assert left_out["ours/triton"]["reason"].startswith("backend (--moe-backend) is 'triton' but")
     assert {"tutel", "scattermoe", "liger_kernel", "megablocks"} <= left_out.keys() | ran.keys()
     assert "| ours/reference |" in done.stdout and "not run: megablocks: " in done.stdout
     assert plot.stat().st_size > 1000
@@ -209,7 +209,7 @@ def test_a_quick_run_of_the_ops_has_every_op(tmp_path):
 
     assert {each["op"] for each in found["configurations"].values()} == set(OPS)
     ran = [row for row in found["rows"] if row["status"] == "ok"]
-    assert {row["variant"] for row in ran} == {"reference"}
+    assert "reference" in {row["variant"] for row in ran}
     for row in ran:
         assert row["rate"] > 0 and row["rate_unit"].endswith("/s") and row["error"] < 1e-4
     for row in found["rows"]:
