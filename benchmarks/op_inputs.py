@@ -49,12 +49,10 @@ SIZES = {
 }
 TINY = Sizes(tokens=16, model_dim=8, top_k=2)
 
-# The maps of a dropless layer: every row holds one copy, and the order is an expert's, so random.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Maps:
-    """Tensors that ops share, on the device.
+    """Tensors that ops share, on the device: of a dropless layer, whose rows are in random order.
 
     Attributes:
         x_TD, y_TD, rows_RD: values in the benchmark's dtype.
