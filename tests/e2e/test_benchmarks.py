@@ -12,7 +12,7 @@ import sys
 
 import forkserver
 import pytest
-from cli import ROOT, tail
+from cli import ROOT, TIMEOUT_S, tail
 
 _context = forkserver.context()
 # Run before the command, where the benchmark is to measure something wrong.
@@ -37,7 +37,7 @@ def run(module, *words, before=""):
     arguments = (f"benchmarks.{module}", list(map(str, words)), before, log)
     process = _context.Process(target=_child, args=arguments)
     process.start()
-    process.join(90)
+    process.join(TIMEOUT_S)
     process.kill()
     process.join()
     with open(log) as file:
