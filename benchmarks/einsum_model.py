@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.einsum import combine_mask, einsum_moe, usual_capacity
 from benchmarks.peers.gate import top_k_gate
-from fairseq_tutel.experts import ACTIVATION_FNS
+from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.ffn_step import MoEFeedForward
 
 
@@ -35,5 +35,5 @@ class EinsumFeedForward(nn.Module):
     def _experts(self, rows_ECD: Tensor) -> Tensor:
         e = self.experts
         hidden = torch.baddbmm(e.fc1_bias.unsqueeze(1), rows_ECD, e.fc1_weight.mT)
-        hidden = ACTIVATION_FNS[self.config.activation](hidden)
+        hidden = ACTIVATIONS[self.config.activation].forward(hidden)
         return torch.baddbmm(e.fc2_bias.unsqueeze(1), hidden, e.fc2_weight.mT)
