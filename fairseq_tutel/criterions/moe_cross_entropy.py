@@ -13,9 +13,47 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from fairseq.logging import metrics
+from fairseq.models import FairseqDecoder
+from torch import Tensor, nn
 
 from fairseq_tutel.criterions.expert_log import reduce_expert_log
 from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions
+from fairseq_tutel.token_loss import token_loss
+
+
+class TokenLossMixin:
+    """Goes before a stock criterion on logits: the same loss, without tables of log-probabilities."""
+
+    eps = 0.0  # cross_entropy has no smoothing
+    ignore_prefix_size = 0
+
+    def compute_loss(
+        self, model: nn.Module, net_output: Any, sample: Any, reduce: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return (loss, nll loss), summed; stock's own where another thing than logits is normalised."""
+        if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
+            return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
+        target = model.get_targets(sample, net_output)
+        logits = net_output[0]
+        return token_loss(
+            logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
+        )
+
+
+def _normalizes_logits(model: nn.Module) -> bool:
+    """Whether log-probabilities are stock's log-softmax of the first output, and nothing else."""
+    while hasattr(model, "module"):
+        model = model.module
+    decoder = getattr(model, "decoder", None)
+    return (
+        isinstance(decoder, FairseqDecoder)
+        and getattr(decoder, "adaptive_softmax", None) is None
+        and all(
+            getattr(type(part), name).__module__.startswith("fairseq.models.")
+            for part in (model, decoder)
+            for name in ("get_normalized_probs", "get_normalized_probs_scriptable")
+        )
+    )
 
 
 @dataclass
@@ -24,7 +62,7 @@ class MoECrossEntropyConfig(GateLossOptions, CrossEntropyCriterionConfig):
 
 
 @register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyConfig)
-class MoECrossEntropyCriterion(GateLossMixin, CrossEntropyCriterion):
+class MoECrossEntropyCriterion(GateLossMixin, TokenLossMixin, CrossEntropyCriterion):
     """Cross entropy plus the balance loss; perplexity is that of the cross entropy alone."""
 
     @classmethod
@@ -69,5 +107,7 @@ class MoELabelSmoothedCrossEntropyConfig(GateLossOptions, LabelSmoothedCrossEntr
 @register_criterion(
     "moe_label_smoothed_cross_entropy", dataclass=MoELabelSmoothedCrossEntropyConfig
 )
-class MoELabelSmoothedCrossEntropyCriterion(GateLossMixin, LabelSmoothedCrossEntropyCriterion):
+class MoELabelSmoothedCrossEntropyCriterion(
+    GateLossMixin, TokenLossMixin, LabelSmoothedCrossEntropyCriterion
+):
     """Label-smoothed cross entropy plus the balance loss."""

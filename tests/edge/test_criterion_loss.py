@@ -1,0 +1,63 @@
+"""Our criterions give stock's loss, by another way where the model has plain logits.
+
+Covered: both criterions against stock's own compute_loss; models that normalise something else.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.models import FairseqDecoder, FairseqLanguageModel
+
+from fairseq_tutel.criterions import moe_cross_entropy
+from fairseq_tutel.criterions.moe_cross_entropy import (
+    MoECrossEntropyCriterion,
+    MoELabelSmoothedCrossEntropyCriterion,
+)
+
+TASK = SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: 1))
+PAIRS = [
+    (MoECrossEntropyCriterion, CrossEntropyCriterion, ()),
+    (MoELabelSmoothedCrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion, (0.1,)),
+]
+
+
+class Decoder(FairseqDecoder):
+    """Returns what it is given."""
+
+    def forward(self, logits):
+        return logits, None
+
+
+class Tempered(FairseqLanguageModel):
+    """A model of a user's, whose probabilities are its own affair."""
+
+    def get_normalized_probs(self, net_output, log_probs, sample=None):
+        return torch.log_softmax(net_output[0] / 2, dim=-1)
+
+
+def losses(criterion, model) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 4, 9, generator=generator).requires_grad_()
+    target = torch.randint(9, (3, 4), generator=generator)
+    target[0, 2:] = 1
+    loss, nll = criterion.compute_loss(model, model(logits), {"target": target})
+    loss.backward()
+    return loss, nll, logits.grad
+
+
+@pytest.mark.parametrize("model", (FairseqLanguageModel, Tempered))
+@pytest.mark.parametrize("ours, stock, options", PAIRS)
+def test_the_loss_is_stock_s(monkeypatch, ours, stock, options, model):
+    calls = []
+    true = moe_cross_entropy.token_loss
+    monkeypatch.setattr(
+        moe_cross_entropy, "token_loss", lambda *args: calls.append(1) or true(*args)
+    )
+    net = model(Decoder(None))
+    got, expected = (losses(kind(TASK, False, *options), net) for kind in (ours, stock))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert bool(calls) == (model is not Tempered)
