@@ -10,15 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fairseq_tutel.kernels.opaque import opaque
+
 # Columns per program. Chosen to cover common model dimensions in one or two programs, not tuned.
 MAX_BLOCK_D = 1024
 
 
+def _fake_gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
+    return x_TD.new_empty(index_R.shape[0], x_TD.shape[1])
+
+
+@opaque(_fake_gather_rows)
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
     """Return rows_RD with rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1."""
     x_TD, index_R = x_TD.contiguous(), index_R.contiguous()
     scale_R = None if scale_R is None else scale_R.contiguous()
-    rows_RD = x_TD.new_empty(index_R.shape[0], x_TD.shape[1])
+    rows_RD = _fake_gather_rows(x_TD, index_R)
     if rows_RD.numel() == 0:
         return rows_RD
     num_rows, model_dim = rows_RD.shape
@@ -37,12 +44,19 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
     return rows_RD
 
 
+def _fake_gather_sum(
+    rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None
+) -> Tensor:
+    return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
+
+
+@opaque(_fake_gather_sum)
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], -1 adding nothing."""
     rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     num_tokens, top_k = row_of_TK.shape
-    y_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1])
+    y_TD = _fake_gather_sum(rows_RD, row_of_TK)
     if y_TD.numel() == 0:
         return y_TD
     model_dim = y_TD.shape[1]
@@ -63,10 +77,15 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     return y_TD
 
 
+def _fake_gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
+    return rows_RD.new_empty(row_of_TK.shape)
+
+
+@opaque(_fake_gather_dot)
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     """Return dots_TK with dots[t, j] = <y[t], rows[row_of[t, j]]>, 0 where row_of is -1."""
     rows_RD, row_of_TK, y_TD = rows_RD.contiguous(), row_of_TK.contiguous(), y_TD.contiguous()
-    dots_TK = rows_RD.new_empty(row_of_TK.shape)
+    dots_TK = _fake_gather_dot(rows_RD, row_of_TK, y_TD)
     if dots_TK.numel() == 0:
         return dots_TK
     num_tokens, top_k = dots_TK.shape
