@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairseq_tutel.kernels.reference_route import choose_experts
+
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     """Return (scores_TE, probs_TE): what weights are made of, and the same summing to 1 per token."""
@@ -18,33 +20,6 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     scores_TE = torch.sigmoid(logits_TE)
     total_T1 = scores_TE.sum(dim=1, keepdim=True)
     return scores_TE, scores_TE / total_T1.clamp_min(torch.finfo(scores_TE.dtype).tiny)
-
-
-def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Return the ids [T, K] int64 of the K largest scores, largest first; ties: the lower id.
-
-    torch.topk leaves ties open, so it is not used: two runs must choose alike on every device.
-    """
-    if top_k > 4 and scores_TE.dtype == torch.float64:
-        return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
-    if top_k > 4:
-        return _ranked_keys(scores_TE).topk(top_k, dim=1).indices
-    scores_TE = scores_TE.clone() if top_k > 1 else scores_TE
-    chosen = []
-    for _ in range(top_k):
-        ids_T1 = scores_TE.argmax(dim=1, keepdim=True)
-        chosen.append(ids_T1)
-        if len(chosen) < top_k:
-            scores_TE.scatter_(1, ids_T1, -math.inf)
-    return torch.cat(chosen, dim=1)
-
-
-def _ranked_keys(scores_TE: Tensor) -> Tensor:
-    """Return distinct int64 keys in the order of scores of at most 32 bits; ties: the lower id first."""
-    num_experts = scores_TE.shape[1]
-    bits_TE = (scores_TE.to(torch.float32) + 0.0).view(torch.int32)  # + 0.0: -0.0 is 0.0's equal
-    order_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
-    return order_TE * num_experts - torch.arange(num_experts, device=scores_TE.device)
 
 
 def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:

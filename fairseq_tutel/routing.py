@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel import kernels
 from fairseq_tutel.capacity import Capacity
 from fairseq_tutel.choice import (
     asked_at_random,
@@ -23,7 +24,8 @@ from fairseq_tutel.choice import (
 )
 from fairseq_tutel.config import MoEConfig, is_whole
 from fairseq_tutel.drop_policies import slot_order
-from fairseq_tutel.slots import asking_ids, assign_slots, assign_slots_by, sentence_order
+from fairseq_tutel.fused_gate import softmax_top_k
+from fairseq_tutel.slots import asking_ids, sentence_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class Rules:
     second_expert_policy: str = "all"
     rsample: bool = False
     sinkhorn: bool = False
+    backend: str = "auto"
 
     @classmethod
     def of(cls, config: MoEConfig) -> "Rules":
@@ -141,13 +144,19 @@ def assign(
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
-    _check_top_k(top_k, logits_TE.shape[1], rules)
-    scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
-    if rules.choice == "experts":
-        return _assign_by_experts(scores_TE, probs_TE, top_k, capacity, rules, batch)
     num_tokens, num_experts = logits_TE.shape
-    expert_ids_TK = _choose(logits_TE.detach(), scores_TE.detach(), top_k, rules, batch, bias_E)
-    weights_TK = scores_TE.gather(1, expert_ids_TK)
+    _check_top_k(top_k, num_experts, rules)
+    if rules.choice == "experts":
+        scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+        return _assign_by_experts(scores_TE, probs_TE, top_k, capacity, rules, batch)
+    ops = kernels.ops(rules.backend, logits_TE.device)
+    if ops is not kernels.reference and _is_plain(rules, batch, bias_E):
+        probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
+        scores_TE = probs_TE
+    else:
+        scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+        expert_ids_TK = _choose(logits_TE.detach(), scores_TE.detach(), top_k, rules, batch, bias_E)
+        weights_TK = scores_TE.gather(1, expert_ids_TK)
     if rules.normalize_gate == "before" and top_k > 1:
         weights_TK = _normalized(weights_TK)
     asked_TK = None
@@ -183,12 +192,12 @@ def _fill(
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
     """Return (slots_TK, assigned_KE), by the order of the drop policy where anything can be dropped."""
-    num_experts = scores_TE.shape[1]
+    num_experts, ops = scores_TE.shape[1], kernels.ops(rules.backend, scores_TE.device)
     if rules.drop_policy == "position" or not capacity.is_limited:
-        return assign_slots(ids_KT, num_experts, batch.time_first)
+        return ops.assign_slots(ids_KT, num_experts, batch.time_first)
     position_T = sentence_order(len(scores_TE), batch.time_first, scores_TE.device)
     order_N = slot_order(rules.drop_policy, scores_TE, expert_ids_TK, position_T, batch.training)
-    return assign_slots_by(order_N, ids_KT, num_experts)
+    return ops.assign_slots_by(order_N, ids_KT, num_experts)
 
 
 def _keep(
@@ -266,6 +275,14 @@ def _check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
         raise ValueError(
             f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
         )
+
+
+def _is_plain(rules: Rules, batch: MicroBatch, bias_E: Tensor | None) -> bool:
+    """Whether a token's experts are those of its K largest softmax scores, and nothing intervenes."""
+    drawn = rules.rsample or rules.second_expert_policy == "sampling" or rules.sinkhorn
+    in_groups = rules.groups_per_token < rules.expert_groups
+    plain = rules.score_function == "softmax" and bias_E is None and not in_groups
+    return plain and not (drawn and batch.training)
 
 
 def _choose(

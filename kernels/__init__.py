@@ -11,7 +11,16 @@ import torch
 
 from fairseq_tutel.kernels import reference
 
-OPS = ("gather_rows", "gather_sum", "gather_dot")
+OPS = (
+    "gather_rows",
+    "gather_sum",
+    "gather_dot",
+    "softmax_top_k",
+    "softmax_top_k_backward",
+    "assign_slots",
+    "assign_slots_by",
+    "stride_copy",
+)
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
@@ -45,9 +54,9 @@ def ops(requested: str, device: torch.device) -> ModuleType:
     backend, _ = backend_for(requested, device)
     if backend == "reference":
         return reference
-    from fairseq_tutel.kernels import triton_dispatch
+    from fairseq_tutel.kernels import triton_ops
 
-    return triton_dispatch
+    return triton_ops
 
 
 @functools.cache

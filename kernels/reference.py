@@ -14,6 +14,10 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.ffn_by_expert import ffn_backward, ffn_forward, ffn_kept
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.reference_route import assign_slots as assign_slots
+from fairseq_tutel.kernels.reference_route import assign_slots_by as assign_slots_by
+from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k
+from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as softmax_top_k_backward
 
 # What torch's embedding_bag adds up without an intermediate copy of every row.
 BAG_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -305,3 +309,15 @@ def _clear_tail(rows: Tensor, groups: Groups) -> Tensor:
     if used < rows.shape[0]:
         rows[used:] = 0
     return rows
+
+
+def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
+    """Return the rows with blocks of [outer, inner, n, D] in the order [inner, outer, n, D].
+
+    Args:
+        rows_RD: [outer * inner * n, D], any dtype.
+        outer: blocks of blocks.
+        inner: blocks in each of them.
+    """
+    blocks = rows_RD.reshape(outer, inner, rows_RD.shape[0] // (outer * inner), rows_RD.shape[1])
+    return blocks.transpose(0, 1).reshape(rows_RD.shape)

@@ -1,0 +1,42 @@
+"""A Triton copy of blocks in another order: what regrouping even blocks comes to.
+
+R rows, D model_dim, A and B the numbers of blocks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.opaque import opaque
+
+BLOCK = 2048  # elements per program; not tuned
+
+
+def _fake_stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
+    return rows_RD.new_empty(rows_RD.shape)
+
+
+@opaque(_fake_stride_copy)
+def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
+    """Return the rows with blocks of [outer, inner, n, D] in the order [inner, outer, n, D]."""
+    rows_RD = rows_RD.contiguous()
+    out_RD = torch.empty_like(rows_RD)
+    if out_RD.numel() == 0:
+        return out_RD
+    size = rows_RD.numel() // (outer * inner)
+    with torch.cuda.device_of(rows_RD):
+        _stride_copy_kernel[(triton.cdiv(size, BLOCK), outer * inner)](
+            rows_RD, out_RD, outer, inner, size, BLOCK=BLOCK
+        )
+    return out_RD
+
+
+@triton.jit
+def _stride_copy_kernel(rows_ptr, out_ptr, outer, inner, size, BLOCK: tl.constexpr):
+    within = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = within < size
+    to_block = tl.program_id(1)
+    from_block = to_block % outer * inner + to_block // outer
+    values = tl.load(rows_ptr + from_block.to(tl.int64) * size + within, mask=inside)
+    tl.store(out_ptr + to_block.to(tl.int64) * size + within, values, mask=inside)

@@ -1,0 +1,391 @@
+"""Triton kernels of routing: softmax with top-k, and slots, with the signatures of `reference_route`.
+
+Slots are a block scan: a histogram of every block of copies, its exclusive sum over blocks, and places
+within a block by comparing its ids. No atomics, no sort, no [T, E] tensor, no host read.
+T tokens, E experts, K top_k, N = K * T copies: copy j * T + t is token t's choice j.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.opaque import opaque
+
+# Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80, with 1024
+# no kernel takes 1 s, and none needs more than 72 registers. Not tuned for speed on a GPU.
+TILE = 1024
+# Copies per block: a place costs BLOCK_N comparisons, the scan N / BLOCK_N steps. Not tuned.
+BLOCK_N = 128
+COUNT_BLOCK_E = 32
+# Tile of the scan over blocks: few experts a program, since programs are all its parallelism.
+SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
+
+
+def _fake_softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (logits_TE.shape[0], top_k)
+    ids_TK = logits_TE.new_empty(shape, dtype=torch.int64)
+    return logits_TE.new_empty(logits_TE.shape), ids_TK, logits_TE.new_empty(shape)
+
+
+@opaque(_fake_softmax_top_k)
+def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (probs_TE, ids_TK, weights_TK): the softmax, its K largest (ties: lower id), their values."""
+    logits_TE = logits_TE.contiguous()
+    probs_TE, ids_TK, weights_TK = _fake_softmax_top_k(logits_TE, top_k)
+    num_tokens, num_experts = logits_TE.shape
+    if num_tokens == 0:
+        return probs_TE, ids_TK, weights_TK
+    block_t, block_e = _tile(num_experts)
+    with torch.cuda.device_of(logits_TE):
+        _softmax_top_k_kernel[(triton.cdiv(num_tokens, block_t),)](
+            logits_TE,
+            probs_TE,
+            ids_TK,
+            weights_TK,
+            num_tokens,
+            num_experts,
+            top_k,
+            ACC=_accumulator(logits_TE),
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+    return probs_TE, ids_TK, weights_TK
+
+
+def _fake_softmax_top_k_backward(
+    probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Tensor | None, dweights_TK: Tensor | None
+) -> Tensor:
+    return probs_TE.new_empty(probs_TE.shape)
+
+
+@opaque(_fake_softmax_top_k_backward)
+def softmax_top_k_backward(
+    probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Tensor | None, dweights_TK: Tensor | None
+) -> Tensor:
+    """Return dlogits_TE of `softmax_top_k`; a gradient that is None counts as zeros."""
+    probs_TE, ids_TK = probs_TE.contiguous(), ids_TK.contiguous()
+    dprobs_TE = None if dprobs_TE is None else dprobs_TE.contiguous()
+    dweights_TK = None if dweights_TK is None else dweights_TK.contiguous()
+    dlogits_TE = torch.empty_like(probs_TE)
+    num_tokens, num_experts = probs_TE.shape
+    if num_tokens == 0:
+        return dlogits_TE
+    block_t, block_e = _tile(num_experts)
+    with torch.cuda.device_of(probs_TE):
+        _softmax_top_k_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+            probs_TE,
+            ids_TK,
+            probs_TE if dprobs_TE is None else dprobs_TE,
+            probs_TE if dweights_TK is None else dweights_TK,
+            dlogits_TE,
+            num_tokens,
+            num_experts,
+            ids_TK.shape[1],
+            HAS_DPROBS=dprobs_TE is not None,
+            HAS_DWEIGHTS=dweights_TK is not None,
+            ACC=_accumulator(probs_TE),
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+    return dlogits_TE
+
+
+def assign_slots(
+    ids_KT: Tensor, num_experts: int, time_first: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (slots_TK, assigned_KE): first choices before second ones, then token order."""
+    time, batch = time_first or (1, ids_KT.shape[1])
+    return place_copies(ids_KT, None, num_experts, time, batch)
+
+
+def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return (slots_TK, assigned_KE), copies taking slots in the given order."""
+    return place_copies(ids_KT, order_N, num_experts, 1, ids_KT.shape[1])
+
+
+def _fake_place_copies(
+    ids_KT: Tensor, order_N: Tensor | None, num_experts: int, time: int, batch: int
+) -> tuple[Tensor, Tensor]:
+    top_k, num_tokens = ids_KT.shape
+    return ids_KT.new_empty(num_tokens, top_k), ids_KT.new_empty(top_k, num_experts)
+
+
+@opaque(_fake_place_copies)
+def place_copies(
+    ids_KT: Tensor, order_N: Tensor | None, num_experts: int, time: int, batch: int
+) -> tuple[Tensor, Tensor]:
+    """Return (slots_TK, assigned_KE).
+
+    Args:
+        ids_KT: [K, T] int64, the expert that each copy asks for; E for none.
+        order_N: [K * T] int64, the copies in the order in which they take slots; None for first
+            choices before second ones, then tokens by (sentence, time).
+        num_experts: E.
+        time: of a time-first layout, token t being (t // batch, t % batch); else 1.
+        batch: time * batch = T.
+    """
+    ids_KT = ids_KT.contiguous()
+    slots_TK, assigned_KE = _fake_place_copies(ids_KT, order_N, num_experts, time, batch)
+    if ids_KT.numel() == 0:
+        return slots_TK, assigned_KE.zero_()
+    top_k, num_tokens = ids_KT.shape
+    with torch.cuda.device_of(ids_KT):
+        starts_BE = _block_starts(ids_KT, None, assigned_KE, time, batch)
+        if order_N is not None:
+            order_N, ids_1N = order_N.contiguous(), ids_KT.view(1, -1)
+            # An order may mix choices, so its blocks say nothing of the counts by choice.
+            starts_BE = _block_starts(ids_1N, order_N, torch.empty_like(assigned_KE[:1]), 1, 1)
+        chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
+        num_blocks = triton.cdiv(length, BLOCK_N)
+        _place_kernel[(chains * num_blocks,)](
+            ids_KT,
+            ids_KT if order_N is None else order_N,
+            starts_BE,
+            slots_TK,
+            num_blocks,
+            length,
+            num_tokens,
+            top_k,
+            num_experts,
+            time,
+            batch,
+            HAS_ORDER=order_N is not None,
+            BLOCK=BLOCK_N,
+        )
+    return slots_TK, assigned_KE
+
+
+def _block_starts(
+    ids_CL: Tensor, order_L: Tensor | None, totals_CE: Tensor, time: int, batch: int
+) -> Tensor:
+    """Return [C * blocks, E] int32, the copies of each expert before each block; fill `totals_CE`.
+
+    The blocks cut C chains of L positions, one chain after the other.
+    """
+    (chains, length), num_experts = ids_CL.shape, totals_CE.shape[1]
+    num_blocks = triton.cdiv(length, BLOCK_N)
+    starts_BE = ids_CL.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
+    _count_kernel[(chains * num_blocks, triton.cdiv(num_experts, COUNT_BLOCK_E))](
+        ids_CL,
+        ids_CL if order_L is None else order_L,
+        starts_BE,
+        num_blocks,
+        length,
+        num_experts,
+        time,
+        batch,
+        HAS_ORDER=order_L is not None,
+        BLOCK=BLOCK_N,
+        BLOCK_E=COUNT_BLOCK_E,
+    )
+    _scan_kernel[(triton.cdiv(num_experts, SCAN_BLOCK_E),)](
+        starts_BE,
+        totals_CE,
+        chains,
+        num_blocks,
+        num_experts,
+        BLOCK_B=SCAN_BLOCK_B,
+        BLOCK_E=SCAN_BLOCK_E,
+    )
+    return starts_BE
+
+
+def _tile(num_experts: int) -> tuple[int, int]:
+    """Return (tokens, experts) of a tile that holds all experts of its tokens."""
+    block_e = max(triton.next_power_of_2(num_experts), 16)
+    return max(TILE // block_e, 1), block_e
+
+
+def _accumulator(tensor: Tensor) -> tl.dtype:
+    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def _softmax_top_k_kernel(
+    logits_ptr,
+    probs_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens,
+    num_experts,
+    top_k,
+    ACC: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)
+    here = tokens < num_tokens
+    inside = here[:, None] & (experts < num_experts)[None, :]
+    cells = tokens[:, None] * num_experts + experts[None, :]
+    logits = tl.load(logits_ptr + cells, mask=inside, other=-float("inf")).to(ACC)
+    exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    probs = (exps / tl.sum(exps, axis=1)[:, None]).to(probs_ptr.dtype.element_ty)
+    tl.store(probs_ptr + cells, probs, mask=inside)
+    # What is stored is what is compared: probabilities that round to the same are ties. NaN, which no
+    # maximum is sure to find, comes before all else.
+    keys = probs.to(ACC)
+    keys = tl.where(keys == keys, keys, 2.0)
+    keys = tl.where(inside, keys, -1.0)
+    for j in range(top_k):
+        best, ids = tl.max(keys, axis=1, return_indices=True)
+        copies = tokens * top_k + j
+        tl.store(ids_ptr + copies, ids, mask=here)
+        tl.store(weights_ptr + copies, tl.where(best > 1.5, float("nan"), best), mask=here)
+        keys = tl.where(experts[None, :] == ids[:, None], -1.0, keys)
+
+
+@triton.jit
+def _softmax_top_k_backward_kernel(
+    probs_ptr,
+    ids_ptr,
+    dprobs_ptr,
+    dweights_ptr,
+    dlogits_ptr,
+    num_tokens,
+    num_experts,
+    top_k,
+    HAS_DPROBS: tl.constexpr,
+    HAS_DWEIGHTS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)
+    here = tokens < num_tokens
+    inside = here[:, None] & (experts < num_experts)[None, :]
+    cells = tokens[:, None] * num_experts + experts[None, :]
+    probs = tl.load(probs_ptr + cells, mask=inside, other=0.0).to(ACC)
+    grads = tl.zeros([BLOCK_T, BLOCK_E], dtype=ACC)
+    if HAS_DPROBS:
+        grads += tl.load(dprobs_ptr + cells, mask=inside, other=0.0).to(ACC)
+    if HAS_DWEIGHTS:
+        for j in range(top_k):
+            copies = tokens * top_k + j
+            ids = tl.load(ids_ptr + copies, mask=here, other=0)
+            dweights = tl.load(dweights_ptr + copies, mask=here, other=0.0).to(ACC)
+            grads += tl.where(experts[None, :] == ids[:, None], dweights[:, None], 0.0)
+    dots = tl.sum(probs * grads, axis=1)
+    tl.store(dlogits_ptr + cells, probs * (grads - dots[:, None]), mask=inside)
+
+
+@triton.jit
+def _copies_at(
+    ids_ptr,
+    order_ptr,
+    chain,
+    positions,
+    length,
+    num_experts,
+    time,
+    batch,
+    HAS_ORDER: tl.constexpr,
+):
+    """Return the copies at these positions of a chain and the experts they ask for, E behind its end."""
+    inside = positions < length
+    if HAS_ORDER:
+        copies = tl.load(order_ptr + positions, mask=inside, other=0)
+    else:
+        copies = chain.to(tl.int64) * length + positions % time * batch + positions // time
+    return copies, tl.load(ids_ptr + copies, mask=inside, other=num_experts)
+
+
+@triton.jit
+def _count_kernel(
+    ids_ptr,
+    order_ptr,
+    counts_ptr,
+    num_blocks,
+    length,
+    num_experts,
+    time,
+    batch,
+    HAS_ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0)
+    positions = block % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    _, ids = _copies_at(
+        ids_ptr,
+        order_ptr,
+        block // num_blocks,
+        positions,
+        length,
+        num_experts,
+        time,
+        batch,
+        HAS_ORDER,
+    )
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    counts = tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), axis=0)
+    cells = block.to(tl.int64) * num_experts + experts
+    tl.store(counts_ptr + cells, counts, mask=experts < num_experts)
+
+
+@triton.jit
+def _scan_kernel(
+    counts_ptr,
+    totals_ptr,
+    chains,
+    num_blocks,
+    num_experts,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Turn the counts of each block into the sums of all blocks before it; add each chain's up too."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = experts < num_experts
+    before = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for chain in range(chains):
+        before_chain = before
+        for first in range(0, num_blocks, BLOCK_B):
+            blocks = first + tl.arange(0, BLOCK_B)
+            rows = (chain * num_blocks + blocks).to(tl.int64)
+            cells = rows[:, None] * num_experts + experts[None, :]
+            mask = (blocks < num_blocks)[:, None] & inside[None, :]
+            counts = tl.load(counts_ptr + cells, mask=mask, other=0)
+            earlier = tl.cumsum(counts, axis=0) - counts
+            tl.store(counts_ptr + cells, before[None, :] + earlier, mask=mask)
+            before += tl.sum(counts, axis=0)
+        tl.store(totals_ptr + chain * num_experts + experts, before - before_chain, mask=inside)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr,
+    order_ptr,
+    starts_ptr,
+    slots_ptr,
+    num_blocks,
+    length,
+    num_tokens,
+    top_k,
+    num_experts,
+    time,
+    batch,
+    HAS_ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    local = tl.arange(0, BLOCK)
+    positions = block % num_blocks * BLOCK + local
+    copies, ids = _copies_at(
+        ids_ptr,
+        order_ptr,
+        block // num_blocks,
+        positions,
+        length,
+        num_experts,
+        time,
+        batch,
+        HAS_ORDER,
+    )
+    asks = ids < num_experts
+    earlier = (ids[:, None] == ids[None, :]) & (local[None, :] < local[:, None])
+    starts = tl.load(starts_ptr + block.to(tl.int64) * num_experts + ids, mask=asks, other=0)
+    slots = tl.where(asks, starts + tl.sum(earlier.to(tl.int32), axis=1), -1)
+    where = copies % num_tokens * top_k + copies // num_tokens
+    tl.store(slots_ptr + where, slots, mask=positions < length)

@@ -1,0 +1,64 @@
+"""Inputs of the routing ops, and what they must give by brute force; shared by every backend's tests."""
+
+import torch
+from torch import Tensor
+
+# (T, E): one token, odd numbers, one expert, powers of two and none, more blocks than one.
+LOGITS = ((0, 3), (1, 1), (1, 8), (63, 1), (63, 3), (63, 5), (63, 8), (63, 100), (1000, 8))
+
+
+def choices(num_experts: int) -> list[int]:
+    """Return the K to test: all of few experts, the ends and one between of many."""
+    few = range(1, num_experts + 1)
+    return list(few) if num_experts <= 5 else [1, 2, 5, num_experts]
+
+
+def logits(num_tokens: int, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """Draw logits with many ties: multiples of a half, so that equal ones have equal probabilities."""
+    generator = torch.Generator().manual_seed(100 * num_tokens + num_experts)
+    return torch.randint(-3, 4, (num_tokens, num_experts), generator=generator).to(dtype) / 2
+
+
+def best_first(probs_TE: Tensor, top_k: int) -> list[list[int]]:
+    """Return the K largest of every row; NaN before all else; ties: the lower id."""
+    rows = probs_TE.double().nan_to_num(nan=float("inf")).tolist()
+    return [sorted(range(len(row)), key=lambda e, row=row: -row[e])[:top_k] for row in rows]
+
+
+def asking(top_k: int, num_tokens: int, num_experts: int) -> Tensor:
+    """Draw ids [K, T]; some ask for none, one expert is crowded, the last is empty where that can be."""
+    generator = torch.Generator().manual_seed(10 * num_tokens + num_experts)
+    most = max(num_experts - 1, 1)
+    ids_KT = torch.randint(most, (top_k, num_tokens), generator=generator)
+    ids_KT[torch.rand(ids_KT.shape, generator=generator) < 0.3] = 0
+    ids_KT[torch.rand(ids_KT.shape, generator=generator) < 0.2] = num_experts
+    return ids_KT
+
+
+def order(top_k: int, num_tokens: int) -> Tensor:
+    """Draw an order of all copies that mixes choices."""
+    return torch.randperm(top_k * num_tokens, generator=torch.Generator().manual_seed(num_tokens))
+
+
+def sentence_first(top_k: int, time: int, batch: int) -> list[int]:
+    """Return the copies, choice by choice, of tokens that lie time first, in (sentence, time) order."""
+    tokens = [t * batch + b for b in range(batch) for t in range(time)]
+    return [j * time * batch + t for j in range(top_k) for t in tokens]
+
+
+def by_counting(
+    ids_KT: Tensor, copies: list[int], num_experts: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Give copies their slots one after the other; return (slots by token, counts by choice)."""
+    top_k, num_tokens = ids_KT.shape
+    slots = [[-1] * top_k for _ in range(num_tokens)]
+    assigned = [[0] * num_experts for _ in range(top_k)]
+    taken = [0] * num_experts
+    ids = ids_KT.flatten().tolist()
+    for copy in copies:
+        expert, j, t = ids[copy], copy // num_tokens, copy % num_tokens
+        if expert < num_experts:
+            slots[t][j] = taken[expert]
+            taken[expert] += 1
+            assigned[j][expert] += 1
+    return slots, assigned

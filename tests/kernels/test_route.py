@@ -1,0 +1,437 @@
+"""The routing kernels: plain torch against brute force, Triton against both.
+
+Covered: softmax with top-k in every float dtype, E = 1 to 100 and above a tile, every K, ties, NaN and
+infinities, T = 0, 1, 63, 1000; slots and counts by position, time first, in any order, copies that ask for
+none, several blocks and tiles of the scan; regrouped blocks; gradients by name, alone and through a whole
+layer; when the fused gate is used; fake tensors and torch.compile, which see shapes alone. On a GPU
+(`-m gpu`) the compiled kernels, 100 000 tokens, and that nothing waits for the device.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import DTYPES, TOLERANCE, name_of
+from route_cases import (
+    LOGITS,
+    asking,
+    best_first,
+    by_counting,
+    choices,
+    logits,
+    order,
+    sentence_first,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fairseq_tutel import MoEConfig, MoELayer, kernels, routing
+from fairseq_tutel.capacity import Capacity
+from fairseq_tutel.dispatch import combine, dispatch
+from fairseq_tutel.fused_gate import softmax_top_k
+from fairseq_tutel.kernels import reference
+
+# K, (time, batch), E: no token, one, several blocks, several tiles of experts.
+SLOTS = (
+    (2, (0, 3), 4),
+    (1, (1, 1), 1),
+    (3, (9, 7), 5),
+    (1, (63, 1), 8),
+    (2, (10, 100), 3),
+    (4, (7, 21), 100),
+)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def compare_softmax_top_k(backend: str, shape: tuple[int, int], dtype: torch.dtype, device: str):
+    ops = kernels.ops(backend, torch.device(device))
+    logits_TE = logits(*shape, dtype).to(device)
+    for top_k in choices(shape[1]):
+        probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k)
+        assert probs_TE.dtype == weights_TK.dtype == dtype and ids_TK.dtype == torch.int64
+        close(probs_TE, torch.softmax(logits_TE, dim=1))
+        assert ids_TK.tolist() == best_first(probs_TE, top_k)
+        assert torch.equal(weights_TK, probs_TE.gather(1, ids_TK))
+        # By logits, too: one that lies above another may tie with it, rounded, but never lose to it.
+        assert not logits_TE.gather(1, ids_TK).diff(dim=1).gt(0).any()
+
+
+def compare_strange_logits(backend: str, device: str):
+    inf, nan = float("inf"), float("nan")
+    logits_TE = torch.tensor(
+        [[1, nan, 3], [inf, 0, 0], [0, -inf, 1], [-inf] * 3, [nan] * 3, [-inf, -inf, 5], [1e30] * 3]
+    )
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        given = logits_TE.to(device, dtype)
+        probs_TE, ids_TK, weights_TK = kernels.ops(backend, given.device).softmax_top_k(given, 3)
+        close(probs_TE, torch.softmax(given, dim=1))
+        first = [0, 1, 2]
+        assert ids_TK.tolist() == [first, first, [2, 0, 1], first, first, [2, 0, 1], first]
+        close(weights_TK, probs_TE.gather(1, ids_TK))
+
+
+def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
+    ops = kernels.ops(backend, torch.device(device))
+    for shape in ((0, 3), (1, 1), (63, 5), (63, 100)):
+        logits_TE = logits(*shape, torch.float64).to(device, dtype)
+        for top_k in {1, min(2, shape[1]), shape[1]}:
+            probs_TE, ids_TK, weights_TK = reference.softmax_top_k(logits_TE, top_k)
+            generator = torch.Generator().manual_seed(top_k)
+            dprobs, dweights = (
+                torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+                for like in (probs_TE, weights_TK)
+            )
+            for given in ((dprobs, dweights), (None, dweights), (dprobs, None)):
+                grads = [torch.zeros_like(probs_TE) if given[0] is None else given[0], given[1]]
+                total = grads[0].double()
+                if grads[1] is not None:
+                    total = total.scatter_add(1, ids_TK, grads[1].double())
+                p = probs_TE.double()
+                expected = p * (total - (p * total).sum(1, keepdim=True))
+                close(ops.softmax_top_k_backward(probs_TE, ids_TK, *given), expected.to(dtype))
+
+
+def compare_node_gradients(backend: str):
+    """The node of autograd against finite differences in fp64, and unused outputs."""
+    ops = kernels.ops(backend, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens, num_experts, top_k in ((3, 5, 2), (2, 3, 3), (2, 1, 1)):
+        x_TE = torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+        x_TE.requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, k=top_k: softmax_top_k(x, k, ops)[::2], x_TE)
+        probs_TE, _, weights_TK = softmax_top_k(x_TE, top_k, ops)
+        for used in (probs_TE, weights_TK):
+            (grad,) = torch.autograd.grad(used.square().sum(), x_TE, retain_graph=True)
+            plain = torch.softmax(x_TE, 1)
+            plain = plain if used is probs_TE else plain.topk(top_k).values
+            (expected,) = torch.autograd.grad(plain.square().sum(), x_TE)
+            close(grad, expected)
+
+
+def compare_slots(backend: str, shape: tuple[int, tuple[int, int], int], device: str):
+    ops = kernels.ops(backend, torch.device(device))
+    top_k, (time, batch), num_experts = shape
+    ids_KT = asking(top_k, time * batch, num_experts)
+    order_N = order(top_k, time * batch)
+    on_device, order_there = ids_KT.to(device), order_N.to(device)
+    for got, copies in (
+        (ops.assign_slots(on_device, num_experts), list(range(ids_KT.numel()))),
+        (
+            ops.assign_slots(on_device, num_experts, (time, batch)),
+            sentence_first(top_k, time, batch),
+        ),
+        (ops.assign_slots_by(order_there, on_device, num_experts), order_N.tolist()),
+    ):
+        slots_TK, assigned_KE = got
+        assert slots_TK.dtype == assigned_KE.dtype == torch.int64
+        expected = by_counting(ids_KT, copies, num_experts)
+        assert (slots_TK.tolist(), assigned_KE.tolist()) == expected
+        assert slots_TK.is_contiguous()
+
+
+def compare_long_scan(device: str):
+    """More blocks than one tile of the scan, at several experts' worth of tiles."""
+    ids_KT = asking(1, 33_000, 9).to(device)
+    ops = kernels.ops("triton", ids_KT.device)
+    for got, expected in zip(
+        ops.assign_slots(ids_KT, 9), reference.assign_slots(ids_KT, 9), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+def compare_stride_copy(backend: str, device: str):
+    ops = kernels.ops(backend, torch.device(device))
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
+        for outer, inner, n, dim in ((1, 1, 1, 1), (2, 3, 4, 5), (3, 2, 1, 2500), (4, 2, 0, 3)):
+            rows = torch.arange(outer * inner * n * dim, device=device).to(dtype).view(-1, dim)
+            got = ops.stride_copy(rows, outer, inner)
+            expected = [rows.view(outer, inner, n, dim)[:, i] for i in range(inner)]
+            assert torch.equal(got, torch.stack(expected).view(-1, dim))
+            assert torch.equal(ops.stride_copy(got, inner, outer), rows)
+
+
+LAYER = {"model_dim": 6, "hidden_dim": 5, "num_experts": 5, "top_k": 2}
+LAYERS = (
+    {"capacity_factor": 0.5, "balance_loss": "gshard:1,z:0.1"},
+    {"capacity_factor": 0.5, "drop_policy": "probability", "normalize_gate": "after"},
+    {"capacity_factor": -0.5, "drop_policy": "bpr", "sinkhorn": True},
+    {"expert_groups": 5, "groups_per_token": 3, "drop_policy": "rts", "capacity_factor": 0.5},
+    {"balance_bias": True, "score_function": "sigmoid"},
+)
+
+
+def run_layer(backend: str, options: dict, device: str) -> dict[str, Tensor]:
+    layer = MoELayer(MoEConfig(**LAYER, backend=backend, **options), seed=1).to(device).double()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(7, 5, 6, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    padding_mask = (torch.arange(35, device=device) % 6 == 4).view(5, 7)
+    torch.manual_seed(3)
+    y, output = layer(x, padding_mask, time_first=True)
+    (y.square().sum() + output.balance_loss).backward()
+    decided = output.routing
+    found = {"y": y.detach(), "dx": x.grad, "slots": decided.slots_TK, "rows": decided.row_of_TK}
+    found |= {"counts": decided.counts_E, "dropped": decided.dropped_K}
+    return found | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def compare_layer_gradients(options: dict, device: str):
+    ours = run_layer("triton", options, device)
+    plain = run_layer("reference", options, device)
+    assert ours.keys() == plain.keys()
+    for name, expected in plain.items():
+        if expected.is_floating_point():
+            torch.testing.assert_close(ours[name], expected, rtol=1e-10, atol=1e-12, msg=name)
+        elif name != "rows":  # a GPU's compact layout keeps its unused tail, the CPU's does not
+            assert torch.equal(ours[name], expected), name
+
+
+def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
+    """Route, dispatch and combine, in a layout whose size is known."""
+    rules = routing.Rules(backend="triton", drop_policy="bpr")
+    capacity = Capacity(factor=0.5)
+    a = routing.assign(logits_TE, 2, capacity, rules, routing.MicroBatch(time_first=(3, 3)))
+    decided = routing.lay_out(a, capacity=9)
+    rows_RD = dispatch(x_TD, decided, "triton") * 2
+    return combine(rows_RD, decided, "triton").square().sum() + decided.probs_TE.square().sum()
+
+
+def compare_compiled_gradients(device: str):
+    """One graph, the kernels in it as operators: what they give, and their gradients."""
+    # Dynamo cannot look into Triton's answer; on a GPU nobody asks.
+    kernels._interpreted = lambda: True
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    given = [torch.randn(9, d, generator=generator, dtype=torch.float64).to(device) for d in (4, 3)]
+    for forward in (walk, torch.compile(walk, backend="aot_eager", fullgraph=True)):
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        loss = forward(*leaves)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for expected, got in zip(*results, strict=True):
+        close(got, expected)
+
+
+def uses_of_the_fused_gate(options: dict, biased: bool, training: bool) -> int:
+    """Return how often the fused op was launched for one assignment."""
+    from fairseq_tutel.kernels import triton_ops
+
+    launched, launch = [], triton_ops.softmax_top_k
+    rules = dataclasses.replace(routing.Rules(**options), backend="triton")
+    batch = routing.MicroBatch(training=training)
+    triton_ops.softmax_top_k = lambda *given: launched.append(given) or launch(*given)
+    try:
+        bias_E = torch.zeros(4) if biased else None
+        routing.assign(torch.eye(4), 2, Capacity(), rules, batch, bias_E)
+    finally:
+        triton_ops.softmax_top_k = launch
+    return len(launched)
+
+
+def fake_results(time_first: tuple[int, int] | None) -> list[tuple]:
+    """Call every op on tensors that have no data; a host read of them is an error."""
+    ops = kernels.ops("triton", torch.device("cuda"))
+    with FakeTensorMode():
+        x = torch.empty(6, 5, device="cuda", dtype=torch.bfloat16)
+        rows = torch.empty(12, device="cuda", dtype=torch.int64)
+        ids, narrow = rows.view(2, 6), torch.empty(6, 2, device="cuda", dtype=torch.bfloat16)
+        found = [
+            *ops.softmax_top_k(x, 2),
+            ops.softmax_top_k_backward(x, rows.view(6, 2), None, narrow),
+            *ops.assign_slots(ids, 5, time_first),
+            *ops.assign_slots_by(rows, ids, 5),
+            ops.stride_copy(x, 2, 3),
+            ops.gather_rows(x, rows),
+            ops.gather_rows(x, rows, narrow.view(12)),
+            ops.gather_sum(x, rows.view(6, 2)),
+            ops.gather_dot(x, rows.view(6, 2), x),
+        ]
+    assert all(f.device.type == "cuda" for f in found)
+    return [(tuple(f.shape), str(f.dtype).removeprefix("torch.")) for f in found]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", LOGITS, ids=str)
+def test_softmax_top_k_chooses_as_brute_force_does(shape, dtype):
+    compare_softmax_top_k("reference", shape, dtype, "cpu")
+
+
+def test_strange_logits_give_ids_all_the_same():
+    compare_strange_logits("reference", "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_backward_gradients_of_the_reference(dtype):
+    compare_backward_gradients("reference", dtype, "cpu")
+
+
+def test_node_gradients_of_the_reference():
+    compare_node_gradients("reference")
+
+
+@pytest.mark.parametrize("shape", SLOTS, ids=str)
+def test_slots_are_those_of_counting(shape):
+    compare_slots("reference", shape, "cpu")
+
+
+def test_regrouped_blocks_are_those_of_indexing():
+    compare_stride_copy("reference", "cpu")
+
+
+triton = pytest.mark.usefixtures("_triton")
+
+
+@pytest.fixture
+def _triton():
+    pytest.importorskip("triton")
+
+
+@triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", LOGITS, ids=str)
+def test_interpreted_softmax_top_k(interpreter, shape, dtype):
+    interpreter.run(compare_softmax_top_k, "triton", shape, dtype, "cpu")
+
+
+@triton
+def test_experts_that_fill_a_tile_by_themselves(interpreter):
+    interpreter.run(compare_softmax_top_k, "triton", (2, 1100), torch.float32, "cpu")
+
+
+@triton
+def test_interpreted_strange_logits(interpreter):
+    interpreter.run(compare_strange_logits, "triton", "cpu")
+
+
+@triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_interpreted_backward_gradients(interpreter, dtype):
+    interpreter.run(compare_backward_gradients, "triton", dtype, "cpu")
+
+
+@triton
+def test_interpreted_node_gradients(interpreter):
+    interpreter.run(compare_node_gradients, "triton")
+
+
+@triton
+@pytest.mark.parametrize("shape", SLOTS, ids=str)
+def test_interpreted_slots(interpreter, shape):
+    interpreter.run(compare_slots, "triton", shape, "cpu")
+
+
+@triton
+def test_an_interpreted_scan_over_several_tiles_of_blocks(interpreter):
+    interpreter.run(compare_long_scan, "cpu")
+
+
+@triton
+def test_interpreted_regrouping(interpreter):
+    interpreter.run(compare_stride_copy, "triton", "cpu")
+
+
+@triton
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_an_interpreted_layer_s_routing_and_gradients(interpreter, options):
+    interpreter.run(compare_layer_gradients, options, "cpu")
+
+
+@triton
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_gradients_of_the_interpreted_walk_in_one_compiled_graph(interpreter):
+    interpreter.run(compare_compiled_gradients, "cpu")
+
+
+@triton
+@pytest.mark.parametrize(
+    "options, biased, training, times",
+    [
+        ({}, False, True, 1),
+        ({"second_expert_policy": "random"}, False, True, 1),
+        ({"rsample": True}, False, False, 1),
+        ({"rsample": True}, False, True, 0),
+        ({"sinkhorn": True}, False, True, 0),
+        ({"second_expert_policy": "sampling"}, False, True, 0),
+        ({"score_function": "sigmoid"}, False, True, 0),
+        ({"expert_groups": 2, "groups_per_token": 1}, False, True, 0),
+        ({"expert_groups": 2, "groups_per_token": 2}, False, True, 1),
+        ({}, True, True, 0),
+    ],
+    ids=str,
+)
+def test_when_the_gate_is_fused(interpreter, options, biased, training, times):
+    assert interpreter.run(uses_of_the_fused_gate, options, biased, training) == [times]
+
+
+@triton
+@pytest.mark.parametrize("time_first", (None, (2, 3)))
+def test_fake_tensors_pass_through_without_a_launch(time_first):
+    assert fake_results(time_first) == [
+        ((6, 5), "bfloat16"),
+        ((6, 2), "int64"),
+        ((6, 2), "bfloat16"),
+        ((6, 5), "bfloat16"),
+        ((6, 2), "int64"),
+        ((2, 5), "int64"),
+        ((6, 2), "int64"),
+        ((2, 5), "int64"),
+        ((6, 5), "bfloat16"),
+        ((12, 5), "bfloat16"),
+        ((12, 5), "bfloat16"),
+        ((6, 5), "bfloat16"),
+        ((6, 2), "bfloat16"),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_compiled_softmax_top_k_and_its_gradients(dtype):
+    for shape in (*LOGITS, (5, 1024)):
+        compare_softmax_top_k("triton", shape, dtype, "cuda")
+    compare_backward_gradients("triton", dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_slots_and_regrouping():
+    compare_strange_logits("triton", "cuda")
+    for shape in SLOTS:
+        compare_slots("triton", shape, "cuda")
+    compare_long_scan("cuda")
+    compare_stride_copy("triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_a_compiled_layer_s_routing_and_gradients(options):
+    compare_layer_gradients(options, "cuda")
+
+
+@pytest.mark.gpu
+def test_gradients_of_the_walk_in_one_compiled_graph():
+    compare_compiled_gradients("cuda")
+
+
+@pytest.mark.gpu
+def test_100_000_tokens_among_256_experts_need_no_table_of_both_and_no_wait():
+    ids_KT = asking(8, 100_000, 256).cuda()
+    order_N = order(8, 100_000).cuda()
+    ops = kernels.ops("triton", ids_KT.device)
+    ops.assign_slots(ids_KT, 256)
+    ops.assign_slots_by(order_N, ids_KT, 256)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        by_position = ops.assign_slots(ids_KT, 256)
+        by_order = ops.assign_slots_by(order_N, ids_KT, 256)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 100_000 * 256
+    for got, expected in (
+        (by_position, reference.assign_slots(ids_KT, 256)),
+        (by_order, reference.assign_slots_by(order_N, ids_KT, 256)),
+    ):
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
