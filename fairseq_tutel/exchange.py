@@ -37,6 +37,7 @@ class ExchangePlan:
         slices: s, ranks of one expert.
         padded: every expert's rows are as many on every rank.
         wire: see comm/wire.py.
+        backend: of the kernels that regroup; see `kernels.backend_for`.
         timer: of the rows.
         name: of the layer, for errors.
     """
@@ -47,6 +48,7 @@ class ExchangePlan:
     slices: int = 1
     padded: bool = False
     wire: str = "same"
+    backend: str = "auto"
     timer: ExchangeTimer | None = None
     name: str = ""
 
@@ -132,7 +134,7 @@ def _trip(device: Counts, host: Counts, plan: ExchangePlan) -> Trip:
     options = {"wire": plan.wire, "timer": plan.timer, "name": name}
     if plan.hops is None:
         return LinearTrip.of(host, plan.group, **options)
-    return HierarchicalTrip.of(device, host, plan.hops, **options)
+    return HierarchicalTrip.of(device, host, plan.hops, plan.backend, **options)
 
 
 def _run(

@@ -244,6 +244,7 @@ class MoELayer(nn.Module):
             slices=slices,
             padded=self.config.exchange == "padded",
             wire=self.config.a2a_dtype,
+            backend=self.config.backend,
             timer=self.timer,
             name=self.name,
         )

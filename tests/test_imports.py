@@ -67,7 +67,7 @@ CORE = {
     "comm.asynchronous": "",
     "comm.trip": "comm.asynchronous comm.timer comm.wire",
     "comm.all_to_all": "comm.guard comm.trip",
-    "comm.hierarchical": ("comm.all_to_all comm.regroup comm.topology comm.trip"),
+    "comm.hierarchical": ("comm.all_to_all comm.regroup comm.topology comm.trip kernels"),
     "comm.pipeline": "comm.trip",
     "comm.copies": "comm.regroup comm.trip",
     "exchange": (

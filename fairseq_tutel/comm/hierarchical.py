@@ -8,15 +8,19 @@ times as large. The result is the linear exchange's, bit for bit.
 Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
 
+from fairseq_tutel import kernels
 from fairseq_tutel.comm.all_to_all import Splits, even_exchange, exchange_rows
 from fairseq_tutel.comm.regroup import regroup_maps
 from fairseq_tutel.comm.topology import Grid
 from fairseq_tutel.comm.trip import Counts, Trip
+
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +31,15 @@ class HierarchicalTrip(Trip):
         grid: the nodes.
         within: (send, receive) rows of the leg inside the node, L numbers each.
         across: (send, receive) rows of the leg between nodes, N numbers each.
-        by_local: [R], rows in (node, local) order of their destination to (local, node) order, and back.
-        by_node: [R'], rows in (source local, node) order to (node, source local) order, and back.
+        by_local: moves rows in (node, local) order of their destination to (local, node) order, and back.
+        by_node: moves rows in (source local, node) order to (node, source local) order, and back.
     """
 
     grid: Grid
     within: tuple[Splits, Splits]
     across: tuple[Splits, Splits]
-    by_local: tuple[Tensor, Tensor]
-    by_node: tuple[Tensor, Tensor]
+    by_local: tuple[Move, Move]
+    by_node: tuple[Move, Move]
 
     @classmethod
     def of(
@@ -43,9 +47,10 @@ class HierarchicalTrip(Trip):
         device: Counts,
         host: Counts,
         grid: Grid,
+        backend: str = "auto",
         **options: Any,
     ) -> Self:
-        """Plan a trip by its counts; the options are those of every trip."""
+        """Plan a trip by its counts, for kernels of a backend; the options are those of every trip."""
         assert device.passing_LNE is not None and host.passing_LNE is not None
         nodes, local = grid.nodes, grid.local
         leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
@@ -56,8 +61,8 @@ class HierarchicalTrip(Trip):
             grid=grid,
             within=(tuple(leaving_NL.sum(0).tolist()), tuple(passing_LN.sum(1).tolist())),
             across=(tuple(passing_LN.sum(0).tolist()), tuple(arriving_NL.sum(1).tolist())),
-            by_local=regroup_maps(leaving, int(leaving_NL.sum())),
-            by_node=regroup_maps(device.passing_LNE.sum(2), int(passing_LN.sum())),
+            by_local=_regrouping(leaving, leaving_NL, backend),
+            by_node=_regrouping(device.passing_LNE.sum(2), passing_LN, backend),
             **options,
         )
 
@@ -65,17 +70,33 @@ class HierarchicalTrip(Trip):
         """Send and receive, within the node and across."""
         rows = wire_RX
         if not homeward:
-            rows = self._within(rows.index_select(0, self.by_local[0]), *self.within)
-            return self._across(rows.index_select(0, self.by_node[0]), *self.across)
+            rows = self._within(self.by_local[0](rows), *self.within)
+            return self._across(self.by_node[0](rows), *self.across)
         (send, receive), (send_across, receive_across) = self.within, self.across
-        rows = self._across(rows, receive_across, send_across).index_select(0, self.by_node[1])
-        return self._within(rows, receive, send).index_select(0, self.by_local[1])
+        rows = self.by_node[1](self._across(rows, receive_across, send_across))
+        return self.by_local[1](self._within(rows, receive, send))
 
     def _within(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
         return exchange_rows(rows, send, receive, self.grid.node_group, self)
 
     def _across(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
         return exchange_rows(rows, send, receive, self.grid.rail_group, self)
+
+
+def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
+    """Return what moves rows of blocks in the order (a, b) to the order (b, a), and what moves them back.
+
+    Even blocks, as padded buffers have, are a copy with other strides; others go by maps.
+    """
+    if bool((host_AB == host_AB[0, 0]).all()):
+        outer, inner = host_AB.shape
+
+        def copy(rows: Tensor, outer: int, inner: int) -> Tensor:
+            return kernels.ops(backend, rows.device).stride_copy(rows, outer, inner)
+
+        return lambda rows: copy(rows, outer, inner), lambda rows: copy(rows, inner, outer)
+    there, back = regroup_maps(counts_AB, int(host_AB.sum()))
+    return lambda rows: rows.index_select(0, there), lambda rows: rows.index_select(0, back)
 
 
 def exchange_counts(counts_PE: Tensor, grid: Grid) -> Counts:

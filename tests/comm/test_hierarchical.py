@@ -1,8 +1,9 @@
 """2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes.
 
 Covered: trips there and back, and their backward, for every split of 4, 6 and 8 ranks into whole nodes,
-and of two expert groups among 8 ranks; ranks without rows; fp32, fp16, bf16, integers; messages across
-nodes by count; no grid where the experts are not on several whole nodes; what the launchers say of a node.
+and of two expert groups among 8 ranks; ranks without rows; even blocks, without maps; fp32, fp16, bf16,
+integers; messages across nodes by count; no grid where the experts are not on several whole nodes; what the
+launchers say of a node.
 """
 
 import pytest
@@ -15,6 +16,7 @@ from fairseq_tutel.comm.topology import make_topology
 # Ranks, those of an expert group, those of a node.
 SPLITS = [(4, 4, 2), (6, 6, 2), (6, 6, 3), (8, 8, 2), (8, 8, 4), (8, 4, 2)]
 MODEL_DIM, EXPERTS_PER_RANK = 3, 2
+EVEN = 2
 
 
 def counts_of(rank, parallel, seed):
@@ -22,7 +24,7 @@ def counts_of(rank, parallel, seed):
     counts = torch.randint(0, 4, (parallel, EXPERTS_PER_RANK), generator=generator)
     if seed == 1 and rank == 1:
         counts.zero_()  # a rank that sends nothing
-    return counts
+    return torch.full_like(counts, 3) if seed == EVEN else counts
 
 
 def compare_trips(parallel, local, dtype, seed):
@@ -60,6 +62,20 @@ def test_a_ragged_trip_is_the_linear_one(ranks, world, parallel, local, dtype, s
         for expected, got in zip(linear, hierarchical_, strict=True):
             assert torch.equal(got, expected)
     assert linear[1].shape[0] > 0
+
+
+def compare_even_trips(parallel, local):
+    maps, hierarchical.regroup_maps = hierarchical.regroup_maps, None
+    try:
+        return compare_trips(parallel, local, torch.bfloat16, EVEN)
+    finally:
+        hierarchical.regroup_maps = maps
+
+
+@pytest.mark.parametrize("world, parallel, local", SPLITS)
+def test_a_trip_of_even_blocks_is_the_linear_one_without_maps(ranks, world, parallel, local):
+    for linear, hierarchical_ in ranks(world).run(compare_even_trips, parallel, local):
+        assert all(torch.equal(*pair) for pair in zip(linear, hierarchical_, strict=True))
 
 
 def messages(parallel, local):
