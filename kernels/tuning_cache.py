@@ -1,0 +1,141 @@
+"""What configurations of kernels were measured to take, kept on disk for one device and version.
+
+One JSON file per identity: another GPU, Triton, version or source of the kernels has a file of its own.
+Ranks write at the same time, so a file is replaced whole, after what others wrote meanwhile was read again.
+A file that cannot be read or written is warned of once and costs nothing but the measuring.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 2
+
+# Of one entry: configuration -> milliseconds, or the reason why it cannot run.
+Timings = dict[str, float | str]
+
+
+class TuningCache:
+    """The timings of one identity.
+
+    Args:
+        path: the file; its directory is made when there is something to write.
+        identity: what the timings hold for; a file of another one is not used.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, str]) -> None:
+        self.path, self.identity = path, identity
+        self.entries: dict[str, Timings] = self._read()
+
+    @classmethod
+    def here(cls) -> "TuningCache":
+        """Return the cache of the current device and of this version of the kernels."""
+        identity = identity_here()
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return cls(directory() / f"kernels-{digest[:16]}.json", identity)
+
+    def add(self, entry: str, timings: Timings) -> None:
+        """Put timings beside those that are known, here and on disk, and take over what others added."""
+        from filelock import FileLock  # 0.1 s, for those alone who measure
+
+        self.entries.setdefault(entry, {}).update(timings)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock", timeout=LOCK_SECONDS):
+                for other, theirs in self._read().items():
+                    self.entries[other] = {**theirs, **self.entries.get(other, {})}
+                self._write()
+        except OSError as error:
+            reason = error.strerror or error
+            _warn_once(f"kernel timings are not kept: {self.path} cannot be written ({reason})")
+
+    def _read(self) -> dict[str, Timings]:
+        try:
+            content = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            _warn_once(f"kernel timings are measured anew: {self.path} cannot be read ({error})")
+            return {}
+        if not _is_of(content, self.identity):
+            _warn_once(f"kernel timings are measured anew: {self.path} holds something else")
+            return {}
+        return content["entries"]
+
+    def _write(self) -> None:
+        content = {"identity": self.identity, "entries": self.entries}
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path.parent, prefix=self.path.name, suffix=".part", delete=False
+        ) as file:
+            try:
+                json.dump(content, file, indent=1)
+                file.close()
+                os.replace(file.name, self.path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+
+def directory() -> Path:
+    """Return where caches lie: $FAIRSEQ_TUTEL_CACHE, or the user's cache directory."""
+    given = os.environ.get("FAIRSEQ_TUTEL_CACHE")
+    if given:
+        return Path(given)
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(users) / "fairseq_tutel"
+
+
+def identity_here() -> dict[str, str]:
+    """Return what a timing depends on beside the kernel's own arguments."""
+    device, arch = platform.machine(), "cpu"
+    if torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = facts.name
+        arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+    return {
+        "device": device,
+        "arch": arch,
+        "triton": _version("triton"),
+        "fairseq_tutel": _version("fairseq-tutel"),
+        "source": _source_hash(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def _source_hash() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _is_of(content: Any, identity: dict[str, str]) -> bool:
+    if not isinstance(content, dict) or content.get("identity") != identity:
+        return False
+    entries = content.get("entries")
+    return isinstance(entries, dict) and all(
+        isinstance(timings, dict)
+        and all(isinstance(t, float | int | str) for t in timings.values())
+        for timings in entries.values()
+    )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
