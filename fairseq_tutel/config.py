@@ -306,6 +306,14 @@ class MoEConfig:
         "product in three; the result is the same",
         flag="--moe-recompute-experts",
         scope="system",
+    kernel_tuning_seconds: float = _option(
+        3.0,
+        "seconds that a process may spend in all on measuring which configuration of a kernel is fastest "
+        "on its GPU, compilation included; what it finds is kept for later processes; 0 takes the "
+        "defaults; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS goes before",
+        flag="--moe-kernel-tuning-seconds",
+        scope="system",
+        rule=NOT_NEGATIVE,
     )
     exchange: str = _option(
         "ragged",

@@ -26,6 +26,7 @@ from fairseq_tutel.dispatch import combine, dispatch
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.experts import Experts, build_experts
 from fairseq_tutel.gates import build_gate, gate_logits, reset_gate
+from fairseq_tutel.kernels import autotune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs or [config] * len(config.gate_types)
         ]
+        autotune.allow(config.kernel_tuning_seconds)  # of the process, as every layer says alike
         self.rules = [routing.Rules.of(c) for c in self.gate_configs]
         if gates is None:
             kinds = (

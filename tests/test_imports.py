@@ -89,7 +89,7 @@ CORE = {
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how "
         "comm.static comm.timer comm.topology config dispatch exchange expert_stack experts exploration "
-        "gates losses routing"
+        "gates kernels.autotune losses routing"
     ),
     "update_tuner": (
         "comm.adaptive comm.cost comm.guard comm.how comm.launcher comm.tuner moe_layer"
@@ -173,7 +173,7 @@ EDGE = {
     ),
     "wrapped": "comm.checkpoint comm.guard comm.topology optim.moe_optimizer",
     "train": "comm.topology plugin",
-    "tools.environment": "kernels",
+    "tools.environment": "kernels kernels.tuning_cache",
     "__main__": (
         "fairseq_tutel tools.average tools.environment tools.plan tools.report tools.tune tools.user_dir"
     ),

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from fairseq_tutel.capacity import evaluates_as_in_training
 from fairseq_tutel.comm.static import is_tuned
 from fairseq_tutel.comm.topology import Topology
@@ -96,7 +98,9 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
     stays = ("exchange", "a2a_algorithm", "a2a_dtype", "a2a_ffn_overlap_degree")
     for name in asked:
         value, reason = getattr(config, name), ""
-        if size == 1:
+        if name == "kernel_tuning_seconds":
+            reason = "" if torch.cuda.is_available() else "kernels are timed on a GPU alone"
+        elif size == 1:
             reason = "every rank has all experts"
         elif name == "a2a_algorithm" and value == "2dh" and first.topology.grid is None:
             reason = f"rows go among {size} ranks, which are not several whole nodes of {local}"

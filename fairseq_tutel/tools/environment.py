@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 PACKAGES = (
     "fairseq-tutel", "torch", "fairseq-fixed", "fairseq", "numpy", "triton", "hydra-core", "omegaconf",
@@ -77,6 +78,8 @@ def choices(device: torch.device) -> Iterator[tuple[str, str]]:
     on_gpu = device.type == "cuda"
     backend, reason = backend_for("auto", device)
     yield "kernels (--moe-backend auto)", f"{backend}, since: {reason}"
+    cache = TuningCache.here()
+    yield "kernel timings", f"{len(cache.entries)} for this device and version, in {cache.path}"
     if on_gpu:
         yield "ranks talk by", "nccl, since there is a GPU"
     else:

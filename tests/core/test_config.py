@@ -81,6 +81,7 @@ BAD = [
     ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
     ("init_std", float("nan"), ("init_std is nan", "at least 0")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton")),
+    ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
     ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto")),
     ("a2a_dtype", "int8", ("--moe-a2a-dtype", "'int8'", "choose one of same, bf16, fp8")),
@@ -203,6 +204,7 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
     assert [field.name for field in options_of_scope("system")] == [
         "backend",
         "recompute_experts",
+        "kernel_tuning_seconds",
         "exchange",
         "a2a_algorithm",
         "a2a_dtype",

@@ -8,6 +8,7 @@ import torch
 from cli import ROOT
 
 import fairseq_tutel
+from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 
 def _env(*, path=None, before=""):
@@ -46,3 +47,11 @@ def test_env_tells_another_apex_from_nvidia_s(tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     assert _env(path=tmp_path)["apex"].startswith("a package of that name without NVIDIA's")
+
+
+def test_env_counts_the_kernel_timings_of_this_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAIRSEQ_TUTEL_CACHE", str(tmp_path))
+    cache = TuningCache.here()
+    cache.add("up (8,)", {"a": 1.0})
+    cache.add("up (16,)", {"a": 1.0})
+    assert _env()["kernel timings"] == f"2 for this device and version, in {cache.path}"

@@ -61,6 +61,7 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
     values |= {"shared_experts": 2, "residual": True, "expert_grad_norm": "sqrt_world_size"}
     values |= {"a2a_algorithm": "2dh", "a2a_dtype": "bf16", "a2a_ffn_overlap_degree": 4}
     values |= {"parallel_type": "model", "adaptive_r": 2, "adaptive": "auto"}
+    values |= {"kernel_tuning_seconds": 1.5}
     words = {"model": [], "system": []}
     for scope, given in words.items():
         for option in options_of_scope(scope):
