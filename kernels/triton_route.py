@@ -13,10 +13,11 @@ from torch import Tensor
 from fairseq_tutel.kernels.opaque import opaque
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80, with 1024
-# no kernel takes 1 s, and none needs more than 72 registers. Not tuned for speed on a GPU.
+# no kernel takes 1 s, and none needs more than 96 registers. Not tuned for speed on a GPU.
 TILE = 1024
-# Copies per block: a place costs BLOCK_N comparisons, the scan N / BLOCK_N steps. Not tuned.
-BLOCK_N = 128
+# Copies per block: a place costs BLOCK_N comparisons, the scan N / BLOCK_N steps. Compared are PEERS at a
+# time: all at once spill scalar registers on gfx942. Not tuned for speed.
+BLOCK_N, PEERS = 128, 32
 COUNT_BLOCK_E = 32
 # Tile of the scan over blocks: few experts a program, since programs are all its parallelism.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
@@ -152,6 +153,7 @@ def place_copies(
             batch,
             HAS_ORDER=order_N is not None,
             BLOCK=BLOCK_N,
+            PEERS=PEERS,
         )
     return slots_TK, assigned_KE
 
@@ -264,7 +266,7 @@ def _softmax_top_k_backward_kernel(
     if HAS_DWEIGHTS:
         for j in range(top_k):
             copies = tokens * top_k + j
-            ids = tl.load(ids_ptr + copies, mask=here, other=0)
+            ids = tl.load(ids_ptr + copies, mask=here, other=0).to(tl.int32)
             dweights = tl.load(dweights_ptr + copies, mask=here, other=0.0).to(ACC)
             grads += tl.where(experts[None, :] == ids[:, None], dweights[:, None], 0.0)
     dots = tl.sum(probs * grads, axis=1)
@@ -289,7 +291,8 @@ def _copies_at(
         copies = tl.load(order_ptr + positions, mask=inside, other=0)
     else:
         copies = chain.to(tl.int64) * length + positions % time * batch + positions // time
-    return copies, tl.load(ids_ptr + copies, mask=inside, other=num_experts)
+    # Compared in 32 bits, which is half the work.
+    return copies, tl.load(ids_ptr + copies, mask=inside, other=num_experts).to(tl.int32)
 
 
 @triton.jit
@@ -307,17 +310,10 @@ def _count_kernel(
     BLOCK_E: tl.constexpr,
 ):
     block = tl.program_id(0)
-    positions = block % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    chain, first = block // num_blocks, block % num_blocks * BLOCK
+    positions = first + tl.arange(0, BLOCK)
     _, ids = _copies_at(
-        ids_ptr,
-        order_ptr,
-        block // num_blocks,
-        positions,
-        length,
-        num_experts,
-        time,
-        batch,
-        HAS_ORDER,
+        ids_ptr, order_ptr, chain, positions, length, num_experts, time, batch, HAS_ORDER
     )
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     counts = tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), axis=0)
@@ -368,24 +364,22 @@ def _place_kernel(
     batch,
     HAS_ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
     block = tl.program_id(0)
-    local = tl.arange(0, BLOCK)
-    positions = block % num_blocks * BLOCK + local
+    chain, first = block // num_blocks, block % num_blocks * BLOCK
+    positions = first + tl.arange(0, BLOCK)
     copies, ids = _copies_at(
-        ids_ptr,
-        order_ptr,
-        block // num_blocks,
-        positions,
-        length,
-        num_experts,
-        time,
-        batch,
-        HAS_ORDER,
+        ids_ptr, order_ptr, chain, positions, length, num_experts, time, batch, HAS_ORDER
     )
     asks = ids < num_experts
-    earlier = (ids[:, None] == ids[None, :]) & (local[None, :] < local[:, None])
-    starts = tl.load(starts_ptr + block.to(tl.int64) * num_experts + ids, mask=asks, other=0)
-    slots = tl.where(asks, starts + tl.sum(earlier.to(tl.int32), axis=1), -1)
+    slots = tl.load(starts_ptr + block.to(tl.int64) * num_experts + ids, mask=asks, other=0)
+    for shift in range(0, BLOCK, PEERS):
+        peers = first + shift + tl.arange(0, PEERS)
+        _, peer_ids = _copies_at(
+            ids_ptr, order_ptr, chain, peers, length, num_experts, time, batch, HAS_ORDER
+        )
+        before = (ids[:, None] == peer_ids[None, :]) & (peers[None, :] < positions[:, None])
+        slots += tl.sum(before.to(tl.int32), axis=1)
     where = copies % num_tokens * top_k + copies // num_tokens
-    tl.store(slots_ptr + where, slots, mask=positions < length)
+    tl.store(slots_ptr + where, tl.where(asks, slots, -1), mask=positions < length)
