@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fairseq_tutel.kernels import triton_dispatch
+from fairseq_tutel.kernels.build_route import route_variants
 
 TARGETS = (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 DTYPES = ("fp32", "fp16", "bf16", "fp64")
@@ -56,11 +57,14 @@ def variants() -> Iterator[Variant]:
             ("model_dim", "top_k"),
             {"ACC": acc, "BLOCK_D": 1024},
         )
+    yield from (_variant(*arguments) for arguments in route_variants())
 
 
 def build(variant: Variant, target: GPUTarget) -> Any:
     """Return the compiled kernel; its `asm` holds every stage, "cubin" or "hsaco" last."""
-    source = ASTSource(variant.kernel, variant.signature, variant.constants)
+    # The order of arguments is the kernel's.
+    signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
+    source = ASTSource(variant.kernel, signature, variant.constants)
     return triton.compile(source, target=target)
 
 
