@@ -302,10 +302,11 @@ class MoEConfig:
     )
     recompute_experts: bool = _option(
         False,
-        "keep no hidden layer of the experts for backward, which makes it again: less memory for one more "
-        "product in three; the result is the same",
+        "keep no hidden layer of the experts for backward, which makes it again: less memory for about a "
+        "sixth more work; the result is the same",
         flag="--moe-recompute-experts",
         scope="system",
+    )
     kernel_tuning_seconds: float = _option(
         3.0,
         "seconds that a process may spend in all on measuring which configuration of a kernel is fastest "

@@ -29,6 +29,8 @@ CORE = {
     "kernels.activations": "",
     "kernels.groups": "",
     "kernels.opaque": "",
+    "kernels.tuning_cache": "",
+    "kernels.autotune": "kernels.tuning_cache",
     "kernels.weights": "",
     "kernels.ffn_by_expert": "kernels.activations kernels.groups kernels.weights",
     "kernels.ffn_by_products": "kernels.groups kernels.weights",
