@@ -20,6 +20,11 @@ OPS = (
     "assign_slots",
     "assign_slots_by",
     "stride_copy",
+    "grouped_linear",
+    "grouped_weight_grad",
+    "ffn_up",
+    "ffn_down_backward",
+    "ffn_up_backward",
 )
 
 

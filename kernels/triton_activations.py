@@ -1,0 +1,67 @@
+"""The activations of `activations.py` for the epilogues of Triton kernels, by the same names.
+
+NaN goes through every one of them and through every derivative: a loss scaler has to see it.
+"""
+
+import triton
+import triton.language as tl
+
+# A constant stands behind the tensor it is multiplied with: the interpreter asks the left side how.
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_PDF_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+_TANH_GELU = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def tanh(x):
+    """Return x's tanh, to rounding errors of 1 rather than of x; libdevice's is not interpreted."""
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def activate(h, ACTIVATION: tl.constexpr):
+    """Return act(h) in h's dtype, fp32 or fp64."""
+    if ACTIVATION == "relu":
+        a = tl.where(h < 0, 0.0, h)
+    elif ACTIVATION == "relu_squared":
+        positive = tl.where(h < 0, 0.0, h)
+        a = positive * positive
+    elif ACTIVATION == "gelu":
+        a = 0.5 * h * (1 + tl.erf(h * _SQRT_HALF))
+    elif ACTIVATION == "gelu_fast" or ACTIVATION == "gelu_accurate":
+        a = 0.5 * h * (1 + tanh(h * (1 + h * h * _CUBIC) * _TANH_GELU))
+    elif ACTIVATION == "tanh":
+        a = tanh(h)
+    elif ACTIVATION == "swish":
+        a = h * tl.sigmoid(h)
+    else:
+        tl.static_assert(ACTIVATION == "linear")
+        a = h
+    return a
+
+
+@triton.jit
+def activate_backward(da, kept, ACTIVATION: tl.constexpr):
+    """Return dh of da and what was kept: a for relu, tanh and linear, else h."""
+    if ACTIVATION == "relu":
+        dh = tl.where(kept <= 0, 0.0, da)
+    elif ACTIVATION == "relu_squared":
+        dh = 2 * da * tl.where(kept < 0, 0.0, kept)
+    elif ACTIVATION == "gelu":
+        below = 0.5 * (1 + tl.erf(kept * _SQRT_HALF))
+        dh = da * (below + kept * _PDF_0 * tl.exp(-0.5 * kept * kept))
+    elif ACTIVATION == "gelu_fast" or ACTIVATION == "gelu_accurate":
+        square = kept * kept
+        t = tanh(kept * (1 + square * _CUBIC) * _TANH_GELU)
+        slope = (1 + 3 * square * _CUBIC) * _TANH_GELU
+        dh = 0.5 * da * (1 + t + kept * (1 - t * t) * slope)
+    elif ACTIVATION == "tanh":
+        dh = da * (1 - kept * kept)
+    elif ACTIVATION == "swish":
+        s = tl.sigmoid(kept)
+        dh = da * s * (1 + kept * (1 - s))
+    else:
+        tl.static_assert(ACTIVATION == "linear")
+        dh = da
+    return dh

@@ -1,0 +1,499 @@
+"""The hidden layer of experts in Triton: first map and activation in one kernel, and its gradient in one.
+
+The signatures of `reference`. The gather of tokens is fused into the loads of the product and the
+activation, or its derivative and the gate's gradient, into what follows it; with fc3 both maps share one
+read of the rows. A hidden value is rounded to the rows' dtype before its activation is taken, so that the
+activation has the same bits whether it was kept or is made again of a kept h.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles_config import Config
+from fairseq_tutel.kernels.triton_activations import activate, activate_backward
+from fairseq_tutel.kernels.triton_launch import (
+    accumulator_of,
+    alike,
+    chosen,
+    described,
+    described_weights,
+    input_precision_of,
+)
+from fairseq_tutel.kernels.triton_operands import (
+    add_product,
+    load_bias,
+    load_rows,
+    load_weight,
+    multiply,
+    rows_operand,
+    store_tile,
+)
+from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
+
+
+def ffn_up(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    groups: Groups,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (a_RH, h_RH, g_RH): a = act(h), h = x @ fc1.T + bias; with fc3 a = silu(h) * g, g by fc3."""
+    is_glu = fc3_weight is not None
+    keep_h = keep and (is_glu or not ACTIVATIONS[activation].keeps_output)
+    a_RH, h_RH, g_RH = triton_up(
+        x_ND,
+        index_R,
+        fc1_weight,
+        fc1_bias,
+        fc3_weight,
+        fc3_bias,
+        groups.counts,
+        "swish" if is_glu else activation,
+        keep_h,
+    )
+    return a_RH, h_RH if keep_h else None, g_RH if keep_h and is_glu else None
+
+
+def ffn_down_backward(
+    dy_ND: Tensor,
+    index_R: Tensor | None,
+    gate_R: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    a_RH: Tensor | None,
+    h_RH: Tensor | None,
+    g_RH: Tensor | None,
+    groups: Groups,
+    activation: str,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y[r] = a[r] @ fc2.T + bias and a's making.
+
+    Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
+    """
+    dh_RH, dg_RH, made_RH, dgate_R = triton_hidden(
+        dy_ND,
+        index_R,
+        gate_R,
+        fc2_weight,
+        fc2_bias,
+        a_RH,
+        h_RH,
+        g_RH,
+        groups.counts,
+        activation if g_RH is None else "swish",
+    )
+    return (
+        dh_RH,
+        None if g_RH is None else dg_RH,
+        made_RH if a_RH is None else a_RH,
+        None if gate_R is None else dgate_R,
+    )
+
+
+def _up_shapes(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    counts_E: Tensor,
+    activation: str,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
+    a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
+    h_RH = torch.empty_like(a_RH) if keep_h else x_ND.new_empty(0)
+    g_RH = torch.empty_like(a_RH) if keep_h and fc3_weight is not None else x_ND.new_empty(0)
+    return a_RH, h_RH, g_RH
+
+
+@opaque(_up_shapes)
+def triton_up(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    counts_E: Tensor,
+    activation: str,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (a_RH, h_RH, g_RH) of `ffn_up`; what is not kept is empty.
+
+    Args:
+        x_ND: as in `ffn_up`, and so are all up to `fc3_bias`.
+        index_R: see above.
+        fc1_weight: see above.
+        fc1_bias: see above.
+        fc3_weight: see above.
+        fc3_bias: see above.
+        counts_E: [E] int64 on the device of the rows.
+        activation: what is done to h; "swish" with fc3.
+        keep_h: whether h, and g with fc3, are wanted.
+    """
+    a_RH, h_RH, g_RH = _up_shapes(
+        x_ND,
+        index_R,
+        fc1_weight,
+        fc1_bias,
+        fc3_weight,
+        fc3_bias,
+        counts_E,
+        activation,
+        keep_h,
+    )
+    if a_RH.numel() == 0:
+        return a_RH, h_RH, g_RH
+    num_rows, hidden_dim = a_RH.shape
+    num_experts, _, model_dim = fc1_weight.shape
+    x_ND = x_ND.contiguous()
+    index_R, fc1_bias, fc3_bias = (
+        None if t is None else t.contiguous() for t in (index_R, fc1_bias, fc3_bias)
+    )
+    is_glu = fc3_weight is not None
+    weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
+
+    def launch(config: Config) -> None:
+        table = tile_table(counts_E, num_rows, config.block_m)
+        rows_read = None
+        if index_R is None:
+            rows_read = described([x_ND], [config.block_m, config.block_k])
+        weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
+        weights_from = weights_read or weights
+        _up_kernel[(table.shape[1] * triton.cdiv(hidden_dim, config.block_n),)](
+            (rows_read or [x_ND])[0],
+            index_R,
+            weights_from[0],
+            fc1_bias,
+            weights_from[1] if is_glu else None,
+            fc3_bias,
+            a_RH,
+            h_RH if keep_h else None,
+            g_RH if keep_h and is_glu else None,
+            table,
+            table.shape[1],
+            hidden_dim,
+            model_dim,
+            *weights[0].stride(),
+            ACTIVATION=activation,
+            PRECISION=input_precision_of(x_ND),
+            ACC=accumulator_of(x_ND.dtype),
+            ROWS_DESCRIPTOR=rows_read is not None,
+            WEIGHT_DESCRIPTOR=weights_read is not None,
+            K_INNER=k_inner,
+            **config.blocks,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+    shape = (num_rows, num_experts, hidden_dim, model_dim)
+    with torch.cuda.device_of(x_ND):
+        launch(chosen("glu_up" if is_glu else "up", x_ND, shape, launch))
+    return a_RH, h_RH, g_RH
+
+
+@triton.jit
+def _up_kernel(
+    x,
+    index,
+    weight,
+    bias,
+    gate_weight,
+    gate_bias,
+    a_out,
+    h_out,
+    g_out,
+    table,
+    tiles_m,
+    N,
+    K,
+    stride_e,
+    stride_n,
+    stride_k,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS_DESCRIPTOR: tl.constexpr,
+    WEIGHT_DESCRIPTOR: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    m, n_tile = place(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
+    expert, first, end = read_tile(table, tiles_m, m)
+    if first >= end:
+        return
+    n = n_tile * BLOCK_N
+    columns = n + tl.arange(0, BLOCK_N)
+    h = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    g = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    strides = (stride_e, stride_n, stride_k)
+    x_from = rows_operand(x, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+    for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
+        rows = load_rows(x_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
+        w = load_weight(
+            weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K
+        )
+        h = multiply(rows, w, h, PRECISION)
+        if gate_weight is not None:
+            w = load_weight(
+                gate_weight,
+                strides,
+                expert,
+                n,
+                k,
+                N,
+                K,
+                WEIGHT_DESCRIPTOR,
+                K_INNER,
+                BLOCK_N,
+                BLOCK_K,
+            )
+            g = multiply(rows, w, g, PRECISION)
+    if bias is not None:
+        h += load_bias(bias, expert, columns, N).to(ACC)[None, :]
+    h = h.to(a_out.dtype.element_ty)
+    if h_out is not None:
+        store_tile(h_out, h, first, end, columns, N, BLOCK_M)
+    a = activate(h.to(ACC), ACTIVATION)
+    if gate_weight is not None:
+        if gate_bias is not None:
+            g += load_bias(gate_bias, expert, columns, N).to(ACC)[None, :]
+        g = g.to(a_out.dtype.element_ty)
+        if g_out is not None:
+            store_tile(g_out, g, first, end, columns, N, BLOCK_M)
+        a *= g.to(ACC)
+    store_tile(a_out, a, first, end, columns, N, BLOCK_M)
+
+
+def _hidden_shapes(
+    dy_ND: Tensor,
+    index_R: Tensor | None,
+    gate_R: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    a_RH: Tensor | None,
+    h_RH: Tensor | None,
+    g_RH: Tensor | None,
+    counts_E: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
+    dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
+    dg_RH = dy_ND.new_empty(0) if g_RH is None else torch.empty_like(dh_RH)
+    made_RH = torch.empty_like(dh_RH) if a_RH is None else dy_ND.new_empty(0)
+    dgate_R = dy_ND.new_empty(0) if gate_R is None else torch.empty_like(gate_R)
+    return dh_RH, dg_RH, made_RH, dgate_R
+
+
+@opaque(_hidden_shapes)
+def triton_hidden(
+    dy_ND: Tensor,
+    index_R: Tensor | None,
+    gate_R: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    a_RH: Tensor | None,
+    h_RH: Tensor | None,
+    g_RH: Tensor | None,
+    counts_E: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (dh_RH, dg_RH, a_RH, dgate_R) of `ffn_down_backward`; what is not made is empty.
+
+    Args:
+        dy_ND: as in `ffn_down_backward`, and so are all up to `g_RH`.
+        index_R: see above.
+        gate_R: see above.
+        fc2_weight: see above.
+        fc2_bias: see above.
+        a_RH: see above.
+        h_RH: see above.
+        g_RH: see above.
+        counts_E: [E] int64 on the device of the rows.
+        activation: what was done to h; "swish" with g.
+    """
+    dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
+        dy_ND,
+        index_R,
+        gate_R,
+        fc2_weight,
+        fc2_bias,
+        a_RH,
+        h_RH,
+        g_RH,
+        counts_E,
+        activation,
+    )
+    if dh_RH.numel() == 0:
+        return dh_RH, dg_RH, made_RH, dgate_R
+    num_rows, hidden_dim = dh_RH.shape
+    num_experts, model_dim, _ = fc2_weight.shape
+    dy_ND = dy_ND.contiguous()
+    index_R, gate_R, fc2_bias, a_RH, h_RH, g_RH = (
+        None if t is None else t.contiguous() for t in (index_R, gate_R, fc2_bias, a_RH, h_RH, g_RH)
+    )
+    weight_EHD = fc2_weight.mT
+    sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
+
+    def launch(config: Config) -> None:
+        table = tile_table(counts_E, num_rows, config.block_m)
+        tiles_n = triton.cdiv(hidden_dim, config.block_n)
+        # One sum per column tile, added up in order afterwards: no atomics, the same bits every run.
+        parts_nR = None
+        if gate_R is not None:
+            parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
+        rows_read = None
+        if index_R is None:
+            rows_read = described([dy_ND], [config.block_m, config.block_k])
+        weights_read, k_inner = described_weights([weight_EHD], config.block_n, config.block_k)
+        _hidden_kernel[(table.shape[1] * tiles_n,)](
+            (rows_read or [dy_ND])[0],
+            index_R,
+            gate_R,
+            (weights_read or [weight_EHD])[0],
+            fc2_bias,
+            a_RH,
+            h_RH,
+            g_RH,
+            dh_RH,
+            None if g_RH is None else dg_RH,
+            made_RH if a_RH is None else None,
+            parts_nR,
+            table,
+            table.shape[1],
+            num_rows,
+            hidden_dim,
+            model_dim,
+            *weight_EHD.stride(),
+            ACTIVATION=activation,
+            PRECISION=input_precision_of(dy_ND),
+            ACC=accumulator_of(dy_ND.dtype),
+            ROWS_DESCRIPTOR=rows_read is not None,
+            WEIGHT_DESCRIPTOR=weights_read is not None,
+            K_INNER=k_inner,
+            **config.blocks,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+        if parts_nR is not None:
+            dgate_R.copy_(parts_nR.sum(0))
+
+    shape = (num_rows, num_experts, hidden_dim, model_dim)
+    with torch.cuda.device_of(dy_ND):
+        launch(chosen("hidden" if g_RH is None else "glu_hidden", dy_ND, shape, launch))
+    return dh_RH, dg_RH, made_RH, dgate_R
+
+
+@triton.jit
+def _hidden_kernel(
+    dy,
+    index,
+    gate,
+    weight,
+    bias,
+    a_in,
+    h_in,
+    g_in,
+    dh_out,
+    dg_out,
+    a_out,
+    parts,
+    table,
+    tiles_m,
+    num_rows,
+    N,
+    K,
+    stride_e,
+    stride_n,
+    stride_k,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS_DESCRIPTOR: tl.constexpr,
+    WEIGHT_DESCRIPTOR: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    m, n_tile = place(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    expert, first, end = read_tile(table, tiles_m, m)
+    if first >= end:
+        return
+    n = n_tile * BLOCK_N
+    da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    da = add_product(
+        da,
+        dy,
+        index,
+        weight,
+        (stride_e, stride_n, stride_k),
+        expert,
+        first,
+        end,
+        n,
+        N,
+        K,
+        PRECISION,
+        ROWS_DESCRIPTOR,
+        WEIGHT_DESCRIPTOR,
+        K_INNER,
+        BLOCK_K,
+    )
+    r = first + tl.arange(0, BLOCK_M)
+    columns = n + tl.arange(0, BLOCK_N)
+    offset = r[:, None] * N + columns[None, :]
+    last_read = tl.where(expert < 0, 0, end)  # the tail is not read
+    live = (r < last_read)[:, None] & (columns < N)[None, :]
+    # Loaded once each, whatever uses them.
+    if h_in is not None:
+        h = tl.load(h_in + offset, mask=live, other=0.0).to(ACC)
+    if g_in is not None:
+        g = tl.load(g_in + offset, mask=live, other=0.0).to(ACC)
+    if a_in is not None:
+        if gate is not None or h_in is None:
+            a = tl.load(a_in + offset, mask=live, other=0.0).to(ACC)
+    else:
+        a = activate(h, ACTIVATION)
+        if g_in is not None:
+            a *= g
+        a = a.to(dh_out.dtype.element_ty)
+        store_tile(a_out, a, first, end, columns, N, BLOCK_M)
+        a = a.to(ACC)
+    if gate is not None:
+        part = tl.sum(da * a, 1)
+        if bias is not None:
+            # <dy, bias>: every column tile takes its share of the sum.
+            share = tl.cdiv(tl.cdiv(K, BLOCK_K), tiles_n) * BLOCK_K
+            last = tl.where(expert < 0, 0, tl.minimum(K, (n_tile + 1) * share))
+            dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+            for k in range(n_tile * share, last, BLOCK_K):
+                rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
+                b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)
+                part += tl.sum(rows.to(ACC) * b.to(ACC)[None, :], 1)
+        tl.store(parts + n_tile.to(tl.int64) * num_rows + r, part, mask=r < end)
+        scale = tl.load(gate + r, mask=r < last_read, other=0.0)
+        da *= scale.to(ACC)[:, None]
+    if g_in is not None:
+        store_tile(dg_out, da * activate(h, ACTIVATION), first, end, columns, N, BLOCK_M)
+        da *= g
+    kept = a if h_in is None else h
+    dh = activate_backward(da, kept, ACTIVATION)
+    store_tile(dh_out, dh, first, end, columns, N, BLOCK_M)

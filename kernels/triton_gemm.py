@@ -1,0 +1,180 @@
+"""One grouped product in Triton, or the sum of two: every row by the weight of its own expert.
+
+The signatures of `reference`. Sums are taken in fp32 (fp64 for fp64 tensors, interpreted). Each output
+element is written by one program, so the same input gives the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles_config import Config
+from fairseq_tutel.kernels.triton_launch import (
+    accumulator_of,
+    alike,
+    chosen,
+    described,
+    described_weights,
+    input_precision_of,
+)
+from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
+from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
+
+
+def grouped_linear(
+    rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups
+) -> Tensor:
+    """Return out_RO with out[r] = rows[r] @ weight[e].T + bias[e] for the rows r of group e; tail 0."""
+    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.counts)
+
+
+def ffn_up_backward(
+    dh_RH: Tensor,
+    fc1_weight: Tensor,
+    dg_RH: Tensor | None,
+    fc3_weight: Tensor | None,
+    groups: Groups,
+) -> Tensor:
+    """Return dx_RD = dh @ fc1 (+ dg @ fc3) of every row's own expert; tail 0."""
+    fc3_weight = None if fc3_weight is None else fc3_weight.mT
+    return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, groups.counts)
+
+
+def _linear_shape(
+    rows_RI: Tensor,
+    weight_EOI: Tensor,
+    bias_EO: Tensor | None,
+    more_RI: Tensor | None,
+    more_weight_EOI: Tensor | None,
+    counts_E: Tensor,
+) -> Tensor:
+    return rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
+
+
+@opaque(_linear_shape)
+def triton_linear(
+    rows_RI: Tensor,
+    weight_EOI: Tensor,
+    bias_EO: Tensor | None,
+    more_RI: Tensor | None,
+    more_weight_EOI: Tensor | None,
+    counts_E: Tensor,
+) -> Tensor:
+    """Return rows @ weight.T + bias + more @ more_weight.T, each row by its expert's; tail 0."""
+    num_experts, out_dim, in_dim = weight_EOI.shape
+    num_rows = rows_RI.shape[0]
+    out_RO = rows_RI.new_empty(num_rows, out_dim)
+    if out_RO.numel() == 0:
+        return out_RO
+    rows = [x.contiguous() for x in (rows_RI, more_RI) if x is not None]
+    weights = alike([w for w in (weight_EOI, more_weight_EOI) if w is not None])
+    bias_EO = None if bias_EO is None else bias_EO.contiguous()
+
+    def launch(config: Config) -> None:
+        table = tile_table(counts_E, num_rows, config.block_m)
+        rows_read = described(rows, [config.block_m, config.block_k])
+        weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
+        rows_from, weights_from = rows_read or rows, weights_read or weights
+        _linear_kernel[(table.shape[1] * triton.cdiv(out_dim, config.block_n),)](
+            rows_from[0],
+            weights_from[0],
+            bias_EO,
+            rows_from[1] if len(rows) > 1 else None,
+            weights_from[1] if len(rows) > 1 else None,
+            out_RO,
+            table,
+            table.shape[1],
+            out_dim,
+            in_dim,
+            *weights[0].stride(),
+            PRECISION=input_precision_of(rows_RI),
+            ACC=accumulator_of(rows_RI.dtype),
+            ROWS_DESCRIPTOR=rows_read is not None,
+            WEIGHT_DESCRIPTOR=weights_read is not None,
+            K_INNER=k_inner,
+            **config.blocks,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+    with torch.cuda.device_of(rows_RI):
+        launch(chosen("linear", rows_RI, (num_rows, num_experts, out_dim, in_dim), launch))
+    return out_RO
+
+
+@triton.jit
+def _linear_kernel(
+    rows,
+    weight,
+    bias,
+    more,
+    more_weight,
+    out,
+    table,
+    tiles_m,
+    N,
+    K,
+    stride_e,
+    stride_n,
+    stride_k,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS_DESCRIPTOR: tl.constexpr,
+    WEIGHT_DESCRIPTOR: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    m, n_tile = place(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
+    expert, first, end = read_tile(table, tiles_m, m)
+    if first >= end:
+        return
+    n = n_tile * BLOCK_N
+    strides = (stride_e, stride_n, stride_k)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    total = add_product(
+        total,
+        rows,
+        None,
+        weight,
+        strides,
+        expert,
+        first,
+        end,
+        n,
+        N,
+        K,
+        PRECISION,
+        ROWS_DESCRIPTOR,
+        WEIGHT_DESCRIPTOR,
+        K_INNER,
+        BLOCK_K,
+    )
+    if more is not None:
+        total = add_product(
+            total,
+            more,
+            None,
+            more_weight,
+            strides,
+            expert,
+            first,
+            end,
+            n,
+            N,
+            K,
+            PRECISION,
+            ROWS_DESCRIPTOR,
+            WEIGHT_DESCRIPTOR,
+            K_INNER,
+            BLOCK_K,
+        )
+    columns = n + tl.arange(0, BLOCK_N)
+    if bias is not None:
+        total += load_bias(bias, expert, columns, N).to(ACC)[None, :]
+    store_tile(out, total, first, end, columns, N, BLOCK_M)

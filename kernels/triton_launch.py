@@ -1,0 +1,100 @@
+"""What a launch of the grouped products depends on: the hardware, the dtype and where TMA may be used."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from fairseq_tutel.kernels.tiles_config import Config, choose
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older Triton: plain loads everywhere
+    TensorDescriptor = None
+
+ALIGNMENT = 16  # bytes; of a tensor that TMA reads and of all its strides but the innermost
+
+
+@functools.cache
+def hardware_of(device: torch.device) -> str:
+    """Return the class of tile sizes for a device: one of HARDWARE in tiles_config, or "interpreted"."""
+    if knobs.runtime.interpret:
+        return "interpreted"
+    if torch.version.hip is not None:
+        return "amd"
+    return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return how products of a dtype are taken: "half", "ieee" or, where torch's switch is on, "tf32"."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return "half"
+    is_tf32 = torch.backends.cuda.matmul.allow_tf32 and torch.version.hip is None
+    return "tf32" if is_tf32 and dtype == torch.float32 else "ieee"
+
+
+def chosen(
+    kind: str, rows: Tensor, shape: tuple[int, int, int, int], launch: Callable[[Config], None]
+) -> Config:
+    """Return the configuration for a product of `rows`; kind, shape and launch as in `choose`."""
+    return choose(kind, hardware_of(rows.device), precision_of(rows.dtype), shape, launch)
+
+
+def accumulator_of(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype of sums: fp64 for fp64, else fp32."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def has_descriptors(device: torch.device) -> bool:
+    """Return whether kernels on this device read by tensor descriptor (TMA)."""
+    return TensorDescriptor is not None and hardware_of(device) == "hopper"
+
+
+def input_precision_of(rows: Tensor) -> str:
+    """Return the PRECISION of `multiply`; on a device it matters for fp32 alone."""
+    if hardware_of(rows.device) == "interpreted" and rows.dtype == torch.bfloat16:
+        return "interpreted"
+    return "tf32" if precision_of(rows.dtype) == "tf32" else "ieee"
+
+
+def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
+    """Return descriptors that read tiles of `block`, or None where one of the tensors cannot have one."""
+    if not all(has_descriptors(t.device) and _is_describable(t, block) for t in tensors):
+        return None
+    return [TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors]
+
+
+def described_weights(
+    weights_ENK: list[Tensor], block_n: int, block_k: int
+) -> tuple[list[Any] | None, bool]:
+    """Return (descriptors as `described`, whether k rather than n lies together in memory).
+
+    Args:
+        weights_ENK: alike in strides; see `alike`.
+        block_n: columns of a tile.
+        block_k: what a step sums over.
+    """
+    if weights_ENK[0].stride(2) == 1:
+        return described(weights_ENK, [1, block_n, block_k]), True
+    return described([w.mT for w in weights_ENK], [1, block_k, block_n]), False
+
+
+def alike(weights: list[Tensor]) -> list[Tensor]:
+    """Return the weights with the same strides: as they are, or else contiguous."""
+    if all(w.stride() == weights[0].stride() for w in weights):
+        return weights
+    return [w.contiguous() for w in weights]
+
+
+def _is_describable(tensor: Tensor, block: list[int]) -> bool:
+    size = tensor.element_size()
+    return (
+        tensor.stride(-1) == 1
+        and all(stride * size % ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and tensor.numel() > 0
+    )

@@ -1,0 +1,124 @@
+"""The two operands of a row tile's product: rows, gathered or not, and the weight of the tile's expert.
+
+Each is read by tensor descriptor (TMA) where that is offered, else through pointers. A descriptor of a
+weight has three dimensions, so that no tile reaches into the next expert. Addresses are int64.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return what `load_rows` reads of: the descriptor, or pointers [BLOCK_M, 1] to rows' begins."""
+    if DESCRIPTOR:
+        operand = rows
+    else:
+        r = first + tl.arange(0, BLOCK_M)
+        r = tl.where(r < end, r, first)  # behind the end the first row again: no mask in the loop
+        if index is not None:
+            # In the tail nothing is read but an index, which may be -1.
+            r = tl.load(index + r).to(tl.int64)
+        operand = rows + (r * K)[:, None]
+    return operand
+
+
+@triton.jit
+def load_rows(operand, first, k, K, DESCRIPTOR: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the tile [BLOCK_M, BLOCK_K] at column k, 0 behind column K."""
+    if DESCRIPTOR:
+        tile = operand.load([first.to(tl.int32), k])
+    else:
+        columns = k + tl.arange(0, BLOCK_K)[None, :]
+        tile = tl.load(operand + columns, mask=columns < K, other=0.0)
+    return tile
+
+
+@triton.jit
+def load_weight(
+    weight,
+    strides,
+    expert,
+    n,
+    k,
+    N,
+    K,
+    DESCRIPTOR: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), 0 outside.
+
+    `strides` are those of (expert, n, k). A descriptor has the dimensions (expert, N, K) where K_INNER,
+    else (expert, K, N).
+    """
+    if DESCRIPTOR and K_INNER:
+        tile = weight.load([expert.to(tl.int32), n, k]).reshape(BLOCK_N, BLOCK_K).T
+    elif DESCRIPTOR:
+        tile = weight.load([expert.to(tl.int32), k, n]).reshape(BLOCK_K, BLOCK_N)
+    else:
+        rows = k + tl.arange(0, BLOCK_K)[:, None]
+        columns = n + tl.arange(0, BLOCK_N)[None, :]
+        offset = rows.to(tl.int64) * strides[2] + columns.to(tl.int64) * strides[1]
+        inside = (rows < K) & (columns < N)
+        tile = tl.load(weight + expert * strides[0] + offset, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def multiply(a, b, total, PRECISION: tl.constexpr):
+    """Return total + a @ b."""
+    if PRECISION == "interpreted":  # numpy has no bf16
+        a, b = a.to(total.dtype), b.to(total.dtype)
+        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+    return total
+
+
+@triton.jit
+def add_product(
+    total,
+    rows,
+    index,
+    weight,
+    strides,
+    expert,
+    first,
+    end,
+    n,
+    N,
+    K,
+    PRECISION: tl.constexpr,
+    ROWS_DESCRIPTOR: tl.constexpr,
+    WEIGHT_DESCRIPTOR: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return total + rows @ weight[expert].T for one tile, untouched where the expert is -1."""
+    BLOCK_M: tl.constexpr = total.shape[0]
+    BLOCK_N: tl.constexpr = total.shape[1]
+    rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+    for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
+        a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
+        w = load_weight(
+            weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K
+        )
+        total = multiply(a, w, total, PRECISION)
+    return total
+
+
+@triton.jit
+def load_bias(bias, expert, columns, N):
+    """Return bias[expert] at the columns; 0 outside and for expert -1."""
+    last = tl.where(expert < 0, 0, N)
+    return tl.load(bias + expert * N + columns, mask=columns < last, other=0.0)
+
+
+@triton.jit
+def store_tile(out, values, first, end, columns, N, BLOCK_M: tl.constexpr):
+    """Write a tile of out [R, N] from row `first` on, up to row `end` and column N."""
+    r = first + tl.arange(0, BLOCK_M)
+    inside = (r < end)[:, None] & (columns < N)[None, :]
+    tl.store(out + r[:, None] * N + columns[None, :], values, mask=inside)

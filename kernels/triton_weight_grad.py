@@ -1,0 +1,167 @@
+"""The gradient of every expert's weight and bias in Triton: products whose sum goes over its rows.
+
+The signature of `reference`. Both gathers are fused into the loads, the gate's weights into the rows of
+the output's gradient. A program owns one tile of one expert's gradient, so nothing is added up across
+programs, and an expert without rows gets its zeros like any other.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles_config import Config
+from fairseq_tutel.kernels.triton_launch import accumulator_of, chosen, input_precision_of
+from fairseq_tutel.kernels.triton_operands import multiply
+from fairseq_tutel.kernels.triton_tiles import place
+
+
+def grouped_weight_grad(
+    dout_NO: Tensor,
+    rows_NI: Tensor,
+    groups: Groups,
+    *,
+    dout_index_R: Tensor | None = None,
+    rows_index_R: Tensor | None = None,
+    scale_R: Tensor | None = None,
+    bias: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return (dweight_EOI, dbias_EO): dweight[e] = sum over group e of (scale[r] dout[r]) x rows[r]."""
+    dweight_EOI, dbias_EO = triton_weight_grad(
+        dout_NO, rows_NI, groups.counts, dout_index_R, rows_index_R, scale_R, bias
+    )
+    return dweight_EOI, dbias_EO if bias else None
+
+
+def _weight_grad_shapes(
+    dout_NO: Tensor,
+    rows_NI: Tensor,
+    counts_E: Tensor,
+    dout_index_R: Tensor | None,
+    rows_index_R: Tensor | None,
+    scale_R: Tensor | None,
+    bias: bool,
+) -> tuple[Tensor, Tensor]:
+    num_experts, out_dim = counts_E.shape[0], dout_NO.shape[1]
+    dweight_EOI = dout_NO.new_empty(num_experts, out_dim, rows_NI.shape[1])
+    dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else dout_NO.new_empty(0)
+    return dweight_EOI, dbias_EO
+
+
+@opaque(_weight_grad_shapes)
+def triton_weight_grad(
+    dout_NO: Tensor,
+    rows_NI: Tensor,
+    counts_E: Tensor,
+    dout_index_R: Tensor | None,
+    rows_index_R: Tensor | None,
+    scale_R: Tensor | None,
+    bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return (dweight_EOI, dbias_EO) of `grouped_weight_grad`; the bias's is empty if not wanted."""
+    dweight_EOI, dbias_EO = _weight_grad_shapes(
+        dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, scale_R, bias
+    )
+    if dweight_EOI.numel() == 0:
+        return dweight_EOI, dbias_EO
+    num_experts, out_dim, in_dim = dweight_EOI.shape
+    dout_NO, rows_NI, counts_E = dout_NO.contiguous(), rows_NI.contiguous(), counts_E.contiguous()
+    dout_index_R, rows_index_R, scale_R = (
+        None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, scale_R)
+    )
+    ends_E = counts_E.cumsum(0)
+
+    def launch(config: Config) -> None:
+        tiles = triton.cdiv(out_dim, config.block_m) * triton.cdiv(in_dim, config.block_n)
+        _weight_grad_kernel[(num_experts * tiles,)](
+            dout_NO,
+            dout_index_R,
+            scale_R,
+            rows_NI,
+            rows_index_R,
+            counts_E,
+            ends_E,
+            dweight_EOI,
+            dbias_EO if bias else None,
+            out_dim,
+            in_dim,
+            PRECISION=input_precision_of(dout_NO),
+            ACC=accumulator_of(dout_NO.dtype),
+            BLOCK_O=config.block_m,
+            BLOCK_I=config.block_n,
+            BLOCK_R=config.block_k,
+            GROUP=config.group,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+    num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
+    shape = (num_rows, num_experts, in_dim, out_dim)
+    with torch.cuda.device_of(dout_NO):
+        launch(chosen("weight", dout_NO, shape, launch))
+    return dweight_EOI, dbias_EO
+
+
+@triton.jit
+def _load_scaled(x, index, scale, r, end, columns, D, ACC: tl.constexpr):
+    """Return the tile scale[r] * x[index[r]] at the columns of x [N, D], 0 from row `end` on."""
+    own = r < end
+    source = r.to(tl.int64)
+    if index is not None:
+        source = tl.load(index + r, mask=own, other=0)
+    inside = own[:, None] & (columns < D)[None, :]
+    tile = tl.load(x + source[:, None] * D + columns[None, :], mask=inside, other=0.0)
+    if scale is not None:
+        weights = tl.load(scale + r, mask=own, other=0.0).to(ACC)
+        tile = (tile.to(ACC) * weights[:, None]).to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def _weight_grad_kernel(
+    dout,
+    dout_index,
+    scale,
+    rows,
+    rows_index,
+    counts,
+    ends,
+    dweight,
+    dbias,
+    OUT,
+    IN,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles_o, tiles_i = tl.cdiv(OUT, BLOCK_O), tl.cdiv(IN, BLOCK_I)
+    expert = tl.program_id(0) // (tiles_o * tiles_i)
+    tile_o, tile_i = place(tl.program_id(0) % (tiles_o * tiles_i), tiles_o, tiles_i, GROUP)
+    end = tl.load(ends + expert).to(tl.int32)
+    first = end - tl.load(counts + expert).to(tl.int32)
+    o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)
+    for r_0 in range(first, end, BLOCK_R):
+        r = r_0 + tl.arange(0, BLOCK_R)
+        dout_tile = _load_scaled(dout, dout_index, scale, r, end, o, OUT, ACC)
+        rows_tile = _load_scaled(rows, rows_index, None, r, end, i, IN, ACC)
+        total = multiply(dout_tile.T, rows_tile, total, PRECISION)
+    row = expert.to(tl.int64) * OUT + o
+    inside = (o < OUT)[:, None] & (i < IN)[None, :]
+    tl.store(dweight + row[:, None] * IN + i[None, :], total, mask=inside)
+    if dbias is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+        if tile_i == 0:
+            # A loop of its own: a condition inside the other would hold up its loads.
+            sums = tl.zeros([BLOCK_O], dtype=ACC)
+            for r_0 in range(first, end, BLOCK_R):
+                r = r_0 + tl.arange(0, BLOCK_R)
+                sums += tl.sum(
+                    _load_scaled(dout, dout_index, scale, r, end, o, OUT, ACC).to(ACC), 0
+                )
+            tl.store(dbias + row, sums, mask=o < OUT)

@@ -1,0 +1,248 @@
+"""A layer of experts built from the grouped ops, with every result by name, and the same in fp64.
+
+`run` is the chain that a layer makes: up, down, and both backward, tokens gathered by the kernels. `oracle`
+knows neither groups nor gathers: a loop over rows' experts in fp64, differentiated by autograd.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_tutel.kernels.groups import Groups
+
+# Of the largest entry, against fp64: half dtypes round h, a, dh and every result.
+TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run has.
+
+    Attributes:
+        counts: rows per expert; `tail` rows of nobody follow.
+        tail: see above.
+        model_dim: D.
+        hidden_dim: H.
+        dtype: of rows and weights; gates are at least fp32.
+        activation: a name in ACTIVATIONS.
+        glu: whether there is fc3.
+        bias: whether the maps have biases.
+        gathered: rows are picked from 2/3 as many tokens, and have gates.
+        keep: backward gets h, g and a; else what ffn_up(keep=True) returned, and a is made again.
+        strided: weights lie transposed in memory.
+    """
+
+    counts: tuple[int, ...]
+    tail: int = 3
+    model_dim: int = 17
+    hidden_dim: int = 33
+    dtype: torch.dtype = torch.float32
+    activation: str = "relu"
+    glu: bool = False
+    bias: bool = True
+    gathered: bool = True
+    keep: bool = True
+    strided: bool = False
+
+    def __str__(self) -> str:
+        plain = Case(self.counts)
+        given = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(plain, k)]
+        return "-".join([f"rows={sum(self.counts)}", f"experts={len(self.counts)}", *given])
+
+
+def inputs(case: Case, device: str) -> dict[str, Any]:
+    """Draw x, dy, the weights and the maps; what nobody may read is NaN, or the index -1."""
+    generator = torch.Generator().manual_seed(len(case.counts) + 10 * sum(case.counts))
+    experts, used = len(case.counts), sum(case.counts)
+    rows = used + case.tail
+    sources = (used * 2 // 3 + 1) if case.gathered else rows
+    hidden, model, dtype = case.hidden_dim, case.model_dim, case.dtype
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+        return drawn.to(dtype).to(device)
+
+    def weight(out: int, into: int) -> Tensor:
+        drawn = normal(experts, out, into, scale=into**-0.5)
+        return drawn.mT.contiguous().mT if case.strided else drawn
+
+    given: dict[str, Any] = {
+        "counts": torch.tensor(case.counts, device=device),
+        "x": normal(sources, model),
+        "dy": normal(sources, model),
+        "fc1": weight(hidden, model),
+        "fc2": weight(model, hidden),
+        "fc3": weight(hidden, model) if case.glu else None,
+        "fc1_bias": normal(experts, hidden) if case.bias else None,
+        "fc2_bias": normal(experts, model) if case.bias else None,
+        "fc3_bias": normal(experts, hidden) if case.bias and case.glu else None,
+        "index": None,
+        "gate": None,
+    }
+    if case.gathered:
+        index = torch.randint(0, sources, (rows,), generator=generator)
+        index[used:] = -1
+        gate = torch.rand(rows, generator=generator, dtype=torch.float64)
+        gate[used:] = float("nan")
+        wide = torch.promote_types(dtype, torch.float32)
+        given |= {"index": index.to(device), "gate": gate.to(wide).to(device)}
+    else:
+        given["x"][used:] = float("nan")
+        given["dy"][used:] = float("nan")
+    return given
+
+
+def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
+    """Return every result of the chain by name; the rows of the tail are cut off where they may be junk."""
+    groups, used = Groups.of_tensor(given["counts"]), sum(case.counts)
+    index, gate, fc1, fc2, fc3 = (given[k] for k in ("index", "gate", "fc1", "fc2", "fc3"))
+    a, h, g = ops.ffn_up(
+        given["x"],
+        index,
+        fc1,
+        given["fc1_bias"],
+        fc3,
+        given["fc3_bias"],
+        groups,
+        case.activation,
+        True,
+    )
+    out = ops.grouped_linear(a, fc2, given["fc2_bias"], groups)
+    kept = a if case.keep or h is None else None
+    dh, dg, again, dgate = ops.ffn_down_backward(
+        given["dy"],
+        index,
+        gate,
+        fc2,
+        given["fc2_bias"],
+        kept,
+        h,
+        g,
+        groups,
+        case.activation,
+    )
+    if kept is None:
+        assert torch.equal(again[:used], a[:used])
+    results = {"a": a, "h": h, "g": g, "out": out, "dh": dh, "dg": dg}
+    if dgate is not None:
+        results["dgate"] = dgate[:used]
+    results["dfc2"], results["dfc2_bias"] = ops.grouped_weight_grad(
+        given["dy"], again, groups, dout_index_R=index, scale_R=gate, bias=case.bias
+    )
+    for name, d in (("fc1", dh), ("fc3", dg)):
+        if d is not None:
+            results[f"d{name}"], results[f"d{name}_bias"] = ops.grouped_weight_grad(
+                d, given["x"], groups, rows_index_R=index, bias=case.bias
+            )
+    results["dx"] = ops.ffn_up_backward(dh, fc1, dg, fc3, groups)
+    for name in ("h", "g"):  # their tails are nobody's
+        if results[name] is not None:
+            results[name] = results[name][:used]
+    return {name: tensor for name, tensor in results.items() if tensor is not None}
+
+
+ACTS = {
+    "relu": F.relu,
+    "relu_squared": lambda h: F.relu(h) ** 2,
+    "gelu": F.gelu,
+    "gelu_fast": lambda h: F.gelu(h, approximate="tanh"),
+    "gelu_accurate": lambda h: F.gelu(h, approximate="tanh"),
+    "tanh": torch.tanh,
+    "linear": lambda h: h,
+    "swish": F.silu,
+}
+
+
+def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the same results in fp64 on the CPU, by one autograd graph over a loop of experts."""
+    used, rows = sum(case.counts), sum(case.counts) + case.tail
+    leaf = {
+        name: None if t is None else t.detach().cpu().double().nan_to_num().requires_grad_()
+        for name, t in given.items()
+        if name not in ("index", "dy", "counts")
+    }
+    index = torch.arange(rows) if given["index"] is None else given["index"].cpu()
+    dy = given["dy"].cpu().double().nan_to_num()
+    expert_of = torch.repeat_interleave(torch.tensor(case.counts))
+    # As leaves of their own, rows have gradients of their own.
+    x = leaf["x"].detach()[index[:used]].requires_grad_()
+    parts: dict[str, list[Tensor]] = {"h": [], "g": [], "a": [], "out": []}
+    for e in range(len(case.counts)):
+        x_e = x[expert_of == e]
+
+        def linear(name: str, rows_e: Tensor, e: int = e) -> Tensor:
+            bias = leaf[f"{name}_bias"]
+            return F.linear(rows_e, leaf[name][e], None if bias is None else bias[e])
+
+        h = linear("fc1", x_e)
+        g = linear("fc3", x_e) if case.glu else None
+        a = ACTS[case.activation](h) if g is None else F.silu(h) * g
+        for name, value in (("h", h), ("g", g), ("a", a), ("out", linear("fc2", a))):
+            if value is not None:
+                parts[name].append(value)
+    made = {name: torch.cat(values) for name, values in parts.items() if values}
+    gate = torch.ones(used, dtype=torch.float64) if leaf["gate"] is None else leaf["gate"][:used]
+    loss = (made["out"] * dy[index[:used]] * gate.unsqueeze(1)).sum()
+    names = [n for n in leaf if n not in ("x", "gate") and leaf[n] is not None]
+    wanted = {f"d{n}": [leaf[n]] for n in names} | {"dx": [x], "dh": parts["h"], "dg": parts["g"]}
+    if leaf["gate"] is not None:
+        wanted["dgate"] = [leaf["gate"]]
+    results = made | {
+        name: torch.cat(
+            torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True)
+        )
+        for name, tensors in wanted.items()
+        if tensors
+    }
+    if "dgate" in results:
+        results["dgate"] = results["dgate"][:used]
+    for name in ("a", "out", "dx", "dh", "dg"):  # with a tail of zeros
+        if name in results:
+            results[name] = F.pad(results[name], (0, 0, 0, case.tail))
+    return {name: tensor.detach() for name, tensor in results.items()}
+
+
+def check(
+    got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, what: str
+) -> None:
+    """Compare by name, errors relative to the largest entry of each tensor."""
+    for name, tensor in got.items():
+        want = expected[name].double().cpu()
+        assert tensor.shape == want.shape, f"{name} of {what}: {tensor.shape} for {want.shape}"
+        if want.numel() == 0:
+            continue
+        error = (tensor.double().cpu() - want).abs().max()
+        allowed = TOLERANCE[dtype] * want.abs().max().clamp_min(1e-3)
+        assert error <= allowed, f"{name} of {what}: off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def compare(ops: Any, plain: Any, case: Case, device: str) -> None:
+    """Hold both sets of ops against fp64 and against each other."""
+    given = inputs(case, device)
+    got, reference, exact = run(ops, case, given), run(plain, case, given), oracle(case, given)
+    assert set(got) == set(reference)
+    assert all(got[name].dtype == reference[name].dtype for name in got)
+    check(reference, exact, case.dtype, f"the reference, {case}")
+    check(got, exact, case.dtype, f"ours against fp64, {case}")
+    check(got, reference, case.dtype, f"ours against the reference, {case}")
+
+
+def skewed(num_rows: int, experts: int) -> tuple[int, ...]:
+    """Return counts of which half go to one expert and none to the last, if there are enough."""
+    rest = num_rows - num_rows // 2
+    others = [rest // (experts - 2)] * (experts - 2)
+    others[0] += rest - sum(others)
+    return (*others[:1], num_rows // 2, *others[1:], 0)
+
+
+def with_tiles(case: Case) -> Case:
+    """Return the case with dimensions whose rows are aligned as tensor descriptors ask for."""
+    return replace(case, model_dim=24, hidden_dim=40)

@@ -1,0 +1,191 @@
+"""The Triton products of experts, interpreted, against the reference and against a loop in fp64.
+
+Covered: every result and gradient by name; every activation and GLU; every dtype; T = 0, 1, 63, 1000 rows;
+numbers of experts that are no power of two; empty experts and skew; rows of nobody; rows that are no
+multiple of a tile; with and without gather, gates, biases, kept activations; weights of any strides; tiles
+read by descriptor; the tile table; same bits in every run; fake CUDA tensors; torch.compile.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ffn_cases import ACTS, Case, compare, inputs, run, skewed, with_tiles
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels import reference
+from fairseq_tutel.kernels.groups import Groups
+
+pytest.importorskip("triton")
+
+SMALL = Case(skewed(20, 3))
+
+
+def compare_interpreted(case: Case) -> None:
+    compare(kernels.ops("triton", torch.device("cpu")), reference, case, "cpu")
+
+
+@pytest.mark.parametrize("num_rows", (0, 1, 63, 1000))
+def test_gradients_for_any_number_of_rows(interpreter, num_rows):
+    case = Case(skewed(num_rows, 5), model_dim=16, hidden_dim=20, glu=True)
+    interpreter.run(compare_interpreted, case)
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_gradients_of_every_activation(interpreter, activation):
+    interpreter.run(compare_interpreted, replace(SMALL, activation=activation, bias=False))
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("glu", (False, True), ids=("gelu", "glu"))
+def test_gradients_in_every_dtype(interpreter, dtype, glu):
+    interpreter.run(compare_interpreted, replace(SMALL, dtype=dtype, glu=glu, activation="gelu"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        replace(SMALL, glu=True, keep=False),
+        replace(SMALL, activation="gelu", keep=False, tail=0),
+        replace(SMALL, gathered=False),
+        replace(SMALL, gathered=False, glu=True, bias=False),
+        replace(SMALL, strided=True, glu=True),
+        Case((7,), tail=0),
+        Case((0, 0, 0), tail=20),
+        Case((16, 32, 1), tail=15, model_dim=16, hidden_dim=16),
+        Case((1,) * 70, tail=1, model_dim=16, hidden_dim=16),
+    ),
+    ids=str,
+)
+def test_gradients_of_cases(interpreter, case):
+    interpreter.run(compare_interpreted, case)
+
+
+def compare_described(case: Case) -> None:
+    from fairseq_tutel.kernels import triton_launch
+
+    used = []
+    plain, described = triton_launch.has_descriptors, triton_launch.described
+
+    def counting(tensors, block):
+        descriptors = described(tensors, block)
+        used.append(descriptors is not None)
+        return descriptors
+
+    from fairseq_tutel.kernels import triton_ffn, triton_gemm
+
+    for module in (triton_launch, triton_ffn, triton_gemm):
+        module.described = counting
+    triton_launch.has_descriptors = lambda device: True
+    try:
+        compare_interpreted(case)
+    finally:
+        triton_launch.has_descriptors = plain
+        for module in (triton_launch, triton_ffn, triton_gemm):
+            module.described = described
+    assert used and all(used)
+
+
+@pytest.mark.parametrize("strided", (False, True))
+@pytest.mark.parametrize("gathered", (False, True), ids=("rows", "gathered"))
+def test_gradients_with_tensor_descriptors(interpreter, strided, gathered):
+    case = replace(with_tiles(SMALL), glu=True, strided=strided, gathered=gathered)
+    interpreter.run(compare_described, case)
+    if gathered:
+        interpreter.run(compare_described, replace(case, dtype=torch.bfloat16))
+
+
+def make_tables() -> None:
+    from fairseq_tutel.kernels.triton_tiles import tile_table
+
+    for counts, num_rows, block in (
+        ((5, 0, 16, 17), 40, 16),
+        ((0,), 0, 16),
+        ((3,), 3, 16),
+        ((1,) * 130, 500, 16),
+    ):
+        expected, first = [], 0
+        for e, count in [*enumerate(counts), (-1, num_rows - sum(counts))]:
+            expected += [(e, first + i, first + count) for i in range(0, count, block)]
+            first += count
+        table = tile_table(torch.tensor(counts), num_rows, block).T.tolist()
+        assert [tuple(row) for row in table[: len(expected)]] == expected, counts
+        assert all(first >= end for _, first, end in table[len(expected) :]), counts
+
+
+def test_the_tile_table_is_the_groups_cut_in_tiles(interpreter):
+    interpreter.run(make_tables)
+
+
+def run_twice(case: Case) -> None:
+    ops, given = kernels.ops("triton", torch.device("cpu")), inputs(case, "cpu")
+    first, second = run(ops, case, given), run(ops, case, given)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_the_same_bits_in_every_run(interpreter):
+    interpreter.run(run_twice, replace(SMALL, glu=True))
+
+
+def not_a_number() -> None:
+    ops = kernels.ops("triton", torch.device("cpu"))
+    case = Case((4,), tail=0)
+    for activation in ACTS:
+        given = inputs(replace(case, activation=activation), "cpu")
+        given["x"][given["index"][0]] = float("nan")
+        results = run(ops, replace(case, activation=activation), given)
+        for name in ("a", "out", "dfc1"):
+            assert results[name].isnan().any(), f"{name} of {activation}"
+
+
+def test_an_overflow_is_seen_through_every_activation(interpreter):
+    interpreter.run(not_a_number)
+
+
+@pytest.mark.parametrize("glu", (False, True), ids=("relu", "glu"))
+def test_fake_cuda_tensors_get_shapes_and_no_host_read(glu):
+    from fairseq_tutel.kernels import triton_ops
+
+    case = replace(SMALL, glu=glu)
+    given = inputs(case, "cpu")
+    real = run(reference, case, given)
+    with FakeTensorMode():
+        fakes = {
+            name: None if t is None else torch.empty(t.shape, dtype=t.dtype, device="cuda")
+            for name, t in given.items()
+        }
+        fake = run(triton_ops, case, fakes)
+        with pytest.raises(DataDependentOutputException):  # as any host read would
+            run(reference, case, fakes)
+    assert all(tensor.device.type == "cuda" for tensor in fake.values())
+    for name, tensor in real.items():
+        assert (fake[name].shape, fake[name].dtype) == (tensor.shape, tensor.dtype), name
+
+
+def compile_chain(case: Case) -> None:
+    ops, given = kernels.ops("triton", torch.device("cpu")), inputs(case, "cpu")
+    compiled = torch.compile(
+        lambda given: run(ops, case, given), backend="aot_eager", fullgraph=True
+    )
+    expected = run(ops, case, given)
+    for name, tensor in compiled(given).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_torch_compile_takes_the_chain_as_one_graph(interpreter):
+    interpreter.run(compile_chain, replace(SMALL, glu=True))
+
+
+def test_counts_on_the_host_do(interpreter):
+    interpreter.run(compare_host_counts)
+
+
+def compare_host_counts() -> None:
+    ops, given = kernels.ops("triton", torch.device("cpu")), inputs(SMALL, "cpu")
+    rows = torch.randn(23, 17)
+    groups = Groups.of_host(SMALL.counts, torch.device("cpu"))
+    got = ops.grouped_linear(rows, given["fc1"], None, groups)
+    torch.testing.assert_close(got, reference.grouped_linear(rows, given["fc1"], None, groups))
