@@ -3,83 +3,128 @@
 Shows that one source serves CUDA and ROCm, and says what a new kernel costs before it meets a GPU.
 """
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import triton
-import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fairseq_tutel.kernels import triton_dispatch
+from fairseq_tutel.kernels.build_gemm import gemm_variants
 from fairseq_tutel.kernels.build_route import route_variants
+from fairseq_tutel.kernels.variant import ACCUMULATORS, Variant, variant
 
-TARGETS = (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
+TARGETS = (
+    GPUTarget("cuda", 80, 32),
+    GPUTarget("cuda", 90, 32),
+    GPUTarget("hip", "gfx90a", 64),
+    GPUTarget("hip", "gfx942", 64),
+)
 DTYPES = ("fp32", "fp16", "bf16", "fp64")
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One specialisation of a kernel: the types of its arguments and its compile-time constants."""
+class Figures:
+    """What a compiled kernel needs.
 
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
+    Attributes:
+        registers: vector registers of a thread.
+        scalars: scalar registers of a wave, on AMD.
+        spilled: on CUDA bytes of stack per thread, on AMD registers; either way 0 is none.
+        shared: bytes of shared memory of a program.
+    """
+
+    registers: int
+    scalars: int
+    spilled: int
+    shared: int
 
 
-def variants() -> Iterator[Variant]:
-    """Yield every kernel in every dtype, with and without its optional argument."""
-    for dtype in DTYPES:
-        acc = tl.float64 if dtype == "fp64" else tl.float32
-        # Gate weights are at least fp32 unless the gate itself is asked to run in half precision.
-        weight = "*fp64" if dtype == "fp64" else "*fp32"
-        for optional in (False, True):
-            yield _variant(
-                f"gather_rows/{dtype}/{'scaled' if optional else 'plain'}",
-                triton_dispatch._gather_rows_kernel,
-                {"x_ptr": dtype, "index_ptr": "i64", "scale_ptr": weight, "rows_ptr": dtype},
-                ("model_dim",),
-                {"HAS_SCALE": optional, "ACC": acc, "BLOCK_D": 1024},
-            )
-            yield _variant(
-                f"gather_sum/{dtype}/{'weighted' if optional else 'plain'}",
-                triton_dispatch._gather_sum_kernel,
-                {"rows_ptr": dtype, "row_of_ptr": "i64", "weights_ptr": weight, "y_ptr": dtype},
-                ("model_dim", "top_k"),
-                {"HAS_WEIGHTS": optional, "ACC": acc, "BLOCK_K": 2, "BLOCK_D": 1024},
-            )
-        yield _variant(
-            f"gather_dot/{dtype}",
-            triton_dispatch._gather_dot_kernel,
-            {"rows_ptr": dtype, "row_of_ptr": "i64", "y_ptr": dtype, "dots_ptr": dtype},
-            ("model_dim", "top_k"),
-            {"ACC": acc, "BLOCK_D": 1024},
-        )
-    yield from (_variant(*arguments) for arguments in route_variants())
+def variants(target: GPUTarget) -> Iterator[Variant]:
+    """Yield every kernel in every dtype, as it is launched on a target."""
+    yield from _dispatch_variants()
+    yield from (variant(*arguments) for arguments in route_variants())
+    yield from gemm_variants(target)
 
 
 def build(variant: Variant, target: GPUTarget) -> Any:
     """Return the compiled kernel; its `asm` holds every stage, "cubin" or "hsaco" last."""
     # The order of arguments is the kernel's.
     signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
-    source = ASTSource(variant.kernel, signature, variant.constants)
-    return triton.compile(source, target=target)
+    source = ASTSource(variant.kernel, signature, variant.constants, variant.attributes)
+    return triton.compile(source, target=target, options=variant.options)
 
 
 def build_all(targets: Sequence[GPUTarget] = TARGETS) -> dict[tuple[str, str], Any]:
-    """Compile every variant for every target; keys are (variant name, backend)."""
-    return {(v.name, t.backend): build(v, t) for t in targets for v in variants()}
+    """Compile every variant for every target; keys are (variant name, "sm_90" or "gfx942")."""
+    return {(v.name, name_of(t)): build(v, t) for t in targets for v in variants(t)}
 
 
-def _variant(
-    name: str,
-    kernel: Any,
-    pointers: dict[str, str],
-    integers: tuple[str, ...],
-    constants: dict[str, Any],
-) -> Variant:
-    signature = {key: f"*{dtype.lstrip('*')}" for key, dtype in pointers.items()}
-    signature |= dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
-    return Variant(name, kernel, signature, constants)
+def name_of(target: GPUTarget) -> str:
+    """Return the target as its vendor's compiler calls it."""
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def figures(compiled: Any) -> Figures:
+    """Return what a kernel from `build` needs, from the compiled code itself."""
+    if "cubin" in compiled.asm:
+        return _cuda_figures(compiled)
+    text = compiled.asm["amdgcn"]
+
+    def read(name: str) -> int:
+        return int(re.findall(rf"\.{name}: *(\d+)", text)[-1])
+
+    spilled = read("vgpr_spill_count") + read("sgpr_spill_count")
+    return Figures(read("vgpr_count"), read("sgpr_count"), spilled, compiled.metadata.shared)
+
+
+def _cuda_figures(compiled: Any) -> Figures:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    # No kernel has an array of its own, so its stack holds spilled registers alone.
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    spilled = int(usage["STACK"]) + int(usage["LOCAL"])
+    return Figures(int(usage["REG"]), 0, spilled, compiled.metadata.shared)
+
+
+def _dispatch_variants() -> Iterator[Variant]:
+    """Yield the gathers, with and without their optional argument."""
+    for dtype in DTYPES:
+        acc = ACCUMULATORS[dtype]
+        # Gate weights are at least fp32 unless the gate itself is asked to run in half precision.
+        weight = "*fp64" if dtype == "fp64" else "*fp32"
+        for optional in (False, True):
+            yield variant(
+                f"gather_rows/{dtype}/{'scaled' if optional else 'plain'}",
+                triton_dispatch._gather_rows_kernel,
+                {"x_ptr": dtype, "index_ptr": "i64", "scale_ptr": weight, "rows_ptr": dtype},
+                ("model_dim",),
+                {"HAS_SCALE": optional, "ACC": acc, "BLOCK_D": 1024},
+            )
+            yield variant(
+                f"gather_sum/{dtype}/{'weighted' if optional else 'plain'}",
+                triton_dispatch._gather_sum_kernel,
+                {"rows_ptr": dtype, "row_of_ptr": "i64", "weights_ptr": weight, "y_ptr": dtype},
+                ("model_dim", "top_k"),
+                {"HAS_WEIGHTS": optional, "ACC": acc, "BLOCK_K": 2, "BLOCK_D": 1024},
+            )
+        yield variant(
+            f"gather_dot/{dtype}",
+            triton_dispatch._gather_dot_kernel,
+            {"rows_ptr": dtype, "row_of_ptr": "i64", "y_ptr": dtype, "dots_ptr": dtype},
+            ("model_dim", "top_k"),
+            {"ACC": acc, "BLOCK_D": 1024},
+        )

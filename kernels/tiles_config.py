@@ -49,45 +49,66 @@ HARDWARE = ("hopper", "ampere", "amd")
 # half: fp16 and bf16; tf32; ieee: fp32 without tensor cores.
 PRECISIONS = ("half", "tf32", "ieee")
 
-INTERPRETED = Config(16, 16, 16, warps=1, stages=1, group=2)
+# Small, so that edges are met; an interpreted program costs much the same whatever its tile.
+INTERPRETED = Config(64, 16, 16, warps=1, stages=1, group=2)
 
-# Two sums or much of an epilogue beside the sum: half the columns.
-_NARROW = ("glu_up", "glu_hidden")
-
-# (hardware, precision) -> (wide default, its other candidates), then the same for _NARROW.
-_TABLE = {
-    ("hopper", "half"): (
-        (Config(128, 128, 64, 8, 4), Config(128, 128, 64, 4, 3), Config(64, 128, 64, 4, 4)),
-        (Config(128, 64, 64, 8, 4), Config(128, 128, 64, 8, 3), Config(64, 64, 64, 4, 4)),
-    ),
-    ("hopper", "tf32"): (
-        (Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
-        (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
-    ),
-    # 96 KiB of shared memory, which consumer cards have too.
-    ("ampere", "half"): (
-        (Config(128, 128, 64, 8, 3), Config(128, 128, 32, 4, 4), Config(64, 128, 32, 4, 4)),
-        (Config(128, 64, 32, 8, 4), Config(64, 64, 64, 4, 3)),
-    ),
-    ("ampere", "tf32"): (
-        (Config(128, 128, 32, 8, 3), Config(64, 128, 32, 4, 3)),
-        (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
-    ),
+# (hardware, precision) -> kind -> candidates; "" is every kind that has no line of its own.
+_TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
+    ("hopper", "half"): {
+        "": (
+            Config(128, 128, 64, 8, 4),
+            Config(128, 256, 64, 8, 3),
+            Config(128, 128, 64, 8, 3),
+            Config(64, 128, 64, 4, 4),
+        ),
+        "hidden": (
+            Config(128, 128, 64, 8, 4),
+            Config(128, 128, 64, 8, 3),
+            Config(64, 128, 64, 4, 4),
+        ),
+        "glu_hidden": (
+            Config(128, 128, 64, 8, 4),
+            Config(128, 64, 64, 8, 4),
+            Config(64, 128, 64, 8, 4),
+        ),
+        # Two sums: as wide as one of 256 columns.
+        "glu_up": (
+            Config(128, 128, 64, 8, 3),
+            Config(128, 64, 64, 8, 4),
+            Config(64, 128, 64, 8, 3),
+        ),
+    },
+    ("hopper", "tf32"): {
+        "": (Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
+        "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
+    },
+    # At most 96 KiB of shared memory, which consumer cards have too.
+    ("ampere", "half"): {
+        "": (Config(128, 128, 64, 8, 3), Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
+        "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 64, 4, 3)),
+        "glu_hidden": (Config(128, 64, 32, 8, 4), Config(64, 64, 64, 4, 3)),
+    },
+    ("ampere", "tf32"): {
+        "": (Config(128, 128, 32, 8, 3), Config(64, 128, 32, 4, 3)),
+        "glu_up": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
+        "glu_hidden": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
+    },
     # 64 KiB of shared memory.
-    ("amd", "half"): (
-        (Config(128, 128, 64, 8, 2), Config(128, 128, 32, 4, 2), Config(64, 128, 64, 4, 2)),
-        (Config(128, 64, 64, 8, 2), Config(64, 64, 64, 4, 2)),
-    ),
-    ("amd", "ieee"): (
-        (Config(128, 128, 32, 8, 2), Config(64, 64, 32, 4, 2)),
-        (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),
-    ),
+    ("amd", "half"): {
+        "": (Config(128, 128, 64, 8, 2), Config(256, 128, 64, 8, 2), Config(64, 128, 64, 4, 2)),
+        "glu_up": (Config(128, 128, 32, 8, 2), Config(128, 64, 64, 8, 2)),
+        "glu_hidden": (Config(128, 128, 64, 8, 2), Config(128, 64, 64, 8, 2)),
+    },
+    ("amd", "ieee"): {
+        "": (Config(128, 128, 32, 8, 2), Config(64, 64, 32, 4, 2)),
+        "glu_up": (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),
+    },
 }
-# Without tensor cores a thread holds its operands in registers.
-_FMA = (
-    (Config(64, 64, 16, 8, 3), Config(32, 64, 16, 4, 3)),
-    (Config(64, 32, 16, 8, 3), Config(32, 32, 16, 4, 3)),
-)
+# Without matrix instructions a thread holds its operands in registers.
+_FMA: dict[str, tuple[Config, ...]] = {
+    "": (Config(64, 64, 16, 8, 3), Config(32, 64, 16, 4, 3)),
+    "glu_up": (Config(64, 32, 16, 8, 3), Config(32, 32, 16, 4, 3)),
+}
 
 
 def candidates(
@@ -104,10 +125,8 @@ def candidates(
         n: columns of the result; for a weight's gradient its I.
         k: what is summed over; for a weight's gradient its O.
     """
-    if hardware == "interpreted":
-        return [INTERPRETED]
-    pair = _TABLE.get((hardware, precision), _FMA)
-    configs = pair[kind in _NARROW]
+    table = _TABLE.get((hardware, precision), _FMA)
+    configs = (INTERPRETED,) if hardware == "interpreted" else table.get(kind, table[""])
     if kind == "weight":
         fitted = (
             replace(c, block_m=_fit(c.block_m, k), block_n=_fit(c.block_n, n)) for c in configs

@@ -28,6 +28,7 @@ from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
     load_rows,
+    load_tile,
     load_weight,
     multiply,
     rows_operand,
@@ -268,16 +269,16 @@ def _up_kernel(
         h += load_bias(bias, expert, columns, N).to(ACC)[None, :]
     h = h.to(a_out.dtype.element_ty)
     if h_out is not None:
-        store_tile(h_out, h, first, end, columns, N, BLOCK_M)
+        store_tile(h_out, h, first, end, n, N)
     a = activate(h.to(ACC), ACTIVATION)
     if gate_weight is not None:
         if gate_bias is not None:
             g += load_bias(gate_bias, expert, columns, N).to(ACC)[None, :]
         g = g.to(a_out.dtype.element_ty)
         if g_out is not None:
-            store_tile(g_out, g, first, end, columns, N, BLOCK_M)
+            store_tile(g_out, g, first, end, n, N)
         a *= g.to(ACC)
-    store_tile(a_out, a, first, end, columns, N, BLOCK_M)
+    store_tile(a_out, a, first, end, n, N)
 
 
 def _hidden_shapes(
@@ -438,6 +439,17 @@ def _hidden_kernel(
     if first >= end:
         return
     n = n_tile * BLOCK_N
+    part = tl.zeros([BLOCK_M], dtype=ACC)
+    if gate is not None:  # noqa: SIM102 (both are decided when the kernel is compiled)
+        if bias is not None:
+            # <dy, bias>: every column tile takes its share, and before its own sum takes registers.
+            share = tl.cdiv(tl.cdiv(K, BLOCK_K), tiles_n) * BLOCK_K
+            last = tl.where(expert < 0, 0, tl.minimum(K, (n_tile + 1) * share))
+            dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+            for k in range(n_tile * share, last, BLOCK_K):
+                rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
+                b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)
+                part += tl.sum(rows.to(ACC) * b.to(ACC)[None, :], 1)
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
         da,
@@ -458,42 +470,69 @@ def _hidden_kernel(
         BLOCK_K,
     )
     r = first + tl.arange(0, BLOCK_M)
-    columns = n + tl.arange(0, BLOCK_N)
-    offset = r[:, None] * N + columns[None, :]
     last_read = tl.where(expert < 0, 0, end)  # the tail is not read
-    live = (r < last_read)[:, None] & (columns < N)[None, :]
-    # Loaded once each, whatever uses them.
-    if h_in is not None:
-        h = tl.load(h_in + offset, mask=live, other=0.0).to(ACC)
-    if g_in is not None:
-        g = tl.load(g_in + offset, mask=live, other=0.0).to(ACC)
+    scale = tl.full([BLOCK_M], 1, ACC)
+    if gate is not None:
+        scale = tl.load(gate + r, mask=r < last_read, other=0.0).to(ACC)
+    # In halves, since what follows holds up to five values for every element.
+    halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+    for half in tl.static_range(2):
+        part += _hidden_backward(
+            halves[half],
+            scale,
+            a_in,
+            h_in,
+            g_in,
+            dh_out,
+            dg_out,
+            a_out,
+            first,
+            end,
+            last_read,
+            n + half * (BLOCK_N // 2),
+            N,
+            ACTIVATION,
+        )
+    if gate is not None:
+        tl.store(parts + n_tile.to(tl.int64) * num_rows + r, part, mask=r < end)
+
+
+@triton.jit
+def _hidden_backward(
+    da,
+    scale,
+    a_in,
+    h_in,
+    g_in,
+    dh_out,
+    dg_out,
+    a_out,
+    first,
+    end,
+    last_read,
+    n,
+    N,
+    ACTIVATION: tl.constexpr,
+):
+    """Write dh, dg and a of one tile and return <da, a> per row; da without the gate's scale."""
     if a_in is not None:
-        if gate is not None or h_in is None:
-            a = tl.load(a_in + offset, mask=live, other=0.0).to(ACC)
-    else:
-        a = activate(h, ACTIVATION)
+        a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
+        kept = a
+    if h_in is not None:
+        kept = load_tile(h_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
+    if g_in is not None:
+        g = load_tile(g_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
+    if a_in is None:
+        a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
         a = a.to(dh_out.dtype.element_ty)
-        store_tile(a_out, a, first, end, columns, N, BLOCK_M)
-        a = a.to(ACC)
-    if gate is not None:
-        part = tl.sum(da * a, 1)
-        if bias is not None:
-            # <dy, bias>: every column tile takes its share of the sum.
-            share = tl.cdiv(tl.cdiv(K, BLOCK_K), tiles_n) * BLOCK_K
-            last = tl.where(expert < 0, 0, tl.minimum(K, (n_tile + 1) * share))
-            dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
-            for k in range(n_tile * share, last, BLOCK_K):
-                rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
-                b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)
-                part += tl.sum(rows.to(ACC) * b.to(ACC)[None, :], 1)
-        tl.store(parts + n_tile.to(tl.int64) * num_rows + r, part, mask=r < end)
-        scale = tl.load(gate + r, mask=r < last_read, other=0.0)
-        da *= scale.to(ACC)[:, None]
+        store_tile(a_out, a, first, end, n, N)
+        a = a.to(da.dtype)
+    part = tl.sum(da * a, 1)
+    da *= scale[:, None]
     if g_in is not None:
-        store_tile(dg_out, da * activate(h, ACTIVATION), first, end, columns, N, BLOCK_M)
+        store_tile(dg_out, da * activate(kept, ACTIVATION), first, end, n, N)
         da *= g
-    kept = a if h_in is None else h
-    dh = activate_backward(da, kept, ACTIVATION)
-    store_tile(dh_out, dh, first, end, columns, N, BLOCK_M)
+    store_tile(dh_out, activate_backward(da, kept, ACTIVATION), first, end, n, N)
+    return part

@@ -177,4 +177,4 @@ def _linear_kernel(
     columns = n + tl.arange(0, BLOCK_N)
     if bias is not None:
         total += load_bias(bias, expert, columns, N).to(ACC)[None, :]
-    store_tile(out, total, first, end, columns, N, BLOCK_M)
+    store_tile(out, total, first, end, n, N)

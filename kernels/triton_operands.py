@@ -97,13 +97,11 @@ def add_product(
     BLOCK_K: tl.constexpr,
 ):
     """Return total + rows @ weight[expert].T for one tile, untouched where the expert is -1."""
-    BLOCK_M: tl.constexpr = total.shape[0]
-    BLOCK_N: tl.constexpr = total.shape[1]
-    rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+    rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
         w = load_weight(
-            weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K
+            weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, total.shape[1], BLOCK_K
         )
         total = multiply(a, w, total, PRECISION)
     return total
@@ -117,8 +115,28 @@ def load_bias(bias, expert, columns, N):
 
 
 @triton.jit
-def store_tile(out, values, first, end, columns, N, BLOCK_M: tl.constexpr):
-    """Write a tile of out [R, N] from row `first` on, up to row `end` and column N."""
-    r = first + tl.arange(0, BLOCK_M)
-    inside = (r < end)[:, None] & (columns < N)[None, :]
-    tl.store(out + r[:, None] * N + columns[None, :], values, mask=inside)
+def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the offsets of a tile's elements from its first, in rows of N: int32, half the registers."""
+    return tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
+
+
+@triton.jit
+def tile_mask(first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return which elements of the tile at (first, n) lie before row `end` and column N."""
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    return (rows < end - first)[:, None] & (columns < N - n)[None, :]
+
+
+@triton.jit
+def load_tile(x, first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the tile of x [R, N] at (first, n); 0 from row `end` and column N on."""
+    inside = tile_mask(first, end, n, N, BLOCK_M, BLOCK_N)
+    return tl.load(x + first * N + n + tile_offsets(N, BLOCK_M, BLOCK_N), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(x, values, first, end, n, N):
+    """Write the tile of x [R, N] at (first, n), up to row `end` and column N."""
+    inside = tile_mask(first, end, n, N, values.shape[0], values.shape[1])
+    offsets = tile_offsets(N, values.shape[0], values.shape[1])
+    tl.store(x + first * N + n + offsets, values, mask=inside)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_TILES = 64
+BLOCK_TILES = 32
 BLOCK_EXPERTS = 64
 
 

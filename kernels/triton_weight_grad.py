@@ -105,17 +105,26 @@ def triton_weight_grad(
 
 
 @triton.jit
-def _load_scaled(x, index, scale, r, end, columns, D, ACC: tl.constexpr):
-    """Return the tile scale[r] * x[index[r]] at the columns of x [N, D], 0 from row `end` on."""
-    own = r < end
+def _sources(index, r, end):
+    """Return where rows r lie, as int64: what the index says, or r."""
     source = r.to(tl.int64)
     if index is not None:
-        source = tl.load(index + r, mask=own, other=0)
-    inside = own[:, None] & (columns < D)[None, :]
-    tile = tl.load(x + source[:, None] * D + columns[None, :], mask=inside, other=0.0)
+        source = tl.load(index + r, mask=r < end, other=0)
+    return source
+
+
+@triton.jit
+def _load_scaled(x, source, scale, r, end, columns, D, ACC: tl.constexpr):
+    """Return the tile [columns, rows] of scale[r] * x[source], 0 where r is not before the end.
+
+    Loaded as it is multiplied: a transposed tile would not be loaded ahead on every GPU.
+    """
+    own = r < end
+    inside = (columns < D)[:, None] & own[None, :]
+    tile = tl.load(x + source[None, :] * D + columns[:, None], mask=inside, other=0.0)
     if scale is not None:
         weights = tl.load(scale + r, mask=own, other=0.0).to(ACC)
-        tile = (tile.to(ACC) * weights[:, None]).to(tile.dtype)
+        tile = (tile.to(ACC) * weights[None, :]).to(tile.dtype)
     return tile
 
 
@@ -147,11 +156,16 @@ def _weight_grad_kernel(
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)
-    for r_0 in range(first, end, BLOCK_R):
-        r = r_0 + tl.arange(0, BLOCK_R)
-        dout_tile = _load_scaled(dout, dout_index, scale, r, end, o, OUT, ACC)
-        rows_tile = _load_scaled(rows, rows_index, None, r, end, i, IN, ACC)
-        total = multiply(dout_tile.T, rows_tile, total, PRECISION)
+    r = first + tl.arange(0, BLOCK_R)
+    # Indices are read a step ahead, so that the tiles' loads wait for no other load.
+    dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
+    for _ in range(first, end, BLOCK_R):
+        dout_tile = _load_scaled(dout, dout_source, scale, r, end, o, OUT, ACC)
+        inside = (r < end)[:, None] & (i < IN)[None, :]
+        rows_tile = tl.load(rows + rows_source[:, None] * IN + i[None, :], mask=inside, other=0.0)
+        total = multiply(dout_tile, rows_tile, total, PRECISION)
+        r += BLOCK_R
+        dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
     row = expert.to(tl.int64) * OUT + o
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     tl.store(dweight + row[:, None] * IN + i[None, :], total, mask=inside)
@@ -161,7 +175,7 @@ def _weight_grad_kernel(
             sums = tl.zeros([BLOCK_O], dtype=ACC)
             for r_0 in range(first, end, BLOCK_R):
                 r = r_0 + tl.arange(0, BLOCK_R)
-                sums += tl.sum(
-                    _load_scaled(dout, dout_index, scale, r, end, o, OUT, ACC).to(ACC), 0
-                )
+                source = _sources(dout_index, r, end)
+                tile = _load_scaled(dout, source, scale, r, end, o, OUT, ACC)
+                sums += tl.sum(tile.to(ACC), 1)
             tl.store(dbias + row, sums, mask=o < OUT)

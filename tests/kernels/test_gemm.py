@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 from ffn_cases import ACTS, Case, compare, inputs, run, skewed, with_tiles
-
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fairseq_tutel import kernels

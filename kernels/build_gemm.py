@@ -1,0 +1,201 @@
+"""The grouped products as a real layer launches them, for `build`: default tiles, aligned dimensions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+
+from fairseq_tutel.kernels import triton_ffn, triton_gemm, triton_tiles, triton_weight_grad
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.tiles_config import Config, candidates
+from fairseq_tutel.kernels.variant import ACCUMULATORS, Variant, variant
+
+# A layer with full tiles: rows of all experts, experts, H or I, D or O.
+SHAPE = (65536, 8, 8192, 2048)
+
+# tf32 is fp32 with torch's switch on.
+PRECISIONS = {"fp32": "ieee", "tf32": "tf32", "fp16": "half", "bf16": "half"}
+
+# Epilogues differ by a few instructions an element: everywhere the plainest and the one with two maps,
+# and all of them once.
+EVERYWHERE = ("relu", "swiglu")
+ALL_ON, ALL_IN = 90, "bf16"
+
+
+def hardware_of_target(target: GPUTarget) -> str:
+    """Return the class of tile sizes that `tiles_config` has for a target."""
+    if target.backend == "hip":
+        return "amd"
+    return "hopper" if target.arch >= 90 else "ampere"
+
+
+def gemm_variants(target: GPUTarget) -> Iterator[Variant]:
+    """Yield the tile table and every product, in every dtype but fp64, which is for the interpreter."""
+    yield variant(
+        "tile_table/i64",
+        triton_tiles._tile_table_kernel,
+        {"counts": "i64", "table": "i64"},
+        ("num_rows", "num_experts", "num_tiles"),
+        {
+            "BLOCK_M": 128,
+            "BLOCK_E": triton_tiles.BLOCK_EXPERTS,
+            "BLOCK_T": triton_tiles.BLOCK_TILES,
+        },
+    )
+    for precision in PRECISIONS:
+        if precision == "tf32" and target.backend == "hip":
+            continue
+        is_all = target.arch == ALL_ON and precision == ALL_IN
+        for activation in (*ACTIVATIONS, "swiglu") if is_all else EVERYWHERE:
+            yield _up(target, precision, activation)
+            yield _hidden(target, precision, activation)
+        yield _linear(target, precision, more=False)
+        yield _linear(target, precision, more=True)
+        yield _weight_grad(target, precision)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a kernel reads: what `_product` needs beside its own arguments."""
+
+    precision: str
+    config: Config
+    has_tma: bool
+
+    @property
+    def dtype(self) -> str:
+        return "fp32" if self.precision == "tf32" else self.precision
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "PRECISION": "tf32" if self.precision == "tf32" else "ieee",
+            "ACC": ACCUMULATORS[self.dtype],
+        }
+
+
+def _reading(target: GPUTarget, kind: str, precision: str) -> _Reading:
+    hardware = hardware_of_target(target)
+    config = candidates(kind, hardware, PRECISIONS[precision], *SHAPE)[0]
+    return _Reading(precision, config, hardware == "hopper")
+
+
+def _up(target: GPUTarget, precision: str, activation: str) -> Variant:
+    glu = activation == "swiglu"
+    reading = _reading(target, "glu_up" if glu else "up", precision)
+    kept: tuple[str, ...] = ("h_out", "g_out", "gate_bias") if glu else ("h_out",)
+    if not glu and ACTIVATIONS[activation].keeps_output:
+        kept = ()
+    pointers = dict.fromkeys(("x", "bias", "a_out", *kept), reading.dtype)
+    absent = {"gate_weight", "gate_bias", "h_out", "g_out"} - {*kept, "gate_weight" if glu else ""}
+    return _product(
+        f"ffn_up/{precision}/{activation}",
+        triton_ffn._up_kernel,
+        pointers | {"index": "i64", "table": "i64"},
+        ("tiles_m", "N", "K"),
+        {"ACTIVATION": "swish" if glu else activation} | dict.fromkeys(absent),
+        ("weight", "gate_weight") if glu else ("weight",),
+        True,
+        reading,
+    )
+
+
+def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
+    """With gates and biases; the activation made again wherever the derivative is not taken from it."""
+    glu = activation == "swiglu"
+    reading = _reading(target, "glu_hidden" if glu else "hidden", precision)
+    given: tuple[str, ...] = ("h_in", "g_in", "dg_out", "a_out") if glu else ("h_in", "a_out")
+    if not glu and ACTIVATIONS[activation].keeps_output:
+        given = ("a_in",)
+    absent = {"a_in", "h_in", "g_in", "dg_out", "a_out"} - set(given)
+    pointers = dict.fromkeys(("dy", "bias", "dh_out", *given), reading.dtype)
+    return _product(
+        f"ffn_down_backward/{precision}/{activation}",
+        triton_ffn._hidden_kernel,
+        pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "table": "i64"},
+        ("tiles_m", "num_rows", "N", "K"),
+        {"ACTIVATION": "swish" if glu else activation} | dict.fromkeys(absent),
+        ("weight",),
+        False,
+        reading,
+    )
+
+
+def _linear(target: GPUTarget, precision: str, more: bool) -> Variant:
+    """As the down-projection, with a bias, or as the gradient of rows that went through two maps."""
+    reading = _reading(target, "linear", precision)
+    dtype, config = reading.dtype, reading.config
+    rows = ("rows", "more") if more else ("rows",)
+    result = _product(
+        f"ffn_up_backward/{precision}/glu" if more else f"grouped_linear/{precision}/bias",
+        triton_gemm._linear_kernel,
+        dict.fromkeys(("out", *rows) if more else ("out", "bias", *rows), dtype) | {"table": "i64"},
+        ("tiles_m", "N", "K"),
+        dict.fromkeys(("bias",) if more else ("more", "more_weight")),
+        ("weight", "more_weight") if more else ("weight",),
+        not more,
+        reading,
+    )
+    if reading.has_tma:
+        block = f"tensordesc<{dtype}[{config.block_m}, {config.block_k}]>"
+        result.signature.update(dict.fromkeys(rows, block))
+        result.constants["ROWS_DESCRIPTOR"] = True
+    return result
+
+
+def _weight_grad(target: GPUTarget, precision: str) -> Variant:
+    """As fc2's: the gradient of the output gathered and weighted, with the bias's."""
+    reading = _reading(target, "weight", precision)
+    config = reading.config
+    pointers = dict.fromkeys(("dout", "rows", "dweight", "dbias"), reading.dtype)
+    return variant(
+        f"grouped_weight_grad/{precision}/gathered",
+        triton_weight_grad._weight_grad_kernel,
+        pointers | dict.fromkeys(("dout_index", "counts", "ends"), "i64") | {"scale": "fp32"},
+        ("OUT", "IN"),
+        {
+            "rows_index": None,
+            "BLOCK_O": config.block_m,
+            "BLOCK_I": config.block_n,
+            "BLOCK_R": config.block_k,
+            "GROUP": config.group,
+            **reading.constants,
+        },
+        config,
+    )
+
+
+def _product(
+    name: str,
+    kernel: Any,
+    pointers: dict[str, str],
+    integers: tuple[str, ...],
+    constants: dict[str, Any],
+    weights: tuple[str, ...],
+    k_inner: bool,
+    reading: _Reading,
+) -> Variant:
+    """Add what all products over row tiles share: the weights, their strides and the tiles."""
+    config, dtype = reading.config, reading.dtype
+    result = variant(
+        name,
+        kernel,
+        pointers | dict.fromkeys(weights, dtype),
+        (*integers, "stride_e", "stride_n" if k_inner else "stride_k"),
+        {
+            "stride_k" if k_inner else "stride_n": 1,
+            "ROWS_DESCRIPTOR": False,
+            "WEIGHT_DESCRIPTOR": reading.has_tma,
+            "K_INNER": k_inner,
+            **config.blocks,
+            **reading.constants,
+            **constants,
+        },
+        config,
+    )
+    if reading.has_tma:
+        block = (config.block_n, config.block_k) if k_inner else (config.block_k, config.block_n)
+        described = f"tensordesc<{dtype}[1, {block[0]}, {block[1]}]>"
+        result.signature.update(dict.fromkeys(weights, described))
+    return result
