@@ -17,6 +17,7 @@ from fairseq_tutel.comm.wire import WIRES
 from fairseq_tutel.contradictions import refuse_contradictions
 from fairseq_tutel.custom import is_custom
 from fairseq_tutel.drop_policies import POLICIES
+from fairseq_tutel.kernels import BACKENDS
 
 ACTIVATIONS = (
     "relu",
@@ -294,11 +295,11 @@ class MoEConfig:
     init_std: float = _plain(0.0, NOT_NEGATIVE)
     backend: str = _option(
         "auto",
-        "kernels of routing, dispatch and combine: auto takes triton on a GPU where it is installed, "
-        "else the plain torch reference",
+        "kernels of routing, dispatch, experts and combine: auto takes triton on a GPU where it is "
+        "installed, else the plain torch reference; grouped_mm is auto with torch's products of experts",
         flag="--moe-backend",
         scope="system",
-        choices=("auto", "reference", "triton"),
+        choices=BACKENDS,
     )
     recompute_experts: bool = _option(
         False,

@@ -5,7 +5,6 @@ combine sums over the forward map, its backward reads the inverse. No scatter an
 same input gives the same bits. T tokens, D model_dim, K top_k, R rows.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,9 +47,7 @@ def combine(
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: ModuleType
-    ) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: Any) -> Tensor:
         ctx.save_for_backward(row_of_TK)
         ctx.ops = ops
         return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]))
@@ -67,7 +64,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: ModuleType
+        ctx: Any, rows_RD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: Any
     ) -> Tensor:
         ctx.save_for_backward(source_of_R)
         ctx.ops, ctx.top_k = ops, row_of_TK.shape[1]
@@ -91,7 +88,7 @@ class _ScaledDispatch(torch.autograd.Function):
         weights_TK: Tensor,
         row_of_TK: Tensor,
         source_of_R: Tensor,
-        ops: ModuleType,
+        ops: Any,
     ) -> Tensor:
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
         ctx.ops = ops
@@ -116,7 +113,7 @@ class _Combine(torch.autograd.Function):
         weights_TK: Tensor,
         row_of_TK: Tensor,
         source_of_R: Tensor,
-        ops: ModuleType,
+        ops: Any,
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, row_of_TK, source_of_R)
         ctx.ops = ops

@@ -7,7 +7,6 @@ D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x: T with a rou
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class FFNCall:
         recompute: keep no h, and make it again in backward.
     """
 
-    ops: ModuleType
+    ops: Any
     groups: Groups
     activation: str
     recompute: bool = False

@@ -3,7 +3,6 @@
 R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group an expert.
 """
 
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -91,13 +90,15 @@ class Experts(ExpertStack):
         if not self.is_one_node:
             return self._by_parts(rows_RD, groups, tensors)
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
-        return ffn(rows_RD, tensors, self._call(groups, rows_RD.device))
+        return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     def mixed(self, x_TD: Tensor, routing: Routing, tensors: Tensors | None = None) -> Tensor:
         """Return y_TD of a routing whose experts are all here; where the experts are one node."""
         tensors = self.prepared(self.tensors() if tensors is None else tensors, x_TD.device)
         groups = Groups.of_tensor(routing.counts_E)
-        return mixed_ffn(x_TD, routing, tensors, self._call(groups, x_TD.device))
+        return mixed_ffn(
+            x_TD, routing, tensors, self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
+        )
 
     @property
     def checkpoints(self) -> bool:
@@ -110,10 +111,10 @@ class Experts(ExpertStack):
         drops = self.training and self.config.activation_dropout > 0
         return self.hidden_layer_norm is None and not drops
 
-    def _call(self, groups: Groups, device: torch.device) -> FFNCall:
+    def _call(self, groups: Groups, device: torch.device, dtype: torch.dtype) -> FFNCall:
         config = self.config
         return FFNCall(
-            ops=kernels.ops(config.backend, device),
+            ops=kernels.ops(config.backend, device, dtype),
             groups=groups,
             activation=config.activation,
             recompute=config.recompute_experts,
@@ -184,7 +185,9 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _GroupedLinear.apply(rows, weight, bias, groups, kernels.ops(backend, rows.device))
+    return _GroupedLinear.apply(
+        rows, weight, bias, groups, kernels.ops(backend, rows.device, rows.dtype)
+    )
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -197,7 +200,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         groups: Groups,
-        ops: ModuleType,
+        ops: Any,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups, ctx.ops, ctx.has_bias = groups, ops, bias is not None

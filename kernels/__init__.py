@@ -1,15 +1,19 @@
 """Kernels of the walk, each op in plain torch (`reference`) and, where it exists, in Triton.
 
-`OPS` pairs them by name; both have the same signature. `backend_for` says which is used, and why.
+`OPS` pairs them by name; both have the same signature. `backend_for` says which is used, and why; the
+experts' products may also be torch's own grouped_mm.
 """
 
 import functools
 import importlib.util
-from types import ModuleType
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from fairseq_tutel.kernels import reference
+from fairseq_tutel.kernels.ffn_by_products import by_products
 
 OPS = (
     "gather_rows",
@@ -28,14 +32,33 @@ OPS = (
 )
 
 
+# What `by_products` makes of these.
+FEED_FORWARD = ("ffn_forward", "ffn_kept", "ffn_backward")
+PRODUCTS = (
+    "grouped_linear",
+    "grouped_weight_grad",
+    "ffn_up",
+    "ffn_down_backward",
+    "ffn_up_backward",
+)
+BACKENDS = ("auto", "reference", "triton", "grouped_mm")
+
+
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return (backend, reason) for "auto", "reference" or "triton" on this device.
+    """Return (backend, reason) for one of BACKENDS on this device.
 
     Raises:
-        ValueError: "triton" was asked for where it cannot run.
+        ValueError: "triton" or "grouped_mm" was asked for where it cannot run.
     """
     if requested == "reference":
         return "reference", "asked for"
+    if requested == "grouped_mm" and not hasattr(torch.nn.functional, "grouped_mm"):
+        raise ValueError(
+            f"backend (--moe-backend) is 'grouped_mm' but torch {torch.__version__} has no "
+            "torch.nn.functional.grouped_mm; install a newer torch or choose auto."
+        )
+    if requested == "grouped_mm":
+        return "grouped_mm", "asked for"
     has_triton = _has_triton()
     if requested == "triton":
         if not has_triton:
@@ -43,7 +66,7 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
                 "backend (--moe-backend) is 'triton' but Triton is not installed; "
                 "install fairseq-tutel[gpu] or choose auto or reference."
             )
-        if device.type != "cuda" and not _interpreted():
+        if device.type != "cuda" and not interpreted():
             raise ValueError(
                 f"backend (--moe-backend) is 'triton' but the tensors are on {device.type}; run on a "
                 "GPU, set TRITON_INTERPRET=1 to interpret the kernels, or choose auto or reference."
@@ -54,14 +77,42 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
     return "reference", f"tensors on {device.type}" if device.type != "cuda" else "no Triton"
 
 
-def ops(requested: str, device: torch.device) -> ModuleType:
-    """Return the module that holds `OPS` for the requested backend on this device."""
+def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Return what holds `OPS` and FEED_FORWARD for the requested backend.
+
+    Args:
+        requested: one of BACKENDS.
+        device: of the tensors.
+        dtype: of the experts' products: in fp64, which GPUs' kernels here do not take, they are torch's.
+    """
     backend, _ = backend_for(requested, device)
     if backend == "reference":
         return reference
+    if backend == "grouped_mm":
+        return _with_grouped_mm(ops("auto", device))
+    is_wide = dtype == torch.float64 and not interpreted()
+    return _triton_ops(is_wide)
+
+
+@functools.cache
+def _triton_ops(is_wide: bool) -> Any:
     from fairseq_tutel.kernels import triton_ops
 
-    return triton_ops
+    own = _of(triton_ops, OPS)
+    if is_wide:
+        return SimpleNamespace(**{**own, **_of(reference, (*PRODUCTS, *FEED_FORWARD))})
+    return by_products(own)
+
+
+@functools.cache
+def _with_grouped_mm(others: Any) -> Any:
+    from fairseq_tutel.kernels import grouped_mm
+
+    return by_products({**_of(others, OPS), **_of(grouped_mm, PRODUCTS)})
+
+
+def _of(source: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 @functools.cache
@@ -69,7 +120,8 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels, on any device."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

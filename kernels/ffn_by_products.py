@@ -3,7 +3,9 @@
 N rows of a source, D model_dim, H hidden_dim, E experts, R rows.
 """
 
-from types import ModuleType
+import functools
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +13,16 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
 
 
+def by_products(ops: dict[str, Any]) -> SimpleNamespace:
+    """Return the ops with the feed-forward that is made of them."""
+    whole = SimpleNamespace(**ops)
+    for function in (ffn_forward, ffn_kept, ffn_backward):
+        setattr(whole, function.__name__, functools.partial(function, whole))
+    return whole
+
+
 def ffn_forward(
-    ops: ModuleType,
+    ops: Any,
     x_ND: Tensor,
     index_R: Tensor | None,
     weights: FFNWeights,
@@ -40,7 +50,7 @@ def ffn_forward(
 
 
 def ffn_kept(
-    ops: ModuleType,
+    ops: Any,
     x_ND: Tensor,
     index_R: Tensor | None,
     weights: FFNWeights,
@@ -56,7 +66,7 @@ def ffn_kept(
 
 
 def ffn_backward(
-    ops: ModuleType,
+    ops: Any,
     dy_ND: Tensor,
     x_ND: Tensor,
     index_R: Tensor | None,

@@ -4,11 +4,10 @@ None was chosen by timing. The first of each list is the default: the largest ti
 hardware without spilling a register (`benchmarks/compile_table.py` prints the figures, a test holds them).
 """
 
-import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
+
+from fairseq_tutel.kernels import autotune
 
 
 @dataclass(frozen=True)
@@ -162,21 +161,12 @@ def choose(
         shape: (rows, experts, n, k) of `candidates`.
         launch: runs the product with a configuration; may be called any number of times.
     """
-    choices = candidates(kind, hardware, precision, *shape)
-    tuner = _tuner()
-    if tuner is None or len(choices) == 1:
-        return choices[0]
-    return tuner.pick(kind, (hardware, precision, *shape), choices, launch)
+    rows, *others = shape
+    # Rows differ from one micro-batch to the next: by their class.
+    key = (hardware, precision, autotune.bucket(rows), *others)
+    return autotune.pick(kind, key, candidates(kind, *key), launch)
 
 
 def _fit(block: int, size: int) -> int:
     """Return the block, or the power of two from 16 on that holds `size`, if that is smaller."""
     return min(block, max(16, 1 << max(size - 1, 0).bit_length()))
-
-
-@functools.cache
-def _tuner() -> ModuleType | None:
-    try:
-        return importlib.import_module("fairseq_tutel.kernels.autotune")
-    except ModuleNotFoundError:
-        return None

@@ -24,7 +24,6 @@ CORE = {
     "comm.how": "",
     "comm.tuner": "comm.how",
     "comm.wire": "",
-    "config": "comm.how comm.wire contradictions custom drop_policies",
     "allocator": "",
     "kernels.activations": "",
     "kernels.groups": "",
@@ -39,10 +38,38 @@ CORE = {
     "kernels.triton_copy": "kernels.opaque",
     "kernels.triton_dispatch": "kernels.opaque",
     "kernels.triton_route": "kernels.opaque",
-    "kernels.triton_ops": ("kernels.triton_copy kernels.triton_dispatch kernels.triton_route"),
-    "kernels": "kernels.reference kernels.triton_ops",
+    "kernels.tiles_config": "kernels.autotune",
+    "kernels.triton_activations": "",
+    "kernels.triton_launch": "kernels.tiles_config",
+    "kernels.triton_operands": "",
+    "kernels.triton_tiles": "",
+    "kernels.triton_gemm": (
+        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
+        "kernels.triton_operands kernels.triton_tiles"
+    ),
+    "kernels.triton_ffn": (
+        "kernels.activations kernels.groups kernels.opaque kernels.tiles_config "
+        "kernels.triton_activations kernels.triton_launch kernels.triton_operands "
+        "kernels.triton_tiles"
+    ),
+    "kernels.triton_weight_grad": (
+        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
+        "kernels.triton_operands kernels.triton_tiles"
+    ),
+    "kernels.triton_ops": (
+        "kernels.triton_copy kernels.triton_dispatch kernels.triton_ffn kernels.triton_gemm "
+        "kernels.triton_route kernels.triton_weight_grad"
+    ),
+    "kernels.grouped_mm": "kernels.activations kernels.groups",
+    "kernels": ("kernels.ffn_by_products kernels.grouped_mm kernels.reference kernels.triton_ops"),
+    "kernels.variant": "kernels.tiles_config",
     "kernels.build_route": "kernels.triton_copy kernels.triton_route",
-    "kernels.build": "kernels.build_route kernels.triton_dispatch",
+    "kernels.build_gemm": (
+        "kernels.activations kernels.tiles_config kernels.triton_ffn kernels.triton_gemm "
+        "kernels.triton_tiles kernels.triton_weight_grad kernels.variant"
+    ),
+    "kernels.build": "kernels.build_gemm kernels.build_route kernels.triton_dispatch kernels.variant",
+    "config": "comm.how comm.wire contradictions custom drop_policies kernels",
     "initial": "",
     "token_loss": "",
     "gates": "config custom initial",

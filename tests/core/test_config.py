@@ -80,7 +80,11 @@ BAD = [
     ("activation_dropout", -0.1, ("--activation-dropout", "is -0.1", "from 0 to below 1")),
     ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
     ("init_std", float("nan"), ("init_std is nan", "at least 0")),
-    ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton")),
+    (
+        "backend",
+        "cuda",
+        ("--moe-backend", "'cuda'", "choose one of auto, reference, triton, grouped_mm"),
+    ),
     ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
     ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto")),

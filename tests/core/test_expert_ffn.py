@@ -2,37 +2,35 @@
 
 Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 1 to E, one token, none,
 empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
-tail; both forms of the node (expert by expert, product by product); hidden layers that are made again in
-backward, in one node, in parts and in experts of a user's own; bytes kept for backward by formula.
+tail; torch's grouped_mm; both forms of the node (expert by expert, product by product); hidden layers that
+are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula.
 """
 
 import dataclasses
-import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from compare import TOLERANCE, close
 from torch import Tensor
 
-from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.config import ACTIVATIONS
 from fairseq_tutel.experts import Experts
-from fairseq_tutel.kernels import ffn_by_products, reference
+from fairseq_tutel.kernels import reference
+from fairseq_tutel.kernels.ffn_by_products import by_products
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import FFNWeights
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=2)
-BY_PRODUCTS = SimpleNamespace(**vars(reference))
-for _name in ("ffn_forward", "ffn_kept", "ffn_backward"):
-    setattr(BY_PRODUCTS, _name, functools.partial(getattr(ffn_by_products, _name), reference))
+BY_PRODUCTS = by_products(vars(reference))
 
 
 def run(layer: MoELayer, num_tokens: int = 11, pad: bool = False, **call) -> dict[str, Tensor]:
     """Return y, the gradient of x and those of every parameter."""
     generator = torch.Generator().manual_seed(2)
     dtype = next(layer.experts.parameters()).dtype
-    x = torch.randn(num_tokens, 6, generator=generator, dtype=torch.float64).to(dtype)
+    dim = layer.config.model_dim
+    x = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
     x.requires_grad_()
     mask = torch.arange(num_tokens) % 3 == 1 if pad else None
     torch.manual_seed(4)
@@ -130,6 +128,57 @@ def test_a_tail_of_rows_is_nobody_s():
     out.sum().backward()
     assert torch.equal(rows.grad[6:], torch.zeros(3, 6))
     assert rows.grad[:6].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"activation": "gelu", "capacity_factor": 0.5},
+        {"expert_type": "glu", "expert_bias": False, "top_k": 1},
+        {"expert_type": "glu", "recompute_experts": True},
+        {"activation": "tanh", "hidden_layer_norm": True},
+    ),
+    ids=str,
+)
+def test_torch_s_grouped_mm_gives_the_same(options, dtype):
+    options = {"model_dim": 8, "hidden_dim": 16, **options}
+    own, theirs = (
+        run(build(dtype, backend=backend, **options), pad=True)
+        for backend in ("reference", "grouped_mm")
+    )
+    for name, expected in own.items():
+        assert theirs[name].dtype == expected.dtype, name
+        close(theirs[name], expected, name)
+
+
+def test_grouped_mm_leaves_a_tail_alone():
+    experts = build(torch.float32, backend="grouped_mm", model_dim=8, hidden_dim=16).experts
+    rows = torch.randn(9, 8)
+    rows[6:] = 0
+    rows.requires_grad_()
+    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
+    out = experts(rows, groups)
+    assert torch.equal(out[6:], torch.zeros(3, 8))
+    out[:6].square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in experts.named_parameters()}
+    experts.zero_grad()
+    experts(rows[:6].detach(), groups).square().sum().backward()
+    for name, parameter in experts.named_parameters():
+        close(parameter.grad, grads[name], name)
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float64, 8), (torch.float32, 6)])
+def test_what_grouped_mm_does_not_take_is_refused_by_a_sentence(dtype, dim):
+    layer = build(dtype, backend="grouped_mm", model_dim=dim, hidden_dim=16)
+    with pytest.raises(ValueError, match=r"--moe-backend\) is 'grouped_mm', which takes no"):
+        layer(torch.ones(3, dim, dtype=dtype))
+
+
+def test_an_old_torch_without_grouped_mm_is_named(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(ValueError, match=r"has no torch\.nn\.functional\.grouped_mm; install"):
+        kernels.backend_for("grouped_mm", torch.device("cpu"))
 
 
 RECOMPUTED = (
