@@ -35,9 +35,9 @@ def pick(
 
     Args:
         kind: which kernel.
-        key: its shape class and whatever else timings depend on, of things with a stable repr; `bucket`
-            rounds sizes.
-        candidates: the default first; the same for the same key.
+        key: its sizes, as whole numbers, and whatever else timings depend on, of things with a stable
+            repr. Sizes of one `bucket` share what is found.
+        candidates: the default first; each must be right for all sizes of the class.
         launch: runs the kernel with a candidate; must be safe to call any number of times.
     """
     return _tuner().pick(kind, key, candidates, launch)
@@ -117,6 +117,7 @@ class Tuner:
         launch: Callable[[Config], None],
     ) -> Config:
         """See the function of this name."""
+        key = tuple(bucket(part) if type(part) is int else part for part in key)
         if (kind, key) in self.chosen:
             return self.chosen[kind, key]
         # Not settled where nothing can be timed now: a later call may be where it can.

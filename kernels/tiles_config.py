@@ -161,10 +161,8 @@ def choose(
         shape: (rows, experts, n, k) of `candidates`.
         launch: runs the product with a configuration; may be called any number of times.
     """
-    rows, *others = shape
-    # Rows differ from one micro-batch to the next: by their class.
-    key = (hardware, precision, autotune.bucket(rows), *others)
-    return autotune.pick(kind, key, candidates(kind, *key), launch)
+    choices = candidates(kind, hardware, precision, *shape)
+    return autotune.pick(kind, (hardware, precision, *shape), choices, launch)
 
 
 def _fit(block: int, size: int) -> int:

@@ -1,10 +1,10 @@
 """The tuner of kernels: what it picks, what it spends, and what it leaves for the next process.
 
-Covered: the fastest of the candidates; what is settled; the budget, spent and none; timings taken over from
-an earlier process, and the untried ones measured then; candidates that cannot compile, and errors that are
-no such thing; when nothing may be measured; a torn, foreign, unreadable and unwritable file; another
-version; two processes that write at once; where the cache lies; buckets; on a GPU (`-m gpu`) times that are
-real.
+Covered: the fastest of the candidates; what is settled, for which sizes; the budget, spent and none;
+timings taken over from an earlier process, and the untried ones measured then; candidates that cannot
+compile, and errors that are no such thing; when nothing may be measured; a torn, foreign, unreadable and
+unwritable file; another version; two processes that write at once; where the cache lies; buckets; on a GPU
+(`-m gpu`) times that are real.
 """
 
 import json
@@ -73,6 +73,15 @@ def test_the_fastest_is_picked_and_settled(path):
     tuner.pick("up", (16, torch.bfloat16), BLOCKS, bench.launch)
     tuner.pick("down", (8, torch.bfloat16), BLOCKS, bench.launch)
     assert len(bench.tried) == 9
+
+
+def test_sizes_of_one_class_are_measured_once(path):
+    bench = Bench(TIMES)
+    tuner = bench.tuner(path)
+    for rows in (9, 12, 16):
+        assert tuner.pick("up", (rows, True, "half"), BLOCKS, bench.launch) == Config(32)
+    assert bench.tried == [16, 32, 64]
+    assert list(tuner.cache.entries) == ["up (16, True, 'half')"]
 
 
 def test_a_later_process_measures_nothing_again(path):
