@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.kernels import BACKENDS, backend_for
 from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 PACKAGES = (
@@ -76,8 +76,13 @@ def devices() -> Iterator[tuple[str, str]]:
 def choices(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield (what, the backend chosen and why) for a run on `device` without further flags."""
     on_gpu = device.type == "cuda"
-    backend, reason = backend_for("auto", device)
-    yield "kernels (--moe-backend auto)", f"{backend}, since: {reason}"
+    for requested in BACKENDS:
+        yield f"kernels (--moe-backend {requested})", _backend(requested, device)
+    at_once = backend_for("auto", device)[0] == "triton"
+    yield (
+        "products of experts",
+        "one launch for all experts, but in fp64" if at_once else "expert by expert",
+    )
     cache = TuningCache.here()
     yield "kernel timings", f"{len(cache.entries)} for this device and version, in {cache.path}"
     if on_gpu:
@@ -94,6 +99,14 @@ def choices(device: torch.device) -> Iterator[tuple[str, str]]:
             "precisions",
             "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU",
         )
+
+
+def _backend(requested: str, device: torch.device) -> str:
+    try:
+        backend, reason = backend_for(requested, device)
+    except ValueError as error:
+        return f"not here: {error}"
+    return f"{backend}, since: {reason}"
 
 
 def _apex() -> str:
