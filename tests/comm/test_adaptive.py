@@ -8,6 +8,7 @@ whole checkpoints from slices and back; what cannot be cut, by a sentence.
 
 import dataclasses
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm.adaptive import allowed_degrees, nearest_degree
 from fairseq_tutel.comm.checkpoint import drop_everywhere, gather_everywhere, gather_experts
 from fairseq_tutel.comm.how import How
+from fairseq_tutel.kernels import reference
 
 TOKENS = (9, 0, 7, 1, 12, 3, 5, 8)
 FFN = MoEConfig(model_dim=8, hidden_dim=16, num_experts=2, activation="gelu", capacity_factor=1.0)
@@ -106,12 +108,15 @@ def rows_computed(config, parallel, degree):
     layer, _ = layers(config, parallel)
     layer.how = How(adaptive_r=degree)
     seen = []
-    original = layer.experts.forward
-    layer.experts.forward = lambda rows, counts, tensors: (
-        seen.append((len(rows), tensors["fc1_weight"].shape[:2])),
-        original(rows, counts, tensors),
-    )[1]
-    run(layer, tokens_of(dist.get_rank()))
+
+    def forward(x, index, weights, *args, **more):
+        num_rows = len(x) if index is None else len(index)
+        seen.append((num_rows, weights.fc1_weight.shape[:2]))
+        return original(x, index, weights, *args, **more)
+
+    original = reference.ffn_forward
+    with patch.object(reference, "ffn_forward", forward):
+        run(layer, tokens_of(dist.get_rank()))
     return seen[0]
 
 
