@@ -8,7 +8,7 @@ from typing import Any
 
 import forkserver
 import torch.distributed as dist
-from cli import free_port
+from ports import free_port
 
 SECONDS = 30
 

@@ -1,11 +1,11 @@
 """A process that fails in the middle of an exchange in chunks ends by its error, not by a signal."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+from ports import free_port
 
 SCRIPT = """
 import os, torch, torch.distributed as dist, fairseq_tutel as ft
@@ -24,10 +24,8 @@ layer(x)[0].sum().backward()
 
 @pytest.mark.parametrize("overlap", (pytest.param(1, marks=pytest.mark.long), 4))
 def test_an_error_on_one_rank_ends_both_with_an_error(overlap):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    base = {**os.environ, **place}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],

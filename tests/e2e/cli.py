@@ -8,17 +8,20 @@ Several ranks get the environment that torchrun gives.
 import json
 import os
 import re
-import socket
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 import forkserver
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_DIR = str(ROOT / "user_dir")
+HYDRA = str(ROOT / "configs" / "hydra")
 TIMEOUT_S = 150
+GRACE_S = 15
 
 _context = forkserver.context()
 
@@ -45,26 +48,38 @@ class Run:
         return [json.loads(text) for text in found]
 
 
-def fairseq(command, *args, ranks=1, check=True, env=None, cwd=None, stdin=None):
+def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
     """Run fairseq-`command` on `ranks` processes and wait; with `check`, fail on a bad exit.
 
     The command "tutel-train" is `python -m fairseq_tutel.train`.
     """
-    run = wait(start(command, *args, ranks=ranks, env=env, cwd=cwd, stdin=stdin))
+    run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:
         assert run.ok, f"fairseq-{command} ended with {run.exit_codes}:\n{tail(run.output)}"
     return run
 
 
 def refused(command, *args, **kwargs):
-    """Run a command that must end with an error, and return what it printed."""
-    run = fairseq(command, *args, check=False, **kwargs)
-    assert not run.ok, f"fairseq-{command} was not refused:\n{tail(run.output)}"
+    """Run a command that must end with an error, and return what it printed.
+
+    As under torchrun, the first rank to fail ends the others: one may wait for it in a new group for long.
+    """
+    started = start(command, *args, **kwargs)
+    connection.wait([process.sentinel for process, _ in started], TIMEOUT_S)
+    for process, _ in started:
+        process.join(GRACE_S)
+        process.kill()
+    run = wait(started)
+    failed = any(code > 0 for code in run.exit_codes)
+    assert failed, f"fairseq-{command} was not refused:\n{tail(run.output)}"
     return run.output
 
 
-def start(command, *args, ranks=1, env=None, cwd=None, stdin=None):
-    """Start a command and return what `wait` takes: [(process, log file), …]."""
+def start(command, *args, ranks=1, env=None, stdin=None):
+    """Start a command and return what `wait` takes: [(process, log file), …].
+
+    It runs where the logs are, since fairseq and hydra write into the current directory.
+    """
     argv = [f"fairseq-{command}", *map(str, args)]
     if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
         argv += ["--num-workers", "0"]  # starting a worker costs more than these few batches
@@ -75,7 +90,7 @@ def start(command, *args, ranks=1, env=None, cwd=None, stdin=None):
     for rank in range(ranks):
         extra = {} if ranks == 1 else torchrun_environment(rank, ranks, port)
         log = directory / f"{command}-{time.monotonic_ns()}-{rank}.log"
-        arguments = (command, argv, {**base, **extra}, str(log), cwd, stdin)
+        arguments = (command, argv, {**base, **extra}, str(log), stdin)
         process = _context.Process(target=_child, args=arguments)
         process.start()
         started.append((process, log))
@@ -109,13 +124,6 @@ def torchrun_environment(rank, ranks, port):
     }
 
 
-def free_port():
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def tail(text, lines=40):
     """Return the last lines, where errors stand."""
     return "\n".join(text.splitlines()[-lines:])
@@ -127,11 +135,13 @@ def _scratch():
     return path
 
 
-def _child(command, argv, env, log, cwd, stdin):
+def _child(command, argv, env, log, stdin):
+    import gc
     import importlib
 
     import torch
 
+    gc.freeze()  # what the server imported is no garbage: looking through it copies its pages
     torch.set_num_threads(1)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -139,8 +149,7 @@ def _child(command, argv, env, log, cwd, stdin):
     os.dup2(descriptor, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    if cwd is not None:
-        os.chdir(cwd)
+    os.chdir(Path(log).parent)
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv

@@ -5,7 +5,7 @@ fairseq-hydra-train.
 """
 
 import pytest
-from cli import ROOT, fairseq, refused
+from cli import HYDRA, ROOT, fairseq, refused
 from models import lm_args, mt_args
 
 LM_CASES = {
@@ -73,10 +73,10 @@ LM_CASES = {
         "--ddp-backend is slowmo, which would shard or average experts as if they were replicas",
     ),
     "fp16 on a CPU": (("--fp16",), "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop"),
-    "a folder as restore file": (("--restore-file", "tests"), "--restore-file is tests, a folder; name"),
+    "a folder as restore file": (("--restore-file", HYDRA), f"--restore-file is {HYDRA}, a folder"),
     "a folder to finetune from": (
-        ("--finetune-from-model", "tests"),
-        "--finetune-from-model is tests, a folder; name a checkpoint file in it",
+        ("--finetune-from-model", HYDRA),
+        f"--finetune-from-model is {HYDRA}, a folder; name a checkpoint file in it",
     ),
     "memory-efficient fp16 on a CPU": (
         ("--memory-efficient-fp16",),
@@ -175,8 +175,8 @@ def test_a_frequency_of_one_side_is_refused_by_its_name(side, mt_data, tmp_path)
 )
 def test_hydra_refuses_the_same(override, sentence, lm_data, tmp_path):
     output = refused(
-        "hydra-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm",
-        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", override, cwd=ROOT,
+        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
+        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", override,
         env={"PWD": str(ROOT)},
     )  # fmt: skip
     assert sentence in output

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, free_port, start, tail, torchrun_environment, wait
+from cli import HYDRA, ROOT, USER_DIR, fairseq, start, tail, torchrun_environment, wait
 from models import lm_args, mt_args
+from ports import free_port
 
 PACKAGE = str(ROOT / "fairseq_tutel")
 ALL = ("--required-batch-size-multiple", 1)  # every sentence, also those of a last, smaller batch
@@ -154,9 +155,9 @@ def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
 def test_hydra_trains_the_committed_configuration(kind, name, options, request, tmp_path):
     data = request.getfixturevalue(f"{kind}_data")
     run = fairseq(
-        "hydra-train", "--config-dir", "configs/hydra", "--config-name", name, f"task.data={data}",
+        "hydra-train", "--config-dir", HYDRA, "--config-name", name, f"task.data={data}",
         f"checkpoint.save_dir={tmp_path}", "optimization.max_update=3", "dataset.num_workers=0",
-        "common.log_interval=1", "dataset.required_batch_size_multiple=1", *options, cwd=ROOT,
+        "common.log_interval=1", "dataset.required_batch_size_multiple=1", *options,
         env={"PWD": str(ROOT)},
     )  # fmt: skip
     assert "done training" in run.output

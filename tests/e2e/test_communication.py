@@ -12,7 +12,7 @@ import json
 
 import pytest
 import torch
-from cli import ROOT, fairseq, refused
+from cli import HYDRA, ROOT, fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
@@ -171,12 +171,12 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         "moe_adaptive_window=64", f"moe_adaptive_file={tmp_path}/tuned.json", "moe_local_size=1",
     )  # fmt: skip
     run = fairseq(
-        "tutel-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm",
+        "tutel-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
         f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", "model.moe_expert_count=1",
         "model.moe_top_k=1", "model.decoder_layers=2", "optimization.max_update=1",
         "dataset.num_workers=0", "dataset.required_batch_size_multiple=1",
         *(f"+task.{key}" for key in keys),
-        cwd=ROOT, env={"PWD": str(ROOT)}, ranks=2,
+        env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
     said = "slices of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, bf16"
     assert f"experts across ranks: {said} wire, tuned: all but the last two" in run.output

@@ -9,9 +9,10 @@ import time
 
 import pytest
 import torch
-from cli import ROOT, free_port, tail
+from cli import ROOT, tail
 from equality import assert_ranks_agree
 from models import lm_args
+from ports import free_port
 
 pytestmark = pytest.mark.long
 

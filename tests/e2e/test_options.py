@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from cli import fairseq, refused
+from cli import HYDRA, ROOT, fairseq, refused
 from models import lm_args, mt_args
 
 WORK = "works"
@@ -180,8 +180,6 @@ def test_expert_options_shape_the_model(lm_data, tmp_path):
 
 
 def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path):
-    from cli import ROOT
-
     overrides = [
         "model.moe_expert_ffn_dim=12", "model.moe_expert_count='4,6,8'", "+model.moe_top1_expert=true",
         "+model.moe_expert_type=glu", "+model.no_moe_gating_use_fp32=true", "+model.moe_gate_type=linear",
@@ -195,8 +193,8 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
         "dataset.required_batch_size_multiple=1", "optimization.max_update=1", "common.log_interval=1",
     ]  # fmt: skip
     run = fairseq(
-        "tutel-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm", f"task.data={lm_data}",
-        f"checkpoint.save_dir={tmp_path}", *overrides, cwd=ROOT, env={"PWD": str(ROOT)}, ranks=2,
+        "tutel-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
+        f"checkpoint.save_dir={tmp_path}", *overrides, env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
     assert "4/6/8 experts, top-1, hidden 12, capacity factor 1.5 (evaluation 0.5)" in run.output
     assert "expert parallel size 2" in run.output

@@ -7,7 +7,7 @@ amp runs need a GPU; how ranks agree on an overflow is in tests/comm/test_overfl
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq
+from cli import HYDRA, USER_DIR, fairseq
 from equality import same_bits
 from models import lm_args
 
@@ -92,11 +92,11 @@ def test_precision_bf16_dense_baseline(lm_data, tmp_path):
 @pytest.mark.parametrize("key", ["bf16", "memory_efficient_bf16"])
 def test_precision_bf16_through_hydra(key, lm_data, tmp_path):
     fairseq(
-        "hydra-train", "--config-dir", USER_DIR + "/../configs/hydra", "--config-name", "tiny_lm",
+        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
         f"task.data={lm_data}", f"common.user_dir={USER_DIR}", f"common.{key}=true",
         "common.cpu=true", "common.log_interval=1", "model.decoder_layers=1",
         "+optimizer.fp16_adam_stats=true", "task.tokens_per_sample=16", "optimization.max_update=2",
-        f"checkpoint.save_dir={tmp_path}", cwd=tmp_path,
+        f"checkpoint.save_dir={tmp_path}",
     )  # fmt: skip
     saved = _load(tmp_path)
     state = saved["last_optimizer_state"]["state"][0]

@@ -9,8 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli import ROOT, free_port, refused, start, tail, torchrun_environment, wait
+from cli import HYDRA, ROOT, refused, start, tail, torchrun_environment, wait
 from models import lm_args, mt_args
+from ports import free_port
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 TIMEOUT_S = 3
@@ -142,8 +143,8 @@ def test_a_time_out_that_is_none_is_refused(lm_data, tmp_path):
 
 def test_the_time_out_goes_through_hydra(lm_data, tmp_path):
     words = (
-        "--config-dir", "configs/hydra", "--config-name", "tiny_lm", f"task.data={lm_data}",
+        "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"checkpoint.save_dir={tmp_path}", "+task.moe_comm_timeout=-2",
     )  # fmt: skip
-    output = refused("hydra-train", *words, cwd=ROOT, env={"PWD": str(ROOT)})
+    output = refused("hydra-train", *words, env={"PWD": str(ROOT)})
     assert "--moe-comm-timeout is -2; give whole seconds" in output

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, refused
+from cli import HYDRA, ROOT, USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args, mt_args
 
@@ -174,9 +174,9 @@ def test_every_routing_option_is_a_key_of_hydra(lm_data, tmp_path):
     in_file = ("capacity_factor",)
     words = [f"{'' if key in in_file else '+'}model.moe_{key}={keys[key]}" for key in keys]
     fairseq(
-        "hydra-train", "--config-dir", "configs/hydra", "--config-name", "tiny_lm",
+        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
         f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", "model.decoder_layers=1", *words,
-        "optimization.max_update=1", "dataset.required_batch_size_multiple=1", cwd=ROOT,
+        "optimization.max_update=1", "dataset.required_batch_size_multiple=1",
         env={"PWD": str(ROOT)},
     )  # fmt: skip
     model = _load(tmp_path)["model"]
