@@ -1,13 +1,12 @@
 """Processes that wait for functions to run, so that their start is paid once and not by every test."""
 
+import multiprocessing
 import pickle
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
-
-import forkserver
 
 SECONDS = 120
 
@@ -20,10 +19,19 @@ class Workers:
         setup: called as setup(index, *setup_args()) in each process before anything else. It and every
             function that is run must be importable.
         setup_args: called once per start of the processes.
+        context: of multiprocessing. By default a process imports all anew, so that `setup` may decide what
+            an import depends on; `forkserver.context()` has imported what takes long.
     """
 
-    def __init__(self, count: int, setup: Callable, setup_args: Callable[[], tuple] = tuple):
+    def __init__(
+        self,
+        count: int,
+        setup: Callable,
+        setup_args: Callable[[], tuple] = tuple,
+        context: Any = None,
+    ):
         self.count, self.setup, self.setup_args = count, setup, setup_args
+        self.context = context or multiprocessing.get_context("spawn")
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
@@ -53,13 +61,11 @@ class Workers:
         self.processes, self.pipes = [], []
 
     def _start(self) -> None:
-        # The server has started no thread: its forks are quick and safe.
-        context = forkserver.context()
         setup_args = self.setup_args()
         for index in range(self.count):
-            here, there = context.Pipe()
+            here, there = self.context.Pipe()
             arguments = (there, self.setup, (index, *setup_args))
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = self.context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self.processes.append(process)

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from datetime import timedelta
 
+import forkserver
 import torch.distributed as dist
 from workers import Workers
 
@@ -13,7 +14,7 @@ class Ranks(Workers):
 
     def __init__(self, world_size: int) -> None:
         self.folder: str | None = None
-        super().__init__(world_size, join, self._meeting_point)
+        super().__init__(world_size, join, self._meeting_point, forkserver.context())
 
     def close(self) -> None:
         """End the ranks and remove their meeting point."""

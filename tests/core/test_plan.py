@@ -9,14 +9,15 @@ import builtins
 import importlib.util
 import json
 import os
-import socket
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
+import forkserver
 import pytest
+from ports import free_port
 from workers import Workers
 
 from fairseq_tutel.__main__ import main
@@ -238,10 +239,7 @@ def tune(*words):
 
 def run_ranks(world, local, *words):
     """Return every rank's print and end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = Workers(world, become_rank, lambda: (world, local, port))
+    ranks = Workers(world, become_rank, lambda: (world, local, free_port()), forkserver.context())
     try:
         return ranks.run(tune, *words)
     finally:
