@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,19 +37,23 @@ def update(tuner, layer, tokens, seconds=0.0):
 
 
 def loop(path):
-    """Train until the bucket is settled; ranks differ in tokens and in how long they take."""
+    """Train until the bucket is settled; ranks differ in tokens and in how long they pretend to take."""
     layer, rank = layer_of(local=2), dist.get_rank()
     tuner = ft.UpdateTuner([layer], path=path)
-    hows = []
-    while not tuner.tuner.best:
-        # Rank 2 is the slowest, but for the one way that is to be found.
-        chosen = tuner.begin(8 + rank)
-        good = chosen == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
-        layer(torch.randn(8 + rank, 8))[0].sum().backward()
-        time.sleep(0.002 if good or rank != 2 else 0.03)
-        tuner.end()
-        hows.append(chosen)
-        assert layer.how == chosen
+    hows, now = [], [0.0]
+    original, update_tuner.time = update_tuner.time, SimpleNamespace(perf_counter=lambda: now[0])
+    try:
+        while not tuner.tuner.best:
+            # Rank 2 is the slowest, but for the one way that is to be found.
+            chosen = tuner.begin(8 + rank)
+            good = chosen == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
+            layer(torch.randn(8 + rank, 8))[0].sum().backward()
+            now[0] += 0.002 if good or rank != 2 else 0.03 - 0.005 * chosen.adaptive_r
+            tuner.end()
+            hows.append(chosen)
+            assert layer.how == chosen
+    finally:
+        update_tuner.time = original
     return hows, tuner.tuner.rs, dict(tuner.tuner.best)
 
 
@@ -63,6 +68,22 @@ def test_ranks_take_one_choice_and_find_what_is_best_for_the_slowest(ranks, tmp_
     assert how == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
     content = json.loads((tmp_path / "tuned.json").read_text())
     assert content["signature"]["ranks"] == 4 and len(content["buckets"]) == 1
+
+
+def costs_of_an_update():
+    layer = layer_of(parallel=2)
+    tuner = ft.UpdateTuner([layer])
+    for _ in range(3):
+        update(tuner, layer, 8, seconds=0.05 * dist.get_rank())
+    return [
+        cost for ways in tuner.tuner.costs.values() for costs in ways.values() for cost in costs
+    ]
+
+
+def test_an_update_costs_what_the_slowest_rank_takes_by_the_clock(ranks):
+    first, second = ranks(2).run(costs_of_an_update)
+    assert first == second != []
+    assert all(cost >= 1000 * 50 / 8 for cost in first)
 
 
 def reread(path, change):
