@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from cli import ROOT
 
@@ -23,8 +24,12 @@ def _env(*, path=None, before=""):
     return {name.strip(): value for name, _, value in lines}
 
 
-def test_env_prints_versions_devices_and_reasons():
-    facts = _env()
+@pytest.fixture(scope="module")
+def facts():
+    return _env()
+
+
+def test_env_prints_versions_devices_and_reasons(facts):
     assert facts["fairseq-tutel"] == fairseq_tutel.__version__
     assert facts["torch"] == torch.__version__
     assert facts["fairseq-fixed"].startswith("0.12.")
@@ -46,8 +51,8 @@ def test_env_works_without_fairseq():
     assert facts["moe_adam"] == "fairseq is not installed"
 
 
-def test_env_tells_another_apex_from_nvidia_s(tmp_path):
-    assert _env()["apex"] == "not installed"
+def test_env_tells_another_apex_from_nvidia_s(facts, tmp_path):
+    assert facts["apex"] == "not installed"
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     assert _env(path=tmp_path)["apex"].startswith("a package of that name without NVIDIA's")
