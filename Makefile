@@ -4,6 +4,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 # Written last, so that an interrupted set-up starts again; holds the seconds that it took.
 STAMP  := $(VENV)/setup-seconds
+# Two processes share the tests by files, whose tests share what they train; in the usual order, since the
+# files with few tests, which would come last, take longest.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup link demo test test-long lint format clean
 
@@ -32,7 +35,7 @@ demo: setup ## train, evaluate and compare a dense and a MoE language model; wri
 	$(BIN)/python examples/demo/run.py --setup-seconds $$(cat $(STAMP))
 
 test: setup ## run the quick tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 test-long: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
