@@ -35,7 +35,7 @@ def run(
     context, port = forkserver.context(), free_port()
     processes, pipes = [], []
     for rank in range(world_size):
-        here, there = context.Pipe(duplex=False)
+        here, there = context.Pipe()
         arguments = (there, function, rank, world_size, port, args)
         process = context.Process(target=_rank, args=arguments, daemon=True)
         process.start()
@@ -46,6 +46,8 @@ def run(
         for pipe in pipes:
             assert _next(pipe) == "met"
         start = time.monotonic()
+        for pipe in pipes:  # before that nobody may end: the others could not meet it
+            pipe.send("go")
         said = [_next(pipes[rank]) for rank in survivors]
         return said, time.monotonic() - start
     finally:
@@ -63,6 +65,7 @@ def _rank(pipe: Any, function: Callable, rank: int, world_size: int, port: int, 
     init_method = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     pipe.send("met")
+    pipe.recv()
     try:
         pipe.send(str(function(rank, *args)))
     except Exception as error:
