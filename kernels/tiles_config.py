@@ -80,6 +80,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
     ("hopper", "tf32"): {
         "": (Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
         "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
+        "glu_hidden": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
     },
     # At most 96 KiB of shared memory, which consumer cards have too.
     ("ampere", "half"): {

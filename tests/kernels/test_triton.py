@@ -1,8 +1,8 @@
-"""The Triton kernels: interpreted against the reference, and compiled for GPUs that are not here.
+"""The Triton kernels: interpreted against the reference.
 
 Covered: every op, dtype, K, odd D, empty shapes, rows wider than a block, holes, non-contiguous
 inputs; a whole layer forward and backward, with weights on outputs or inputs, for tokens or experts that
-choose; determinism; compilation for CUDA and ROCm; on a GPU
+choose; determinism; on a GPU
 (`-m gpu`) the compiled kernels against the reference.
 """
 
@@ -122,18 +122,6 @@ def test_inputs_need_not_be_contiguous(interpreter):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=name_of)
 def test_an_interpreted_layer_equals_the_reference_in_y_and_every_gradient(interpreter, dtype):
     interpreter.run(compare_layers, dtype, "cpu")
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("backend, stage", [("cuda", "cubin"), ("hip", "hsaco")])
-def test_every_kernel_compiles_ahead_of_time(backend, stage, tmp_path, monkeypatch):
-    from fairseq_tutel.kernels import build
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # else an earlier run's result would do
-    targets = [target for target in build.TARGETS if target.backend == backend]
-    compiled = build.build_all(targets)
-    assert {name.split("/")[0] for name, _ in compiled} == set(kernels.OPS)
-    assert all(kernel.asm[stage] for kernel in compiled.values())
 
 
 @pytest.mark.gpu
