@@ -1,7 +1,8 @@
 """Kernels compiled ahead of time for GPUs that are not here, and what the compiled code needs.
 
 Covered: every op, precision and kind of target; default tiles spill nothing and fit into shared memory;
-tensor cores and descriptors where they are meant; the table that prints it. Together about 90 seconds on one core.
+tensor cores and descriptors where they are meant; the table that prints it.
+Together about 90 seconds on one core.
 """
 
 import re

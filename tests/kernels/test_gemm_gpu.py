@@ -1,0 +1,118 @@
+"""The compiled products of experts on a GPU, with the tiles of real layers.
+
+Covered: every result and gradient by name against fp64, in bf16, fp16 and fp32, at T = 0, 1, 63, 1000 and
+4096 rows; GLU and plain; empty experts and skew; TF32; the largest dimensions and odd ones; every candidate
+of tile sizes; the same bits in every run; a CUDA graph; torch.compile.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ffn_cases import ACTS, Case, check, compare, inputs, oracle, run, skewed
+
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels import reference, tiles_config
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+LAYER = Case(skewed(1000, 5), tail=40, model_dim=256, hidden_dim=384, dtype=torch.bfloat16)
+
+
+def compare_compiled(case: Case) -> None:
+    compare(kernels.ops("triton", torch.device("cuda")), reference, case, "cuda")
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch):
+    """The reference's fp32 products are exact, whatever was set before."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("num_rows", (0, 1, 63, 1000, 4096))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("glu", (False, True), ids=("gelu", "glu"))
+def test_compiled_gradients_for_any_number_of_rows(num_rows, dtype, glu):
+    counts = skewed(num_rows, 5)
+    compare_compiled(replace(LAYER, counts=counts, dtype=dtype, glu=glu, activation="gelu"))
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_compiled_gradients_of_every_activation(activation):
+    compare_compiled(replace(LAYER, activation=activation))
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        replace(LAYER, model_dim=250, hidden_dim=130, glu=True),  # no descriptor reads these
+        replace(LAYER, gathered=False, glu=True),
+        replace(LAYER, strided=True, keep=False, glu=True),
+        replace(LAYER, counts=(3,) * 130, bias=False),
+        replace(LAYER, counts=(0, 0, 0)),
+    ),
+    ids=str,
+)
+def test_compiled_gradients_of_cases(case):
+    compare_compiled(case)
+
+
+@pytest.mark.parametrize("kind", tiles_config.KINDS)
+def test_compiled_gradients_with_every_candidate(kind, monkeypatch):
+    chosen = tiles_config.candidates
+    case = replace(LAYER, glu=kind.startswith("glu"))
+
+    def only(index: int):
+        def candidates(asked: str, *shape):
+            found = chosen(asked, *shape)
+            return [found[index % len(found)]] if asked == kind else found[:1]
+
+        return candidates
+
+    for index in range(4):
+        monkeypatch.setattr(tiles_config, "candidates", only(index))
+        compare_compiled(case)
+
+
+def test_compiled_gradients_in_tf32_are_near(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    case = replace(LAYER, dtype=torch.float32)
+    given = inputs(case, "cuda")
+    got = run(kernels.ops("triton", torch.device("cuda")), case, given)
+    check(got, oracle(case, given), torch.float16, "TF32")  # which has as many bits
+
+
+def test_compiled_kernels_give_the_same_bits_in_every_run():
+    case = replace(LAYER, glu=True)
+    ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
+    first, second = run(ops, case, given), run(ops, case, given)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_cuda_graph_follows_the_counts():
+    case = replace(LAYER, glu=True)
+    ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(ops, case, given)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(ops, case, given)
+    # Other groups of as many rows: a graph that had read counts on the host would keep the old ones.
+    other = replace(case, counts=tuple(reversed(case.counts)))
+    given["counts"].copy_(torch.tensor(other.counts))
+    graph.replay()
+    expected = run(ops, other, given)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in captured.items())
+
+
+def test_torch_compile_takes_the_compiled_chain_as_one_graph():
+    case = replace(LAYER, glu=True)
+    ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
+    compiled = torch.compile(lambda given: run(ops, case, given), fullgraph=True)
+    expected = run(ops, case, given)
+    for name, tensor in compiled(given).items():
+        assert torch.equal(tensor, expected[name]), name

@@ -1,0 +1,64 @@
+"""Which tile sizes a product gets: some for every kind of GPU, small ones for small shapes, or a tuner's.
+
+The sizes themselves are held by test_build, which compiles them.
+"""
+
+from types import ModuleType
+
+import pytest
+
+from fairseq_tutel.kernels import tiles_config
+from fairseq_tutel.kernels.tiles_config import HARDWARE, KINDS, PRECISIONS, Config, candidates
+
+LARGE = (65536, 8, 8192, 2048)
+
+
+@pytest.mark.parametrize("hardware", (*HARDWARE, "interpreted"))
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_product_has_candidates_that_a_kernel_takes(hardware, precision, kind):
+    for shape in (LARGE, (0, 3, 1, 1), (1, 64, 48, 5), (1000, 6, 100, 2000)):
+        found = candidates(kind, hardware, precision, *shape)
+        assert 1 <= len(found) <= 4
+        assert len(set(found)) == len(found)
+        for config in found:
+            for block in (config.block_m, config.block_n, config.block_k):
+                assert block >= 16 and block & (block - 1) == 0
+
+
+def test_an_expert_of_few_rows_gets_few():
+    default = candidates("up", "hopper", "half", *LARGE)[0]
+    few = candidates("up", "hopper", "half", 64 * 20, 64, 8192, 2048)[0]
+    assert (default.block_m, few.block_m) == (128, 32)
+    narrow = candidates("up", "hopper", "half", 65536, 8, 24, 40)[0]
+    assert (narrow.block_n, narrow.block_k) == (32, 64)
+
+
+def test_a_weight_gradient_is_cut_by_its_own_sides():
+    config = candidates("weight", "hopper", "half", 64 * 20, 64, 24, 40)[0]
+    assert (config.block_m, config.block_n) == (64, 32)
+
+
+def test_the_tuner_chooses_where_there_is_one(monkeypatch):
+    asked, launched = [], []
+
+    def pick(kind, key, choices, launch):
+        asked.append((kind, key, len(choices)))
+        launch(choices[1])
+        return choices[1]
+
+    tuner = ModuleType("autotune")
+    tuner.pick = pick
+    monkeypatch.setattr(tiles_config, "_tuner", lambda: tuner)
+    second = candidates("up", "hopper", "half", *LARGE)[1]
+    assert tiles_config.choose("up", "hopper", "half", LARGE, launched.append) == second
+    assert asked == [("up", ("hopper", "half", *LARGE), 4)]
+    assert launched == [second]
+    only = tiles_config.choose("up", "interpreted", "half", LARGE, launched.append)
+    assert isinstance(only, Config) and len(asked) == 1  # nothing to choose from
+
+
+def test_without_a_tuner_the_default_is_taken(monkeypatch):
+    monkeypatch.setattr(tiles_config, "_tuner", lambda: None)
+    chosen = tiles_config.choose("up", "hopper", "half", LARGE, lambda config: None)
+    assert chosen == candidates("up", "hopper", "half", *LARGE)[0]
