@@ -103,12 +103,13 @@ def ffn_backward(
         _split(kept.g_RH, counts),
         strict=True,
     )
+    place_nH = dy_ND.new_empty(max(counts), weights.fc1_weight.shape[1])
     experts = zip(weights.by_expert(), grads.weights.by_expert(), strict=True)
     for (own, out), (dy_nD, x_nD, gate_n, dgate_n, dx_nD, *kept_of_one) in zip(
         experts, parts, strict=True
     ):
         a_nH, h_nH, g_nH = _hidden(kind, *kept_of_one)
-        da_nH = dy_nD @ own.fc2_weight
+        da_nH = torch.mm(dy_nD, own.fc2_weight, out=place_nH[: len(dy_nD)])
         if gate_n is not None:
             dgate_n.copy_(torch.linalg.vecdot(da_nH, a_nH))
             if own.fc2_bias is not None:
@@ -144,10 +145,13 @@ def _hidden(
 
 
 def _rows(x_ND: Tensor, index_R: Tensor | None, counts: Sequence[int]) -> Iterator[Tensor]:
-    """Return the rows of one expert after the other, gathered when it is their turn."""
+    """Yield the rows of one expert after the other, each time in the same place, which is in cache."""
     if index_R is None:
-        return iter(_split(x_ND, counts))
-    return (x_ND.index_select(0, index_n) for index_n in _split(index_R, counts))
+        yield from _split(x_ND, counts)
+        return
+    place_nD = x_ND.new_empty(max(counts), x_ND.shape[1])
+    for index_n in _split(index_R, counts):
+        yield torch.index_select(x_ND, 0, index_n, out=place_nD[: len(index_n)])
 
 
 def _split(rows: Tensor | None, counts: Sequence[int]) -> Sequence[Any]:
