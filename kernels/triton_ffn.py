@@ -131,18 +131,10 @@ def triton_up(
     activation: str,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (a_RH, h_RH, g_RH) of `ffn_up`; what is not kept is empty.
+    """Return (a_RH, h_RH, g_RH) of `ffn_up` with the same arguments; what is not kept is empty.
 
-    Args:
-        x_ND: as in `ffn_up`, and so are all up to `fc3_bias`.
-        index_R: see above.
-        fc1_weight: see above.
-        fc1_bias: see above.
-        fc3_weight: see above.
-        fc3_bias: see above.
-        counts_E: [E] int64 on the device of the rows.
-        activation: what is done to h; "swish" with fc3.
-        keep_h: whether h, and g with fc3, are wanted.
+    In place of groups there are counts [E] int64; `activation` is what is done to h, "swish" with fc3;
+    `keep_h` says whether h, and g with fc3, are wanted.
     """
     a_RH, h_RH, g_RH = _up_shapes(
         x_ND,
@@ -316,17 +308,8 @@ def triton_hidden(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dh_RH, dg_RH, a_RH, dgate_R) of `ffn_down_backward`; what is not made is empty.
 
-    Args:
-        dy_ND: as in `ffn_down_backward`, and so are all up to `g_RH`.
-        index_R: see above.
-        gate_R: see above.
-        fc2_weight: see above.
-        fc2_bias: see above.
-        a_RH: see above.
-        h_RH: see above.
-        g_RH: see above.
-        counts_E: [E] int64 on the device of the rows.
-        activation: what was done to h; "swish" with g.
+    Its arguments, but in place of groups counts [E] int64; `activation` is what was done to h, "swish"
+    with g.
     """
     dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
         dy_ND,

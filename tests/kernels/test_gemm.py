@@ -52,6 +52,7 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
         replace(SMALL, gathered=False, glu=True, bias=False),
         replace(SMALL, strided=True, glu=True),
         Case((7,), tail=0),
+        Case((5, 3), model_dim=100, hidden_dim=17),
         Case((0, 0, 0), tail=20),
         Case((16, 32, 1), tail=15, model_dim=16, hidden_dim=16),
         Case((1,) * 70, tail=1, model_dim=16, hidden_dim=16),
