@@ -6,7 +6,13 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 
-from fairseq_tutel.kernels import triton_ffn, triton_gemm, triton_tiles, triton_weight_grad
+from fairseq_tutel.kernels import (
+    triton_gemm,
+    triton_hidden,
+    triton_tiles,
+    triton_up,
+    triton_weight_grad,
+)
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.tiles_config import Config, candidates
 from fairseq_tutel.kernels.variant import ACCUMULATORS, Variant, variant
@@ -91,7 +97,7 @@ def _up(target: GPUTarget, precision: str, activation: str) -> Variant:
     absent = {"gate_weight", "gate_bias", "h_out", "g_out"} - {*kept, "gate_weight" if glu else ""}
     return _product(
         f"ffn_up/{precision}/{activation}",
-        triton_ffn._up_kernel,
+        triton_up._up_kernel,
         pointers | {"index": "i64", "table": "i64"},
         ("tiles_m", "N", "K"),
         {"ACTIVATION": "swish" if glu else activation} | dict.fromkeys(absent),
@@ -112,7 +118,7 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
     pointers = dict.fromkeys(("dy", "bias", "dh_out", *given), reading.dtype)
     return _product(
         f"ffn_down_backward/{precision}/{activation}",
-        triton_ffn._hidden_kernel,
+        triton_hidden._hidden_kernel,
         pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "table": "i64"},
         ("tiles_m", "num_rows", "N", "K"),
         {"ACTIVATION": "swish" if glu else activation} | dict.fromkeys(absent),

@@ -47,7 +47,8 @@ CORE = {
         "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
         "kernels.triton_operands kernels.triton_tiles"
     ),
-    "kernels.triton_ffn": (
+    "kernels.triton_up": "",
+    "kernels.triton_hidden": (
         "kernels.activations kernels.groups kernels.opaque kernels.tiles_config "
         "kernels.triton_activations kernels.triton_launch kernels.triton_operands "
         "kernels.triton_tiles"
@@ -57,7 +58,7 @@ CORE = {
         "kernels.triton_operands kernels.triton_tiles"
     ),
     "kernels.triton_ops": (
-        "kernels.triton_copy kernels.triton_dispatch kernels.triton_ffn kernels.triton_gemm "
+        "kernels.triton_copy kernels.triton_dispatch kernels.triton_hidden kernels.triton_up kernels.triton_gemm "
         "kernels.triton_route kernels.triton_weight_grad"
     ),
     "kernels.grouped_mm": "kernels.activations kernels.groups",
@@ -65,8 +66,8 @@ CORE = {
     "kernels.variant": "kernels.tiles_config",
     "kernels.build_route": "kernels.triton_copy kernels.triton_route",
     "kernels.build_gemm": (
-        "kernels.activations kernels.tiles_config kernels.triton_ffn kernels.triton_gemm "
-        "kernels.triton_tiles kernels.triton_weight_grad kernels.variant"
+        "kernels.activations kernels.tiles_config kernels.triton_gemm kernels.triton_hidden "
+        "kernels.triton_tiles kernels.triton_up kernels.triton_weight_grad kernels.variant"
     ),
     "kernels.build": "kernels.build_gemm kernels.build_route kernels.triton_dispatch kernels.variant",
     "config": "comm.how comm.wire contradictions custom drop_policies kernels",

@@ -74,16 +74,16 @@ def compare_described(case: Case) -> None:
         used.append(descriptors is not None)
         return descriptors
 
-    from fairseq_tutel.kernels import triton_ffn, triton_gemm
+    from fairseq_tutel.kernels import triton_gemm, triton_hidden, triton_up
 
-    for module in (triton_launch, triton_ffn, triton_gemm):
+    for module in (triton_launch, triton_gemm, triton_hidden, triton_up):
         module.described = counting
     triton_launch.has_descriptors = lambda device: True
     try:
         compare_interpreted(case)
     finally:
         triton_launch.has_descriptors = plain
-        for module in (triton_launch, triton_ffn, triton_gemm):
+        for module in (triton_launch, triton_gemm, triton_hidden, triton_up):
             module.described = described
     assert used and all(used)
 

@@ -1,0 +1,235 @@
+"""The first map of experts and their activation in Triton, in one kernel.
+
+The signature of `reference`. The gather of tokens is fused into the loads of the product, the activation
+into what follows it; with fc3 both maps share one read of the rows. A hidden value is rounded to the rows'
+dtype before its activation is taken, so that the activation has the same bits whether it was kept or is
+made again of a kept h.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles_config import Config
+from fairseq_tutel.kernels.triton_activations import activate
+from fairseq_tutel.kernels.triton_launch import (
+    accumulator_of,
+    alike,
+    chosen,
+    described,
+    described_weights,
+    input_precision_of,
+)
+from fairseq_tutel.kernels.triton_operands import (
+    load_bias,
+    load_rows,
+    load_weight,
+    multiply,
+    rows_operand,
+    store_tile,
+)
+from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
+
+
+def ffn_up(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    groups: Groups,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (a_RH, h_RH, g_RH): a = act(h), h = x @ fc1.T + bias; with fc3 a = silu(h) * g, g by fc3."""
+    is_glu = fc3_weight is not None
+    keep_h = keep and (is_glu or not ACTIVATIONS[activation].keeps_output)
+    a_RH, h_RH, g_RH = triton_up(
+        x_ND,
+        index_R,
+        fc1_weight,
+        fc1_bias,
+        fc3_weight,
+        fc3_bias,
+        groups.counts,
+        "swish" if is_glu else activation,
+        keep_h,
+    )
+    return a_RH, h_RH if keep_h else None, g_RH if keep_h and is_glu else None
+
+
+def _up_shapes(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    counts_E: Tensor,
+    activation: str,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
+    a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
+    h_RH = torch.empty_like(a_RH) if keep_h else x_ND.new_empty(0)
+    g_RH = torch.empty_like(a_RH) if keep_h and fc3_weight is not None else x_ND.new_empty(0)
+    return a_RH, h_RH, g_RH
+
+
+@opaque(_up_shapes)
+def triton_up(
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc3_weight: Tensor | None,
+    fc3_bias: Tensor | None,
+    counts_E: Tensor,
+    activation: str,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (a_RH, h_RH, g_RH) of `ffn_up` with the same arguments; what is not kept is empty.
+
+    In place of groups there are counts [E] int64; `activation` is what is done to h, "swish" with fc3;
+    `keep_h` says whether h, and g with fc3, are wanted.
+    """
+    a_RH, h_RH, g_RH = _up_shapes(
+        x_ND,
+        index_R,
+        fc1_weight,
+        fc1_bias,
+        fc3_weight,
+        fc3_bias,
+        counts_E,
+        activation,
+        keep_h,
+    )
+    if a_RH.numel() == 0:
+        return a_RH, h_RH, g_RH
+    num_rows, hidden_dim = a_RH.shape
+    num_experts, _, model_dim = fc1_weight.shape
+    x_ND = x_ND.contiguous()
+    index_R, fc1_bias, fc3_bias = (
+        None if t is None else t.contiguous() for t in (index_R, fc1_bias, fc3_bias)
+    )
+    is_glu = fc3_weight is not None
+    weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
+
+    def launch(config: Config) -> None:
+        table = tile_table(counts_E, num_rows, config.block_m)
+        rows_read = None
+        if index_R is None:
+            rows_read = described([x_ND], [config.block_m, config.block_k])
+        weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
+        weights_from = weights_read or weights
+        _up_kernel[(table.shape[1] * triton.cdiv(hidden_dim, config.block_n),)](
+            (rows_read or [x_ND])[0],
+            index_R,
+            weights_from[0],
+            fc1_bias,
+            weights_from[1] if is_glu else None,
+            fc3_bias,
+            a_RH,
+            h_RH if keep_h else None,
+            g_RH if keep_h and is_glu else None,
+            table,
+            table.shape[1],
+            hidden_dim,
+            model_dim,
+            *weights[0].stride(),
+            ACTIVATION=activation,
+            PRECISION=input_precision_of(x_ND),
+            ACC=accumulator_of(x_ND.dtype),
+            ROWS_DESCRIPTOR=rows_read is not None,
+            WEIGHT_DESCRIPTOR=weights_read is not None,
+            K_INNER=k_inner,
+            **config.blocks,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+    shape = (num_rows, num_experts, hidden_dim, model_dim)
+    with torch.cuda.device_of(x_ND):
+        launch(chosen("glu_up" if is_glu else "up", x_ND, shape, launch))
+    return a_RH, h_RH, g_RH
+
+
+@triton.jit
+def _up_kernel(
+    x,
+    index,
+    weight,
+    bias,
+    gate_weight,
+    gate_bias,
+    a_out,
+    h_out,
+    g_out,
+    table,
+    tiles_m,
+    N,
+    K,
+    stride_e,
+    stride_n,
+    stride_k,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS_DESCRIPTOR: tl.constexpr,
+    WEIGHT_DESCRIPTOR: tl.constexpr,
+    K_INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    m, n_tile = place(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
+    expert, first, end = read_tile(table, tiles_m, m)
+    if first >= end:
+        return
+    n = n_tile * BLOCK_N
+    columns = n + tl.arange(0, BLOCK_N)
+    h = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    g = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    strides = (stride_e, stride_n, stride_k)
+    x_from = rows_operand(x, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+    for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
+        rows = load_rows(x_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
+        w = load_weight(
+            weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K
+        )
+        h = multiply(rows, w, h, PRECISION)
+        if gate_weight is not None:
+            w = load_weight(
+                gate_weight,
+                strides,
+                expert,
+                n,
+                k,
+                N,
+                K,
+                WEIGHT_DESCRIPTOR,
+                K_INNER,
+                BLOCK_N,
+                BLOCK_K,
+            )
+            g = multiply(rows, w, g, PRECISION)
+    if bias is not None:
+        h += load_bias(bias, expert, columns, N).to(ACC)[None, :]
+    h = h.to(a_out.dtype.element_ty)
+    if h_out is not None:
+        store_tile(h_out, h, first, end, n, N)
+    a = activate(h.to(ACC), ACTIVATION)
+    if gate_weight is not None:
+        if gate_bias is not None:
+            g += load_bias(gate_bias, expert, columns, N).to(ACC)[None, :]
+        g = g.to(a_out.dtype.element_ty)
+        if g_out is not None:
+            store_tile(g_out, g, first, end, n, N)
+        a *= g.to(ACC)
+    store_tile(a_out, a, first, end, n, N)
