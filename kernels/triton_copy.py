@@ -32,7 +32,7 @@ def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
     return out_RD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outer", "inner", "size"])
 def _stride_copy_kernel(rows_ptr, out_ptr, outer, inner, size, BLOCK: tl.constexpr):
     within = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = within < size

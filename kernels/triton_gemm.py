@@ -105,7 +105,7 @@ def triton_linear(
     return out_RO
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m"])
 def _linear_kernel(
     rows,
     weight,

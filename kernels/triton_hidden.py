@@ -177,7 +177,7 @@ def triton_hidden(
     return dh_RH, dg_RH, made_RH, dgate_R
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m", "num_rows"])
 def _hidden_kernel(
     dy,
     index,

@@ -3,13 +3,13 @@
 from fairseq_tutel.kernels.triton_copy import stride_copy
 from fairseq_tutel.kernels.triton_dispatch import gather_dot, gather_rows, gather_sum
 from fairseq_tutel.kernels.triton_gemm import ffn_up_backward, grouped_linear
+from fairseq_tutel.kernels.triton_hidden import ffn_down_backward
 from fairseq_tutel.kernels.triton_route import (
     assign_slots,
     assign_slots_by,
     softmax_top_k,
     softmax_top_k_backward,
 )
-from fairseq_tutel.kernels.triton_hidden import ffn_down_backward
 from fairseq_tutel.kernels.triton_up import ffn_up
 from fairseq_tutel.kernels.triton_weight_grad import grouped_weight_grad
 

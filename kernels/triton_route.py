@@ -203,7 +203,7 @@ def _accumulator(tensor: Tensor) -> tl.dtype:
     return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _softmax_top_k_kernel(
     logits_ptr,
     probs_ptr,
@@ -238,7 +238,7 @@ def _softmax_top_k_kernel(
         keys = tl.where(experts[None, :] == ids[:, None], -1.0, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _softmax_top_k_backward_kernel(
     probs_ptr,
     ids_ptr,
@@ -295,7 +295,7 @@ def _copies_at(
     return copies, tl.load(ids_ptr + copies, mask=inside, other=num_experts).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "length", "time", "batch"])
 def _count_kernel(
     ids_ptr,
     order_ptr,
@@ -321,7 +321,7 @@ def _count_kernel(
     tl.store(counts_ptr + cells, counts, mask=experts < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chains", "num_blocks"])
 def _scan_kernel(
     counts_ptr,
     totals_ptr,
@@ -349,7 +349,7 @@ def _scan_kernel(
         tl.store(totals_ptr + chain * num_experts + experts, before - before_chain, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "length", "num_tokens", "time", "batch"])
 def _place_kernel(
     ids_ptr,
     order_ptr,

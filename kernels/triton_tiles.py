@@ -32,7 +32,7 @@ def tile_table(counts_E: Tensor, num_rows: int, block_m: int) -> Tensor:
     return table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _tile_table_kernel(
     counts,
     table,

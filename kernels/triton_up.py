@@ -159,7 +159,7 @@ def triton_up(
     return a_RH, h_RH, g_RH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m"])
 def _up_kernel(
     x,
     index,

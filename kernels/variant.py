@@ -17,11 +17,9 @@ ACCUMULATORS = {
 # Bytes that pointers, and elements that dimensions and strides, are multiples of: as Triton itself would
 # see them at a launch with the tensors of an ordinary model.
 DIVISIBLE = 16
-# Never a multiple of anything.
-UNEVEN = (
-    *("tiles_m", "top_k", "num_experts", "num_tiles", "num_rows"),
-    *("num_tokens", "time", "batch", "length", "num_blocks", "chains", "outer", "inner"),
-)
+# The same in every call of a layer, but no multiple of anything. What differs from call to call, a kernel
+# itself does not specialise on: another batch must not wait for a compiler.
+UNEVEN = ("top_k", "num_experts")
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,12 @@ class Variant:
     @property
     def attributes(self) -> dict[tuple[int], list[tuple[str, int]]]:
         """What is known of the arguments' values: the divisible ones, by position."""
+        varying = (p.name for p in self.kernel.params if p.do_not_specialize)
+        uneven = {*UNEVEN, *varying}
         return {
             (self.kernel.arg_names.index(name),): [("tt.divisibility", DIVISIBLE)]
             for name, kind in self.signature.items()
-            if name not in UNEVEN and (kind.startswith("*") or kind == "i32")
+            if name not in uneven and (kind.startswith("*") or kind == "i32")
         }
 
 

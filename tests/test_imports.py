@@ -47,19 +47,22 @@ CORE = {
         "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
         "kernels.triton_operands kernels.triton_tiles"
     ),
-    "kernels.triton_up": "",
-    "kernels.triton_hidden": (
+    "kernels.triton_up": (
         "kernels.activations kernels.groups kernels.opaque kernels.tiles_config "
         "kernels.triton_activations kernels.triton_launch kernels.triton_operands "
         "kernels.triton_tiles"
+    ),
+    "kernels.triton_hidden": (
+        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_activations "
+        "kernels.triton_launch kernels.triton_operands kernels.triton_tiles"
     ),
     "kernels.triton_weight_grad": (
         "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
         "kernels.triton_operands kernels.triton_tiles"
     ),
     "kernels.triton_ops": (
-        "kernels.triton_copy kernels.triton_dispatch kernels.triton_hidden kernels.triton_up kernels.triton_gemm "
-        "kernels.triton_route kernels.triton_weight_grad"
+        "kernels.triton_copy kernels.triton_dispatch kernels.triton_gemm kernels.triton_hidden "
+        "kernels.triton_route kernels.triton_up kernels.triton_weight_grad"
     ),
     "kernels.grouped_mm": "kernels.activations kernels.groups",
     "kernels": ("kernels.ffn_by_products kernels.grouped_mm kernels.reference kernels.triton_ops"),
