@@ -7,7 +7,6 @@ experts' products may also be torch's own grouped_mm.
 import functools
 import importlib.util
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +14,13 @@ import torch
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.ffn_by_products import by_products
 
+PRODUCTS = (
+    "grouped_linear",
+    "grouped_weight_grad",
+    "ffn_up",
+    "ffn_down_backward",
+    "ffn_up_backward",
+)
 OPS = (
     "gather_rows",
     "gather_sum",
@@ -24,23 +30,10 @@ OPS = (
     "assign_slots",
     "assign_slots_by",
     "stride_copy",
-    "grouped_linear",
-    "grouped_weight_grad",
-    "ffn_up",
-    "ffn_down_backward",
-    "ffn_up_backward",
+    *PRODUCTS,
 )
 
 
-# What `by_products` makes of these.
-FEED_FORWARD = ("ffn_forward", "ffn_kept", "ffn_backward")
-PRODUCTS = (
-    "grouped_linear",
-    "grouped_weight_grad",
-    "ffn_up",
-    "ffn_down_backward",
-    "ffn_up_backward",
-)
 BACKENDS = ("auto", "reference", "triton", "grouped_mm")
 
 
@@ -78,7 +71,7 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Return what holds `OPS` and FEED_FORWARD for the requested backend.
+    """Return what holds `OPS`, and the feed-forward made of them, for the requested backend.
 
     Args:
         requested: one of BACKENDS.
@@ -89,26 +82,22 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
     if backend == "reference":
         return reference
     if backend == "grouped_mm":
-        return _with_grouped_mm(ops("auto", device))
-    is_wide = dtype == torch.float64 and not interpreted()
-    return _triton_ops(is_wide)
-
-
-@functools.cache
-def _triton_ops(is_wide: bool) -> Any:
+        return _with_grouped_mm(backend_for("auto", device)[0])
     from fairseq_tutel.kernels import triton_ops
 
-    own = _of(triton_ops, OPS)
-    if is_wide:
-        return SimpleNamespace(**{**own, **_of(reference, (*PRODUCTS, *FEED_FORWARD))})
-    return by_products(own)
+    is_wide = dtype == torch.float64 and not interpreted()
+    return triton_ops.IN_FP64 if is_wide else triton_ops.BY_PRODUCTS
 
 
 @functools.cache
-def _with_grouped_mm(others: Any) -> Any:
+def _with_grouped_mm(others: str) -> Any:
+    """Return torch's products among the other ops of a backend."""
     from fairseq_tutel.kernels import grouped_mm
 
-    return by_products({**_of(others, OPS), **_of(grouped_mm, PRODUCTS)})
+    source: Any = reference
+    if others == "triton":
+        from fairseq_tutel.kernels import triton_ops as source
+    return by_products({**_of(source, OPS), **_of(grouped_mm, PRODUCTS)})
 
 
 def _of(source: Any, names: Sequence[str]) -> dict[str, Any]:

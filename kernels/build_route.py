@@ -27,7 +27,7 @@ def route_variants() -> Iterator[tuple[str, Any, dict[str, str], tuple[str, ...]
 
 
 def _gate_variants(dtype: str) -> Iterator[tuple]:
-    block_t, block_e = triton_route._tile(NUM_EXPERTS)
+    block_t, block_e = triton_route._tile(NUM_EXPERTS, dtype == "fp64")
     acc = tl.float64 if dtype == "fp64" else tl.float32
     tile = {"ACC": acc, "BLOCK_T": block_t, "BLOCK_E": block_e}
     sizes = ("num_tokens", "num_experts", "top_k")

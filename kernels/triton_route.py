@@ -37,7 +37,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor
     num_tokens, num_experts = logits_TE.shape
     if num_tokens == 0:
         return probs_TE, ids_TK, weights_TK
-    block_t, block_e = _tile(num_experts)
+    block_t, block_e = _tile(num_experts, logits_TE.dtype == torch.float64)
     with torch.cuda.device_of(logits_TE):
         _softmax_top_k_kernel[(triton.cdiv(num_tokens, block_t),)](
             logits_TE,
@@ -72,7 +72,7 @@ def softmax_top_k_backward(
     num_tokens, num_experts = probs_TE.shape
     if num_tokens == 0:
         return dlogits_TE
-    block_t, block_e = _tile(num_experts)
+    block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
     with torch.cuda.device_of(probs_TE):
         _softmax_top_k_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
             probs_TE,
@@ -193,10 +193,10 @@ def _block_starts(
     return starts_BE
 
 
-def _tile(num_experts: int) -> tuple[int, int]:
-    """Return (tokens, experts) of a tile that holds all experts of its tokens."""
+def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
+    """Return (tokens, experts) of a tile that holds all experts of its tokens; of fp64 half as many."""
     block_e = max(triton.next_power_of_2(num_experts), 16)
-    return max(TILE // block_e, 1), block_e
+    return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
 
 
 def _accumulator(tensor: Tensor) -> tl.dtype:

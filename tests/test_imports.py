@@ -61,8 +61,9 @@ CORE = {
         "kernels.triton_operands kernels.triton_tiles"
     ),
     "kernels.triton_ops": (
-        "kernels.triton_copy kernels.triton_dispatch kernels.triton_gemm kernels.triton_hidden "
-        "kernels.triton_route kernels.triton_up kernels.triton_weight_grad"
+        "kernels.ffn_by_products kernels.reference kernels.triton_copy kernels.triton_dispatch "
+        "kernels.triton_gemm kernels.triton_hidden kernels.triton_route kernels.triton_up "
+        "kernels.triton_weight_grad"
     ),
     "kernels.grouped_mm": "kernels.activations kernels.groups",
     "kernels": ("kernels.ffn_by_products kernels.grouped_mm kernels.reference kernels.triton_ops"),
