@@ -1,23 +1,32 @@
 """Arguments of every op of `fairseq_tutel.kernels`, and what it moves or computes with them.
 
-An op without a row here is reported as not run. T tokens, D model_dim, K top_k, R = T * K rows.
+T tokens, D model_dim, H hidden_dim, E experts, K top_k, R = T * K rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_tutel.kernels.groups import Groups
+
+ACTIVATION = "relu"
+# Of the blocks that are copied in another order: two nodes of eight ranks.
+OUTER, INNER = 2, 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the layer that the ops are part of: T, D, K."""
+    """Of the dropless layer that the ops are part of: T, D, H, E, K, and whether its experts are SwiGLU."""
 
     tokens: int
     model_dim: int
+    hidden_dim: int
+    num_experts: int
     top_k: int
+    glu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,90 +37,219 @@ class Call:
         arguments: positional.
         work: floating point operations, or bytes that must be read and written at least.
         unit: of `work` in a second.
+        keywords: by name.
     """
 
     arguments: tuple[Any, ...]
     work: int
     unit: str = "B/s"
+    keywords: dict[str, Any] = field(default_factory=dict)
 
 
+# As in `benchmarks.layer`: on a GPU its A, B and D.
 SIZES = {
     "cpu": {
-        "k1": Sizes(tokens=4096, model_dim=512, top_k=1),
-        "k2": Sizes(tokens=4096, model_dim=512, top_k=2),
-        "k8": Sizes(tokens=4096, model_dim=512, top_k=8),
+        "k1": Sizes(tokens=4096, model_dim=512, hidden_dim=2048, num_experts=8, top_k=1),
+        "k2": Sizes(tokens=4096, model_dim=512, hidden_dim=2048, num_experts=8, top_k=2),
+        "k8": Sizes(tokens=4096, model_dim=512, hidden_dim=256, num_experts=64, top_k=8),
     },
     "cuda": {
-        "k1": Sizes(tokens=32768, model_dim=1024, top_k=1),
-        "k2": Sizes(tokens=32768, model_dim=2048, top_k=2),
-        "k8": Sizes(tokens=32768, model_dim=2048, top_k=8),
+        "k1": Sizes(tokens=32768, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
+        "k2": Sizes(tokens=32768, model_dim=2048, hidden_dim=8192, num_experts=8, top_k=2),
+        "k8": Sizes(
+            tokens=32768, model_dim=2048, hidden_dim=1024, num_experts=64, top_k=8, glu=True
+        ),
     },
 }
-TINY = Sizes(tokens=16, model_dim=8, top_k=2)
+TINY = Sizes(tokens=16, model_dim=8, hidden_dim=12, num_experts=3, top_k=2)
+QUICK = {
+    "tiny": TINY,
+    "tiny_glu": Sizes(tokens=16, model_dim=8, hidden_dim=12, num_experts=3, top_k=2, glu=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Maps:
-    """Tensors that ops share, on the device: of a dropless layer, whose rows are in random order.
+class Tensors:
+    """What the ops of one layer read, on the device; of weights and hidden rows as many as it has.
 
     Attributes:
-        x_TD, y_TD, rows_RD: values in the benchmark's dtype.
-        weights_TK: fp32, or fp64 for fp64 values.
-        row_of_TK, source_of_R: int64, each the other's inverse.
+        x_TD, y_TD: values in the benchmark's dtype, as are all weights and rows.
+        logits_TE: fp32, or fp64 for fp64 values; none of a token's are so close that a precision
+            confuses them.
+        weights_TK: of the copies, in the same dtype.
+        ids_TK: int64, every token's experts, drawn with equal chances.
+        row_of_TK, source_of_R: int64, each the other's inverse; rows are expert-major.
+        token_of_R: int64, the token of every row.
+        gate_R: the weight of every row.
+        rows_RD: experts' outputs.
+        a_RH, h_RH, g_RH: hidden rows; h and g for SwiGLU alone.
+        fc1, fc2, fc3: [E, H, D], [E, D, H] and, for SwiGLU, [E, H, D].
+        groups: of the rows.
     """
 
     x_TD: Tensor
     y_TD: Tensor
-    rows_RD: Tensor
+    logits_TE: Tensor
     weights_TK: Tensor
+    ids_TK: Tensor
     row_of_TK: Tensor
     source_of_R: Tensor
+    token_of_R: Tensor
+    gate_R: Tensor
+    rows_RD: Tensor
+    a_RH: Tensor
+    h_RH: Tensor | None
+    g_RH: Tensor | None
+    fc1: Tensor
+    fc2: Tensor
+    fc3: Tensor | None
+    groups: Groups
+
+    @property
+    def maps_in(self) -> int:
+        """How many maps lead into the hidden layer."""
+        return 1 if self.fc3 is None else 2
+
+    @property
+    def product_flops(self) -> int:
+        """Operations of one map over all rows."""
+        return 2 * self.a_RH.numel() * self.x_TD.shape[1]
 
 
-def make_maps(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Maps:
+def make_tensors(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Tensors:
     """Return the tensors of a size."""
     generator = torch.Generator(device).manual_seed(1)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device)
 
-    rows = sizes.tokens * sizes.top_k
-    source_of_R = torch.randperm(rows, generator=generator, device=device)
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
+
+    tokens, experts, top_k = sizes.tokens, sizes.num_experts, sizes.top_k
+    model_dim, hidden_dim, rows = sizes.model_dim, sizes.hidden_dim, tokens * top_k
     wide = torch.promote_types(dtype, torch.float32)
-    return Maps(
-        x_TD=normal(sizes.tokens, sizes.model_dim).to(dtype),
-        y_TD=normal(sizes.tokens, sizes.model_dim).to(dtype),
-        rows_RD=normal(rows, sizes.model_dim).to(dtype),
-        weights_TK=normal(sizes.tokens, sizes.top_k).to(wide),
-        row_of_TK=source_of_R.argsort().view(sizes.tokens, sizes.top_k),
+    logits_TE = 0.1 * uniform(tokens, experts).argsort(dim=1).to(wide)
+    ids_TK = uniform(tokens, experts).topk(top_k, dim=1).indices
+    weights_TK = uniform(tokens, top_k).to(wide)
+    source_of_R = ids_TK.flatten().argsort(stable=True)
+    glu = sizes.glu
+    return Tensors(
+        x_TD=normal(tokens, model_dim),
+        y_TD=normal(tokens, model_dim),
+        logits_TE=logits_TE,
+        weights_TK=weights_TK,
+        ids_TK=ids_TK,
+        row_of_TK=source_of_R.argsort().view(tokens, top_k),
         source_of_R=source_of_R,
+        token_of_R=source_of_R // top_k,
+        gate_R=weights_TK.flatten()[source_of_R],
+        rows_RD=normal(rows, model_dim),
+        a_RH=normal(rows, hidden_dim).relu_(),
+        h_RH=normal(rows, hidden_dim) if glu else None,
+        g_RH=normal(rows, hidden_dim) if glu else None,
+        fc1=normal(experts, hidden_dim, model_dim, scale=model_dim**-0.5),
+        fc2=normal(experts, model_dim, hidden_dim, scale=hidden_dim**-0.5),
+        fc3=normal(experts, hidden_dim, model_dim, scale=model_dim**-0.5) if glu else None,
+        groups=Groups.of_tensor(torch.bincount(ids_TK.flatten(), minlength=experts)),
     )
 
 
-def _gather_rows(maps: Maps) -> Call:
-    index_R = maps.source_of_R // maps.row_of_TK.shape[1]
-    scale_R = maps.weights_TK.flatten()[maps.source_of_R]
+def _gather_rows(t: Tensors) -> Call:
     # A token is read once for each of its copies.
-    work = 2 * maps.rows_RD.nbytes + index_R.nbytes + scale_R.nbytes
-    return Call(arguments=(maps.x_TD, index_R, scale_R), work=work)
+    work = 2 * t.rows_RD.nbytes + t.token_of_R.nbytes + t.gate_R.nbytes
+    return Call(arguments=(t.x_TD, t.token_of_R, t.gate_R), work=work)
 
 
-def _gather_sum(maps: Maps) -> Call:
-    work = _bytes(maps.rows_RD, maps.x_TD, maps.row_of_TK, maps.weights_TK)
-    return Call(arguments=(maps.rows_RD, maps.row_of_TK, maps.weights_TK), work=work)
+def _gather_sum(t: Tensors) -> Call:
+    work = _bytes(t.rows_RD, t.x_TD, t.row_of_TK, t.weights_TK)
+    return Call(arguments=(t.rows_RD, t.row_of_TK, t.weights_TK), work=work)
 
 
-def _gather_dot(maps: Maps) -> Call:
-    work = _bytes(maps.rows_RD, maps.y_TD, maps.row_of_TK, maps.weights_TK)
-    return Call(arguments=(maps.rows_RD, maps.row_of_TK, maps.y_TD), work=work)
+def _gather_dot(t: Tensors) -> Call:
+    work = _bytes(t.rows_RD, t.y_TD, t.row_of_TK, t.weights_TK)
+    return Call(arguments=(t.rows_RD, t.row_of_TK, t.y_TD), work=work)
+
+
+def _softmax_top_k(t: Tensors) -> Call:
+    work = 2 * t.logits_TE.nbytes + _bytes(t.ids_TK, t.weights_TK)
+    return Call(arguments=(t.logits_TE, t.ids_TK.shape[1]), work=work)
+
+
+def _softmax_top_k_backward(t: Tensors) -> Call:
+    # The gradient of all probabilities is a balance loss's.
+    probs_TE = t.logits_TE.softmax(dim=1)
+    dprobs_TE = t.logits_TE.flip(0)
+    work = 3 * probs_TE.nbytes + _bytes(t.ids_TK, t.weights_TK)
+    return Call(arguments=(probs_TE, t.ids_TK, dprobs_TE, t.weights_TK), work=work)
+
+
+def _assign_slots(t: Tensors) -> Call:
+    ids_KT = t.ids_TK.t().contiguous()
+    return Call(arguments=(ids_KT, len(t.fc1)), work=2 * ids_KT.nbytes)
+
+
+def _assign_slots_by(t: Tensors) -> Call:
+    ids_KT = t.ids_TK.t().contiguous()
+    # As good as any: the copies by weight, as batch prioritised routing has them.
+    order_N = t.weights_TK.t().flatten().argsort(descending=True)
+    work = 2 * ids_KT.nbytes + order_N.nbytes
+    return Call(arguments=(order_N, ids_KT, len(t.fc1)), work=work)
+
+
+def _stride_copy(t: Tensors) -> Call:
+    return Call(arguments=(t.rows_RD, OUTER, INNER), work=2 * t.rows_RD.nbytes)
+
+
+def _grouped_linear(t: Tensors) -> Call:
+    return _product((t.a_RH, t.fc2, None, t.groups), t.product_flops)
+
+
+def _grouped_weight_grad(t: Tensors) -> Call:
+    """As fc2's, whose other factor is gathered from the tokens' gradients and weighted."""
+    keywords = {"dout_index_R": t.token_of_R, "scale_R": t.gate_R}
+    return _product((t.y_TD, t.a_RH, t.groups), t.product_flops, keywords)
+
+
+def _ffn_up(t: Tensors) -> Call:
+    arguments = t.x_TD, t.token_of_R, t.fc1, None, t.fc3, None, t.groups, ACTIVATION, True
+    return _product(arguments, t.maps_in * t.product_flops)
+
+
+def _ffn_down_backward(t: Tensors) -> Call:
+    # SwiGLU keeps h and g, and makes a again.
+    kept = (t.a_RH, None, None) if t.fc3 is None else (None, t.h_RH, t.g_RH)
+    arguments = t.y_TD, t.token_of_R, t.gate_R, t.fc2, None, *kept, t.groups, ACTIVATION
+    return _product(arguments, t.product_flops)
+
+
+def _ffn_up_backward(t: Tensors) -> Call:
+    # Any hidden rows do as gradients.
+    return _product((t.a_RH, t.fc1, t.g_RH, t.fc3, t.groups), t.maps_in * t.product_flops)
+
+
+def _product(
+    arguments: tuple[Any, ...], flops: int, keywords: dict[str, Any] | None = None
+) -> Call:
+    return Call(arguments=arguments, work=flops, unit="FLOP/s", keywords=keywords or {})
 
 
 def _bytes(*tensors: Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-CALLS: dict[str, Callable[[Maps], Call]] = {
+CALLS: dict[str, Callable[[Tensors], Call]] = {
     "gather_rows": _gather_rows,
     "gather_sum": _gather_sum,
     "gather_dot": _gather_dot,
+    "softmax_top_k": _softmax_top_k,
+    "softmax_top_k_backward": _softmax_top_k_backward,
+    "assign_slots": _assign_slots,
+    "assign_slots_by": _assign_slots_by,
+    "stride_copy": _stride_copy,
+    "grouped_linear": _grouped_linear,
+    "grouped_weight_grad": _grouped_weight_grad,
+    "ffn_up": _ffn_up,
+    "ffn_down_backward": _ffn_down_backward,
+    "ffn_up_backward": _ffn_up_backward,
 }
