@@ -19,7 +19,7 @@ from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, Case
 from benchmarks.layer_check import TOLERANCES, expected, relative_errors
 from benchmarks.layer_inputs import Inputs, make_inputs
 from benchmarks.machine import device_of, facts
-from benchmarks.memory import bytes_of_step
+from benchmarks.memory import bytes_of_step, kept_bytes
 from benchmarks.output import Report, Row
 from benchmarks.peers import BUILDERS, OURS, OWN, Builder
 from benchmarks.peers.variant import Unsupported, Variant
@@ -104,7 +104,7 @@ def _rows_of(
     }
     variants, rows = checked(case, inputs, builders)
     on_cpu = device.type == "cpu"
-    memory = {} if on_cpu else {key: _memory(each, inputs) for key, each in variants.items()}
+    memory = {key: memory_of(each, inputs) for key, each in variants.items()}
     for threads in options.threads if on_cpu else [None]:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -115,7 +115,7 @@ def _rows_of(
             took = timing.interleaved(steps, rounds, device, WARM[device.type])
             for key, summary in timing.against(took, BASE).items():
                 flops = FORWARDS[mode] * case.forward_flops
-                row = {"mode": mode, **rows[key], **summary, **memory.get(key, {})}
+                row = {"mode": mode, **rows[key], **summary, **memory[key]}
                 row |= {"rate": flops / summary["seconds"], "rate_unit": "FLOP/s"}
                 timed.append(row)
         rest = [row for key, row in rows.items() if key not in variants]
@@ -188,12 +188,19 @@ def _drop_gradients(variant: Variant, inputs: Inputs) -> None:
     inputs.x_TD.grad = None
 
 
-def _memory(variant: Variant, inputs: Inputs) -> dict[str, int]:
+def memory_of(variant: Variant, inputs: Inputs) -> dict[str, int]:
+    """Return kept_bytes, where there is a formula formula_bytes, and on a GPU what a step allocates."""
+
     def clear() -> None:
         _drop_gradients(variant, inputs)
 
     forward: Callable[[], Tensor] = lambda: variant(inputs.x_TD)  # noqa: E731
-    return bytes_of_step(forward, inputs.dy_TD, clear)
+    found = {"kept_bytes": kept_bytes(forward, (inputs.x_TD, *variant.parameters()))}
+    if variant.formula_bytes is not None:
+        found["formula_bytes"] = variant.formula_bytes
+    if inputs.x_TD.device.type == "cuda":
+        found |= bytes_of_step(forward, inputs.dy_TD, clear)
+    return found
 
 
 def _is_bad(rows: list[Row]) -> bool:

@@ -17,7 +17,18 @@ from benchmarks.bad_option import BadOption
 
 Row = dict[str, Any]
 # Of a table, in this order, where any row has them.
-COLUMNS = ("mode", "variant", "seconds", "ratio", "rate", "peak", "error", "note")
+COLUMNS = (
+    "mode",
+    "variant",
+    "seconds",
+    "ratio",
+    "rate",
+    "kept",
+    "formula",
+    "peak",
+    "error",
+    "note",
+)
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -122,8 +133,9 @@ def _shown(row: Row) -> dict[str, str]:
         shown["ratio"] = f"{row['ratio']:.3f} ({row['ratio_p20']:.3f}..{row['ratio_p80']:.3f})"
     if "rate" in row:
         shown["rate"] = with_prefix(row["rate"], row["rate_unit"])
-    if "peak_bytes" in row:
-        shown["peak"] = f"{row['peak_bytes'] / 2**20:.0f} MiB"
+    for name in ("kept", "formula", "peak"):
+        if f"{name}_bytes" in row:
+            shown[name] = f"{row[f'{name}_bytes'] / 2**20:.1f} MiB"
     if row.get("error") is not None:
         shown["error"] = f"{row['error']:.1e}"
     return {**shown, "note": row.get("note", "")}

@@ -28,6 +28,7 @@ Builder = Callable[[Case, Inputs], Variant]
 
 (_backend,) = (item for item in fields(MoEConfig) if item.name == "backend")
 OURS = {f"ours/{name}": partial(ours.build, backend=name) for name in _backend.metadata["choices"]}
+OURS["ours/recompute"] = partial(ours.build, backend="auto", recompute=True)
 OWN: dict[str, Builder] = {
     "dense": dense.build,
     **OURS,

@@ -15,7 +15,7 @@ NAMES = {"fc1": "fc1_weight", "fc2": "fc2_weight", "fc3": "fc3_weight"}
 class Ours(Variant):
     """ft.MoELayer without biases and, as all variants, without a balance loss."""
 
-    def __init__(self, case: Case, inputs: Inputs, backend: str) -> None:
+    def __init__(self, case: Case, inputs: Inputs, backend: str, recompute: bool) -> None:
         super().__init__()
         config = ft.MoEConfig(
             case.model_dim,
@@ -27,6 +27,7 @@ class Ours(Variant):
             expert_bias=False,
             balance_loss="none",
             backend=backend,
+            recompute_experts=recompute,
         )
         with torch.device("meta"):
             layer = ft.MoELayer(config, seed=1)
@@ -35,6 +36,7 @@ class Ours(Variant):
         with torch.no_grad():
             for name, parameter in self._weights().items():
                 parameter.copy_(inputs.weights[name])
+        self.formula_bytes = formula_bytes(case, inputs.x_TD.dtype, recompute)
 
     def _weights(self) -> dict[str, Tensor]:
         experts = dict(self.layer.experts.named_parameters())
@@ -50,15 +52,35 @@ class Ours(Variant):
         return {name: parameter.grad for name, parameter in self._weights().items()}
 
 
-def build(case: Case, inputs: Inputs, backend: str) -> Ours:
-    """Return the layer with a backend.
+def formula_bytes(case: Case, dtype: torch.dtype, recompute: bool) -> int:
+    """Return what the layer keeps for backward beside x and its parameters, at most, in bytes.
+
+    Args:
+        case: the layer.
+        dtype: of x and the experts.
+        recompute: whether hidden rows are made again.
+    """
+    tokens, experts, copies = case.tokens, case.num_experts, case.tokens * case.top_k
+    hidden = 0 if recompute else copies * case.hidden_dim * (2 if case.is_glu else 1)
+    # Weights before and after they are divided by their sum; the sum, as it is and bounded.
+    numbers = tokens * experts + (tokens if case.top_k == 1 else 2 * copies + 2 * tokens)
+    # The gate is in fp32 at least: of x and its own weights in half precision it keeps wider copies.
+    wide = max(dtype.itemsize, 4)
+    if wide > dtype.itemsize:
+        numbers += case.model_dim * (tokens + experts)
+    # Ids and both maps are int64; one of the maps has an end.
+    return hidden * dtype.itemsize + wide * numbers + 8 * (3 * copies + 1)
+
+
+def build(case: Case, inputs: Inputs, backend: str, recompute: bool = False) -> Ours:
+    """Return the layer with a backend, and without hidden rows kept for backward if `recompute`.
 
     Raises:
         Unsupported: the backend cannot run here.
     """
     try:
         _, reason = kernels.backend_for(backend, inputs.x_TD.device)
-        variant = Ours(case, inputs, backend)
+        variant = Ours(case, inputs, backend, recompute)
     except ValueError as error:
         raise Unsupported(str(error)) from error
     variant.note = reason

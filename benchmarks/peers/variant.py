@@ -23,6 +23,8 @@ class Variant(nn.Module):
     capacity: int | None = None
     # What a reader of its times must know.
     note: str = ""
+    # What it should keep for backward beside x and its parameters, where it says so.
+    formula_bytes: int | None = None
 
     def __init__(self, inputs: Inputs | None = None) -> None:
         super().__init__()

@@ -3,9 +3,10 @@
 Covered: file and table of a small run, with every variant or why it is left out; variants that are wrong
 in their output, in one gradient or by dropping, or that raise, are reported and get no times; the reference
 itself, with and without drops, against loops over tokens; the loads that a case asks for, which every
-precision's gate finds; summaries, and the order of turns; an op that is wrong, and one without arguments; a
-machine that has neither tabulate, matplotlib nor fairseq; options that cannot work; gpu.sh, whose parts do
-not stop each other.
+precision's gate finds; what a variant keeps for backward, and the formula of ours; summaries, and the order
+of turns; a row for every op, in every backend that has one of its own; an op that is wrong; a machine that
+has neither tabulate, matplotlib nor fairseq; options that cannot work; gpu.sh, whose parts do not stop each
+other, and what it says of them.
 """
 
 import importlib
@@ -22,7 +23,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("layer", "layer_cases", "layer_check", "layer_inputs", "op_inputs", "ops", "timing")
+MODULES = (
+    "layer", "layer_cases", "layer_check", "layer_inputs", "memory", "op_inputs", "ops", "timing",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +60,11 @@ def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
     assert found["configurations"]["e64_zipf"]["zipf"] == 1.0
     assert {row["configuration"] for row in found["rows"]} == {"k1_uniform", "e64_zipf"}
     ran = {row["variant"]: row for row in found["rows"] if row["status"] == "ok"}
-    assert {"dense", "ours/auto", "ours/reference", "einsum", "loop", "grouped_mm"} <= ran.keys()
+    ours = {"ours/auto", "ours/reference", "ours/recompute"}
+    assert {"dense", "einsum", "loop", "grouped_mm"} | ours <= ran.keys()
     for name, row in ran.items():
         assert row["seconds"] > 0 and row["rate"] > 0 and row["threads"] == 1
-        assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"]
+        assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"] and row["kept_bytes"] > 0
         if name != "dense":
             assert row["errors"].keys() == {"y", "dx", "dgate", "dfc1", "dfc2"}
             assert row["error"] == max(row["errors"].values()) < 1e-5
@@ -188,6 +192,36 @@ def test_loads_are_as_the_case_asks_in_every_precision(bench, name, least, most)
         assert least < inputs.busiest * case.num_experts / sum(inputs.loads_E) < most
 
 
+def test_what_is_kept_counts_each_storage_once_and_nothing_that_led_nowhere(bench):
+    x = torch.randn(10, requires_grad=True)
+    weight = torch.randn(10, requires_grad=True)
+
+    def forward():
+        hidden = (x * weight).exp()
+        (hidden * hidden.view(2, 5).flatten()).exp().sum()
+        return hidden.view(2, 5) * hidden.sum()
+
+    # Of hidden, its sum, x and the weight.
+    assert bench.memory.kept_bytes(forward, ()) == 40 + 4 + 40 + 40
+    assert bench.memory.kept_bytes(forward, (x, weight)) == 40 + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ours_keeps_what_its_formula_says(bench, activation, top_k, dtype, recompute):
+    tiny = bench.layer_cases.CPU_CASES["k1_zipf"].tiny()
+    case = replace(tiny, top_k=top_k, activation=activation, hidden_dim=256)
+    inputs = bench.layer_inputs.make_inputs(case, torch.device("cpu"), dtype)
+    ours = bench.peers.BUILDERS["ours/recompute" if recompute else "ours/auto"](case, inputs)
+    found = bench.layer.memory_of(ours, inputs)
+    assert 0.85 <= found["kept_bytes"] / found["formula_bytes"] <= 1
+    # With recomputation there is no room in it for hidden rows.
+    hidden = case.tokens * top_k * case.hidden_dim * (2 if case.is_glu else 1) * dtype.itemsize
+    assert (found["formula_bytes"] > hidden) is not recompute
+
+
 def test_ratios_are_of_one_round_and_turns_change(bench):
     order = []
     steps = {name: lambda name=name: order.append(name) for name in "abc"}
@@ -205,30 +239,55 @@ def test_a_quick_run_of_the_ops_has_every_op(tmp_path):
     path = tmp_path / "out.json"
     run("-m", "benchmarks.ops", "--quick", "--json", path)
     found = json.loads(path.read_text())
+    from fairseq_tutel.kernels import OPS, PRODUCTS
+
+    assert {f"{op} {size}" for op in OPS for size in ("tiny", "tiny_glu")} == set(
+        found["configurations"]
+    )
+    for row in found["rows"]:
+        op = found["configurations"][row["configuration"]]["op"]
+        # Everything but the products is the same function in both.
+        runs = row["variant"] == "reference" or (row["variant"] == "grouped_mm" and op in PRODUCTS)
+        assert row["status"] == ("ok" if runs else "skipped") and ("reason" in row) is not runs
+        if runs:
+            unit = "FLOP/s" if op in PRODUCTS else "B/s"
+            assert row["rate"] > 0 and row["rate_unit"] == unit and row["error"] < 1e-6
+
+
+def test_every_op_has_arguments(bench):
     from fairseq_tutel.kernels import OPS
 
-    assert {each["op"] for each in found["configurations"].values()} == set(OPS)
-    ran = [row for row in found["rows"] if row["status"] == "ok"]
-    assert "reference" in {row["variant"] for row in ran}
-    for row in ran:
-        assert row["rate"] > 0 and row["rate_unit"].endswith("/s") and row["error"] < 1e-4
-    for row in found["rows"]:
-        assert row["status"] in ("ok", "skipped") and ("reason" in row or "ratio" in row)
+    assert bench.op_inputs.CALLS.keys() == set(OPS)
 
 
 def test_an_op_that_is_wrong_or_raises_is_reported(bench):
-    maps = bench.op_inputs.make_maps(bench.op_inputs.TINY, torch.device("cpu"), torch.float32)
-    call = bench.op_inputs.CALLS["gather_dot"](maps)
+    tensors = bench.op_inputs.make_tensors(bench.op_inputs.TINY, torch.device("cpu"), torch.float32)
     reference = bench.ops.reference
-    backends = {
-        "reference": reference,
-        "wrong": SimpleNamespace(gather_dot=lambda *a: reference.gather_dot(*a).roll(1, 0)),
-        "raises": SimpleNamespace(gather_dot=lambda: None),
-        "other": SimpleNamespace(),
+
+    def unweighted(*arguments, scale_R=None, **keywords):
+        return reference.grouped_weight_grad(*arguments, **keywords)
+
+    def displaced(*arguments):
+        slots_TK, assigned_KE = reference.assign_slots(*arguments)
+        return slots_TK.sort(dim=0).values, assigned_KE
+
+    wrong = {
+        "gather_dot": lambda *arguments: reference.gather_dot(*arguments).roll(1, 0),
+        "grouped_weight_grad": unweighted,
+        "assign_slots": displaced,
     }
-    rows = bench.ops.measured("gather_dot", call, backends, 2, torch.device("cpu"))
-    assert [row["status"] for row in rows] == ["ok", "wrong", "failed", "skipped"]
-    assert "seconds" in rows[0] and not any("seconds" in row for row in rows[1:])
+    for name, function in wrong.items():
+        backends = {
+            "reference": reference,
+            "wrong": SimpleNamespace(**{name: function}),
+            "raises": SimpleNamespace(**{name: lambda: None}),
+            "same": SimpleNamespace(**{name: getattr(reference, name)}),
+        }
+        call = bench.op_inputs.CALLS[name](tensors)
+        rows = bench.ops.measured(name, call, backends, 2, torch.device("cpu"))
+        assert [row["status"] for row in rows] == ["ok", "wrong", "failed", "skipped"], name
+        assert rows[-1]["reason"] == f"its {name} is that of reference"
+        assert "seconds" in rows[0] and not any("seconds" in row for row in rows[1:])
 
 
 BARE = """
