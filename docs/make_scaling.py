@@ -4,11 +4,8 @@
 What was measured is read from benchmarks/results/cluster_*.json (`python -m benchmarks.cluster --json`).
 """
 
-import argparse
 import json
 import math
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +18,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from tabulate import tabulate
 
+import page
 from fairseq_tutel.comm.cost import (
     Cluster,
     Work,
@@ -64,25 +61,14 @@ REGRETS = (0.05, 0.10, 0.20)
 
 def main() -> None:
     """Rewrite or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if a table is out of date"
-    )
-    arguments = parser.parse_args()
-    old = PAGE.read_text()
-    new = filled_in(old)
-    if arguments.check:
-        sys.exit(
-            "docs/scaling.md is out of date; run python docs/make_scaling.py" if new != old else 0
-        )
-    PAGE.write_text(new)
-    draw_algorithms(DOCS / "scaling_2dh.png")
-    draw_sizes(DOCS / "scaling_sizes.png")
-    draw_parallelism(DOCS / "scaling_r.png")
+    if page.run(PAGE, filled_in, __doc__):
+        draw_algorithms(DOCS / "scaling_2dh.png")
+        draw_sizes(DOCS / "scaling_sizes.png")
+        draw_parallelism(DOCS / "scaling_r.png")
 
 
 def filled_in(text: str) -> str:
-    """Return the page's text with each table between its two markers."""
+    """Return the page's text with each table in its place."""
     measured = sorted(RESULTS.glob("cluster_*.json"))
     steps = measured_steps(measured)
     tables = {
@@ -93,12 +79,7 @@ def filled_in(text: str) -> str:
         "steps": steps_table(steps),
         "choices": choices_table(steps),
     }
-    for name, table in tables.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(pattern, lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.S)
-        if count != 1:
-            raise ValueError(f"scaling.md has {count} places for the table {name!r}; it needs one.")
-    return text
+    return page.filled(text, PAGE.name, tables)
 
 
 def presets_table() -> str:
@@ -117,7 +98,7 @@ def presets_table() -> str:
     ]
     header = ["--gpu", "in its node, GB/s", "to other nodes, GB/s", "memory, GB/s", "experts, TFLOP/s",
               "gate, TFLOP/s", "memory, GB"]  # fmt: skip
-    return _table(rows, header)
+    return page.table(rows, header)
 
 
 def gain_of_2dh(gpus: int, mebibytes: float) -> float:
@@ -135,7 +116,7 @@ def algorithms_table() -> str:
         [f"{gpus:,}", *(f"{gain_of_2dh(gpus, size):.2f}" for size in SIZES_MIB)]
         for gpus in GPUS[1:]
     ]
-    return _table(rows, ["A100s", *(f"{_size(size)} a rank" for size in SIZES_MIB)])
+    return page.table(rows, ["A100s", *(f"{_size(size)} a rank" for size in SIZES_MIB)])
 
 
 def choices(work: Work, gpus: int) -> dict[How, float]:
@@ -192,7 +173,7 @@ def paper_table() -> str:
          f"{up_to(grid, 'over d = 1, linear')}; 2,048 and 16,384 GPUs: "
          f"{up_to(large, 'over d = 1, linear')}"],
     ]  # fmt: skip
-    return _table(rows, ["question", "paper (measured, A100s)", "model (A100 preset)"])
+    return page.table(rows, ["question", "paper (measured, A100s)", "model (A100 preset)"])
 
 
 def cluster_table(files: list[Path]) -> str:
@@ -233,7 +214,7 @@ def cluster_table(files: list[Path]) -> str:
     header = ["link, Mbit/s", "fitted", "delay, us", "fitted alpha, us", "launch, us", "nodes x ranks",
               "rows", "error: median, p90, most", "largest shape, unseen", "faster algorithm",
               "always linear"]  # fmt: skip
-    return _table(rows, header)
+    return page.table(rows, header)
 
 
 class Step(NamedTuple):
@@ -323,7 +304,7 @@ def steps_table(steps: list[Step]) -> str:
         return "Not measured yet: there is no benchmarks/results/cluster_*.json with steps."
     header = ["choices of", "cluster", "experts", "rows", "error: median, p90, most",
               "predicted / measured, mean", "links of other shapes: error"]  # fmt: skip
-    return _table(rows, header)
+    return page.table(rows, header)
 
 
 def choices_table(steps: list[Step]) -> str:
@@ -355,7 +336,7 @@ def choices_table(steps: list[Step]) -> str:
     limits = ", ".join(f"{100 * limit:.0f}" for limit in REGRETS)
     header = ["cluster", "experts", "cells", f"within {limits} %; most", "links of other shapes",
               "one choice for all cells"]  # fmt: skip
-    return _table(rows, header)
+    return page.table(rows, header)
 
 
 def draw_algorithms(path: Path) -> None:
@@ -522,10 +503,6 @@ def _percent(errors: Errors) -> str:
 
 def _size(mebibytes: float) -> str:
     return f"{mebibytes:g} MiB" if mebibytes >= 1 else f"{1024 * mebibytes:g} KiB"
-
-
-def _table(rows: list[list], header: list[str]) -> str:
-    return tabulate(rows, header, tablefmt="github", disable_numparse=True)
 
 
 def _finish(figure: Figure, axes: Axes, path: Path | None) -> None:

@@ -3,17 +3,14 @@
 `python docs/make_tables.py` rewrites them; with --check it only says whether they are up to date.
 """
 
-import argparse
-import re
-import sys
 from pathlib import Path
 
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
-from tabulate import tabulate
 
+import page
 from fairseq_tutel import flags, plugin
 from fairseq_tutel.criterions.gate_loss import GateLossOptions
 
@@ -32,7 +29,7 @@ def names_table() -> str:
         ("optimizers", OPTIMIZER_REGISTRY),
     ):
         rows.append([kind, _codes(name for name in registry if name.startswith("moe_"))])
-    return tabulate(rows, ["what", "names"], tablefmt="github")
+    return page.table(rows, ["what", "names"])
 
 
 def flags_table(options: type, leave_out: tuple[str, ...] = ()) -> str:
@@ -45,7 +42,7 @@ def flags_table(options: type, leave_out: tuple[str, ...] = ()) -> str:
             value = getattr(default, "value", default)
             shown = "off" if value is False else f"`{value}`"
             rows.append([f"`--{key.replace('_', '-')}`", shown, text.split(" [default")[0]])
-    return tabulate(rows, ["flag", "default", "meaning"], tablefmt="github", disable_numparse=True)
+    return page.table(rows, ["flag", "default", "meaning"])
 
 
 def _codes(names) -> str:
@@ -64,28 +61,9 @@ def tables() -> dict[str, str]:
 
 
 def filled_in(text: str) -> str:
-    """Return the README's text with each table between its two markers."""
-    for name, table in tables().items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(pattern, lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.S)
-        if count != 1:
-            raise ValueError(f"README.md has {count} places for the table {name!r}; it needs one.")
-    return text
-
-
-def main() -> None:
-    """Rewrite or check the README."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if out of date"
-    )
-    arguments = parser.parse_args()
-    old = README.read_text()
-    new = filled_in(old)
-    if arguments.check:
-        sys.exit("README.md is out of date; run python docs/make_tables.py" if new != old else 0)
-    README.write_text(new)
+    """Return the README's text with each table in its place."""
+    return page.filled(text, README.name, tables())
 
 
 if __name__ == "__main__":
-    main()
+    page.run(README, filled_in, __doc__)
