@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import command, timing
 from benchmarks.bad_option import BadOption
 from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, Case
-from benchmarks.layer_check import TOLERANCES, expected, relative_errors
+from benchmarks.layer_check import expected, relative_errors, tolerance
 from benchmarks.layer_inputs import Inputs, make_inputs
 from benchmarks.machine import device_of, facts
 from benchmarks.memory import bytes_of_step, kept_bytes
@@ -161,13 +161,13 @@ def _compared(y: Tensor, variant: Variant, inputs: Inputs, wanted: dict[str, Ten
     got = {"y": y, "dx": inputs.x_TD.grad}
     got |= {f"d{key}": gradient for key, gradient in variant.gradients().items()}
     errors = relative_errors(got, wanted)
-    worst = max(errors, key=lambda key: errors[key])
+    worst = max(errors, key=lambda key: errors[key] / tolerance(key, inputs.x_TD.dtype))
     # JSON knows no infinity.
     finite = {key: error if error < float("inf") else None for key, error in errors.items()}
     found = {"error": finite[worst], "error_of": worst, "errors": finite}
-    if errors[worst] <= TOLERANCES[inputs.x_TD.dtype]:
+    if errors[worst] <= tolerance(worst, inputs.x_TD.dtype):
         return found
-    reason = f"{worst} is off by {errors[worst]:.1e} of its largest entry"
+    reason = f"{worst} is off by {errors[worst]:.1e} of its norm"
     return {**found, "status": "wrong", "reason": reason}
 
 

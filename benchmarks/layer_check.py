@@ -14,8 +14,11 @@ from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 
 REFERENCE_DTYPES = {"cpu": torch.float64, "cuda": torch.float32}
-# Largest error of an entry over the largest entry. What is wrong is off by a tenth or more.
+# Norm of the error over the norm. What is wrong is off by a tenth or more.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Of a gradient through relus: a hidden value next to the corner may lie on its other side in another
+# precision, which changes one row of a gradient for good.
+CORNERS = 3e-3
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
 
@@ -73,7 +76,7 @@ def _kept(ids_TK: Tensor, capacity: int | None) -> Tensor:
 
 
 def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Return, by name, the largest difference of an entry over the largest entry wanted.
+    """Return, by name, the norm of the difference over the norm of what is wanted.
 
     What is missing, has another shape or is not finite is off by infinity.
     """
@@ -83,7 +86,13 @@ def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[s
         if values is None or values.shape != expected_values.shape:
             errors[name] = math.inf
             continue
-        difference = (values.to(expected_values.dtype) - expected_values).abs().max()
-        error = float(difference / expected_values.abs().max().clamp_min(1e-30))
+        wanted_values = expected_values.double()
+        difference = (values.double() - wanted_values).norm()
+        error = float(difference / wanted_values.norm().clamp_min(1e-30))
         errors[name] = error if math.isfinite(error) else math.inf
     return errors
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    """Return how far off an output of a layer may be, "y" or "d" and a name."""
+    return TOLERANCES[dtype] if name == "y" else max(TOLERANCES[dtype], CORNERS)
