@@ -24,7 +24,8 @@ from fairseq_tutel.kernels import reference
 
 BASE = "reference"
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-ROUNDS, WARM, QUICK_ROUNDS = 30, 5, 2
+ROUNDS, WARM = {"cpu": 15, "cuda": 30}, {"cpu": 2, "cuda": 5}
+QUICK_ROUNDS = 2
 
 
 def main(words: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def _measure(options: argparse.Namespace) -> int:
     torch.set_num_threads(max(options.threads, 1))
     report = Report("ops", BASE, facts(device, dtype), command.shown(options), options.json)
     backends, missing = available(device)
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS[device.type]
     sizes = QUICK if options.quick else SIZES[device.type]
     for size_name, size in sizes.items():
         tensors = make_tensors(size, device, dtype)
@@ -98,7 +99,7 @@ def measured(
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         if row["status"] == "ok":
             steps[backend] = lambda op=op: op(*call.arguments, **call.keywords)
-    took = timing.interleaved(steps, rounds, device, WARM)
+    took = timing.interleaved(steps, rounds, device, WARM[device.type])
     for backend, summary in timing.against(took, BASE).items():
         rate = call.work / summary["seconds"]
         rows[backend] |= {**summary, "rate": rate, "rate_unit": call.unit}

@@ -1,0 +1,345 @@
+"""Write the tables of docs/performance.md, from what the benchmarks left in benchmarks/results.
+
+`python docs/make_performance.py` rewrites them; with --check it only says whether they are up to date.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import page
+
+DOCS = Path(__file__).resolve().parent
+PAGE = DOCS / "performance.md"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+BENCHMARKS = ("layer", "ops", "step", "generate")
+COMPILED = "compiled.md"
+OURS = "ours/auto"
+
+# See benchmarks/output.py.
+Row = dict[str, Any]
+
+
+class Result(NamedTuple):
+    """One file that a benchmark wrote.
+
+    Attributes:
+        name: of the file.
+        content: see `benchmarks.output.Report`.
+    """
+
+    name: str
+    content: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        """Return "cpu" or "cuda"."""
+        return "cpu" if self.content["machine"]["device"].startswith("CPU") else "cuda"
+
+    @property
+    def command(self) -> str:
+        """Return how it was made."""
+        words = [f"python -m benchmarks.{self.content['benchmark']}"]
+        for key, value in self.content["options"].items():
+            if value is True:
+                words.append(f"--{key.replace('_', '-')}")
+            elif value not in (None, False):
+                values = value if isinstance(value, list) else [value]
+                words.append(f"--{key.replace('_', '-')} {' '.join(map(str, values))}")
+        return " ".join(words)
+
+
+def filled_in(text: str, folder: Path = RESULTS) -> str:
+    """Return the page's text with each table in its place.
+
+    Args:
+        text: of the page.
+        folder: of the results; what is not there is said to be not measured yet.
+
+    Raises:
+        ValueError: a result is of --quick.
+    """
+    results = read(folder)
+
+    def of(benchmark: str, device: str = "cpu") -> list[Result]:
+        return [r for r in results if r.content["benchmark"] == benchmark and r.device == device]
+
+    cpu, cuda = of("layer"), of("layer", "cuda")
+    step = of("step") + of("step", "cuda")
+    generate = of("generate") + of("generate", "cuda")
+    by_hand = "python -m benchmarks.{} --json benchmarks/results/{}.json"
+    by_script = "bash benchmarks/gpu.sh"
+    tables = {
+        "runs": (runs_table(results), by_hand.format("layer", "layer_cpu")),
+        "layer cpu": (layer_table(cpu), by_hand.format("layer", "layer_cpu")),
+        "memory cpu": (memory_table(cpu), by_hand.format("layer", "layer_cpu")),
+        "left out": (
+            left_out_table(cpu + cuda + step + generate),
+            by_hand.format("layer", "layer_cpu"),
+        ),
+        "ops cpu": (ops_table(of("ops")), by_hand.format("ops", "ops_cpu")),
+        "step": (step_table(step), by_hand.format("step --top-k 1 2 --profile", "step_cpu")),
+        "profile": (profile_table(step), by_hand.format("step --profile", "step_cpu")),
+        "generate": (generate_table(generate), by_hand.format("generate", "generate_cpu")),
+        "layer cuda": (gpu_table(cuda), by_script),
+        "ops cuda": (ops_table(of("ops", "cuda")), by_script),
+        "compiled": (
+            compiled_table(folder / COMPILED),
+            f"python -m benchmarks.compile_table --markdown benchmarks/results/{COMPILED}",
+        ),
+    }
+    shown = {
+        name: table or f"Not measured yet: `{command}` does it."
+        for name, (table, command) in tables.items()
+    }
+    return page.filled(text, PAGE.name, shown)
+
+
+def read(folder: Path) -> list[Result]:
+    """Return what is in a folder's files of BENCHMARKS, by the files' names.
+
+    Raises:
+        ValueError: a file is of --quick.
+    """
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if content.get("benchmark") not in BENCHMARKS:
+            continue
+        if content["options"]["quick"]:
+            raise ValueError(
+                f"{path.name} was measured with --quick, whose times mean nothing; measure it without."
+            )
+        results.append(Result(path.name, content))
+    return results
+
+
+def runs_table(results: Iterable[Result]) -> str:
+    """Return what each file depends on: command, machine, versions."""
+    rows = []
+    for result in results:
+        content = result.content
+        machine = content["machine"]
+        rows.append(
+            [
+                _stem(result.name) + ("" if content["complete"] else ", cut short"),
+                f"`{result.command}`",
+                machine["device"],
+                machine["cores"],
+                machine["dtype"],
+                machine["torch"],
+                machine["triton"] or "-",
+                machine["load_before"],
+            ]
+        )
+    header = ["file", "command", "device", "cores", "numbers", "torch", "triton", "load before"]
+    return _table(rows, header)
+
+
+def layer_table(results: Iterable[Result]) -> str:
+    """Return every variant's time over dense's, a line for each configuration and number of threads."""
+    return _ratios(results, "dense", "ms", lambda row: _milliseconds(row["seconds"]))
+
+
+def step_table(results: Iterable[Result]) -> str:
+    """Return every variant's time over dense's, a line for each model."""
+    return _ratios(results, "dense", "s", lambda row: f"{row['seconds']:.2f}")
+
+
+def generate_table(results: Iterable[Result]) -> str:
+    """Return the time over dense's, a line for each batch."""
+    return _ratios(results, "dense", "tokens/s", lambda row: f"{row['rate']:.0f}")
+
+
+def ops_table(results: Iterable[Result]) -> str:
+    """Return every backend's time over the reference's, a line for each op and size."""
+    return _ratios(
+        results,
+        "reference",
+        "rate",
+        lambda row: f"{_milliseconds(row['seconds'])} ms, {_rate(row)}",
+    )
+
+
+def _ratios(results: Iterable[Result], base: str, what: str, of_base: Any) -> str:
+    """Return a table of ratios: lines are configurations, columns the base itself and the others."""
+    lines: dict[tuple[str, str, str], dict[str, Row]] = defaultdict(dict)
+    for result in results:
+        for row in result.content["rows"]:
+            where = _where(result, row)
+            lines[_stem(result.name), row["configuration"], where][row["variant"]] = row
+    ran = [row["variant"] for line in lines.values() for row in line.values() if _has_times(row)]
+    variants = [variant for variant in dict.fromkeys(ran) if variant != base]
+    rows = []
+    for key, line in lines.items():
+        own = line[base]
+        rows.append(
+            [
+                *key,
+                of_base(own) if _has_times(own) else own["status"],
+                *(_ratio(line.get(variant)) for variant in variants),
+            ]
+        )
+    return _table(rows, ["file", "configuration", "on", f"{base}, {what}", *variants])
+
+
+def _stem(name: str) -> str:
+    return f"`{Path(name).stem}`"
+
+
+def _where(result: Result, row: Row) -> str:
+    if result.device == "cuda":
+        return "GPU"
+    threads = row.get("threads", result.content["options"]["threads"])
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def _has_times(row: Row) -> bool:
+    return "ratio" in row
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None or row["status"] == "skipped":
+        return "-"
+    if not _has_times(row):
+        return row["status"]
+    return f"{row['ratio']:.3f} ({row['ratio_p20']:.3f}..{row['ratio_p80']:.3f})"
+
+
+def _rate(row: Row) -> str:
+    return f"{row['rate'] / 1e9:,.1f} G{row['rate_unit']}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.4g}"
+
+
+def memory_table(results: Iterable[Result]) -> str:
+    """Return what every variant keeps for backward, in MiB, with the formula where one has it."""
+    lines: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    for name, content in results:
+        for row in content["rows"]:
+            if "kept_bytes" in row:
+                lines[_stem(name), row["configuration"]][row["variant"]] = row
+    variants = list(dict.fromkeys(variant for line in lines.values() for variant in line))
+    rows = [
+        [*key, *(_kept(line.get(variant)) for variant in variants)] for key, line in lines.items()
+    ]
+    return _table(rows, ["file", "configuration", *variants])
+
+
+def _kept(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    formula = f" of {_mebibytes(row['formula_bytes'])}" if "formula_bytes" in row else ""
+    return f"{_mebibytes(row['kept_bytes'])}{formula}"
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:.1f}"
+
+
+def left_out_table(results: Iterable[Result]) -> str:
+    """Return which variants did not run, and why."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for result in results:
+        for row in result.content["rows"]:
+            if row["status"] != "ok":
+                where = found[row["variant"], f"{row['status']}: {row['reason']}"]
+                where.append(f"{result.device} {row['configuration']}")
+    rows = [
+        [variant, reason.replace("|", "\\|"), ", ".join(dict.fromkeys(where))]
+        for (variant, reason), where in found.items()
+    ]
+    return _table(rows, ["variant", "why it has no times", "where"])
+
+
+def profile_table(results: Iterable[Result]) -> str:
+    """Return the largest operations of a step, dense and with experts side by side."""
+    rows = []
+    for name, content in results:
+        for configuration, about in content["configurations"].items():
+            entries = about.get("profile", {})
+            pairs = zip(entries.get("dense", ()), entries.get("moe", ()), strict=True)
+            for number, (dense, moe) in enumerate(pairs, start=1):
+                rows.append([_stem(name), configuration, number, *_entry(dense), *_entry(moe)])
+    own = ["operation", "ms", "share"]
+    models = [f"{model}: {each}" for model in ("dense", "moe") for each in own]
+    return _table(rows, ["file", "configuration", "", *models])
+
+
+def _entry(entry: dict[str, Any]) -> list[str]:
+    return [f"`{entry['name']}`", f"{entry['self_ms']:.1f}", f"{entry['share']:.1%}"]
+
+
+def gpu_table(results: Iterable[Result]) -> str:
+    """Return times and memory of every variant on a GPU, a line for each."""
+    rows = []
+    for name, content in results:
+        timed = [row for row in content["rows"] if _has_times(row)]
+        ours = {
+            (row["configuration"], row["mode"]): row["seconds"]
+            for row in timed
+            if row["variant"] == OURS
+        }
+        for row in timed:
+            own = ours.get((row["configuration"], row["mode"]))
+            rows.append(
+                [
+                    _stem(name),
+                    row["configuration"],
+                    row["mode"],
+                    row["variant"],
+                    _milliseconds(row["seconds"]),
+                    _rate(row),
+                    _ratio(row),
+                    f"{row['seconds'] / own:.2f}" if own else "-",
+                    _kept(row),
+                    _mebibytes(row["saved_bytes"]),
+                    _mebibytes(row["peak_bytes"]),
+                ]
+            )
+    header = ["file", "configuration", "mode", "variant", "ms", "rate", "over dense", f"over {OURS}",
+              "kept, MiB", "saved, MiB", "peak, MiB"]  # fmt: skip
+    return _table(rows, header)
+
+
+def compiled_table(path: Path) -> str:
+    """Return, for every target, the extremes of the table that benchmarks.compile_table wrote."""
+    if not path.exists():
+        return ""
+    lines = path.read_text().splitlines()
+    header, *cells = ([cell.strip() for cell in line.strip(" |").split("|")] for line in lines)
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for row in cells[1:]:
+        kernel = dict(zip(header, row, strict=True))
+        found[kernel["target"]].append(kernel)
+
+    def most(kernels: list[dict[str, str]], column: str) -> str:
+        largest = max(kernels, key=lambda kernel: int(kernel[column]))
+        return f"{largest[column]} (`{largest['kernel']}`)"
+
+    rows = [
+        [
+            target,
+            len(kernels),
+            most(kernels, "registers"),
+            most(kernels, "shared bytes"),
+            ", ".join(f"`{k['kernel']}`" for k in kernels if int(k["spilled"])) or "none",
+        ]
+        for target, kernels in found.items()
+    ]
+    return _table(
+        rows, ["target", "kernels", "most registers", "most shared bytes", "with spilled registers"]
+    )
+
+
+def _table(rows: list[list[Any]], header: list[str]) -> str:
+    """Return a table; nothing where it has no lines."""
+    return page.table(rows, header) if rows else ""
+
+
+if __name__ == "__main__":
+    page.run(PAGE, filled_in, __doc__)

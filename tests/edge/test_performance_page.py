@@ -1,0 +1,201 @@
+"""docs/performance.md: its tables are those of the files in benchmarks/results.
+
+Covered: the page as it is; files as the benchmarks write them become lines, on CPU and GPU, with what is
+wrong, left out or cut short; no file, a file of --quick, a kernel that spills; places for tables that are
+missing or there twice; --check.
+"""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tabulate import tabulate
+
+import make_performance
+import page
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "performance.md").read_text()
+TIMES = {
+    "seconds": 0.02, "ratio": 1.0, "ratio_p20": 1.0, "ratio_p80": 1.0,
+    "rate": 4e9, "rate_unit": "FLOP/s",
+}  # fmt: skip
+H100 = {"device": "NVIDIA H100", "cores": 16, "dtype": "bfloat16", "torch": "2.11.0", "triton": "3.6.0",
+        "load_before": 0.1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """Return a function from a name to the benchmark's module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        layer = importlib.import_module("benchmarks.layer")
+        patch.setattr(layer, "keep_freed_memory", lambda: False)
+        yield lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def written(benchmark, path, name, machine, rows, configurations, base="dense", **options):
+    """Write a file as a benchmark does, one row after the other."""
+    made = benchmark("output").Report(name, base, machine, {"quick": False, **options}, path)
+    for configuration, row in rows:
+        made.add(configuration, configurations.get(configuration, {}), [row])
+    return made
+
+
+def not_quick(path):
+    """Take a small run for a real one."""
+    content = json.loads(path.read_text())
+    content["options"]["quick"] = False
+    path.write_text(json.dumps(content))
+    return content
+
+
+def lines(text, name):
+    """Return a table of the page: a dictionary by header for each line."""
+    inside = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0]
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in inside.splitlines()]
+    return [dict(zip(cells[0], line, strict=True)) for line in cells[2:]]
+
+
+def test_the_page_is_up_to_date():
+    assert make_performance.filled_in(TEXT) == TEXT
+
+
+def test_what_has_no_file_is_not_measured_yet(tmp_path):
+    text = make_performance.filled_in(TEXT, tmp_path)
+    places = text.count("<!-- end -->")
+    assert text.count("Not measured yet: `") == places == 11
+    assert text.count("Not measured yet: `bash benchmarks/gpu.sh` does it.") == 2
+
+
+def test_small_runs_of_layer_and_ops_become_lines(benchmark, tmp_path, capsys):
+    words = ("--quick", "--json", str(tmp_path / "layer_cpu.json"), "--configs", "k2_zipf")
+    assert benchmark("layer").main([*words, "--threads", "1"]) == 0
+    assert benchmark("ops").main(["--quick", "--json", str(tmp_path / "ops_cpu.json")]) == 0
+    with pytest.raises(ValueError, match=r"layer_cpu\.json was measured with --quick, whose times"):
+        make_performance.filled_in(TEXT, tmp_path)
+    content = not_quick(tmp_path / "layer_cpu.json")
+    not_quick(tmp_path / "ops_cpu.json")
+    text = make_performance.filled_in(TEXT, tmp_path)
+
+    rows = {row["variant"]: row for row in content["rows"]}
+    (line,) = lines(text, "layer cpu")
+    assert (line["configuration"], line["on"]) == ("k2_zipf", "1 thread")
+    assert line["dense, ms"] == f"{1000 * rows['dense']['seconds']:.4g}"
+    for name in ("ours/auto", "ours/recompute", "einsum", "loop", "grouped_mm"):
+        assert line[name].startswith(f"{rows[name]['ratio']:.3f} ("), name
+    (kept,) = lines(text, "memory cpu")
+    assert kept["ours/auto"].count(" of ") == 1 and " of " not in kept["loop"]
+    left_out = {row["variant"]: row for row in lines(text, "left out")}
+    assert left_out["ours/triton"]["where"] == "cpu k2_zipf"
+    assert "dense" not in left_out
+
+    found = {(row["configuration"].split()[0]): row for row in lines(text, "ops cpu")}
+    from fairseq_tutel.kernels import OPS
+
+    assert found.keys() == set(OPS)
+    assert "FLOP/s" in found["ffn_up"]["reference, rate"] and "(" in found["ffn_up"]["grouped_mm"]
+    assert found["gather_sum"]["grouped_mm"] == "-"
+    runs = lines(text, "runs")
+    assert "--configs k2_zipf --threads 1" in runs[0]["command"] and len(runs) == 2
+
+
+def test_steps_texts_and_a_gpu_become_lines(benchmark, tmp_path, capsys):
+    cpu = {**H100, "device": "CPU, AVX2", "dtype": "float32", "triton": None}
+    moe = {**TIMES, "variant": "moe", "status": "ok", "ratio": 1.08}
+    dense = {**TIMES, "variant": "dense", "status": "ok"}
+    wrong = {"variant": "moe_einsum", "status": "wrong", "reason": "its output differs"}
+    entry = {"name": "aten::mm", "self_ms": 12.34, "share": 0.5, "calls": 3}
+    written(
+        benchmark, tmp_path / "step_cpu.json", "step", cpu,
+        [("lm k1", dense), ("lm k1", moe), ("lm k1", wrong)],
+        {"lm k1": {"profile": {"dense": [entry], "moe": [{**entry, "self_ms": 56.78}]}}},
+        threads=2,
+    ).finish(None)  # fmt: skip
+    written(
+        benchmark, tmp_path / "generate_cpu.json", "generate", cpu,
+        [("batch 8", {**dense, "rate": 321.0}), ("batch 8", moe)], {}, threads=1,
+    )  # fmt: skip
+    memory = {"kept_bytes": 3 << 20, "formula_bytes": 4 << 20, "saved_bytes": 5 << 20}
+    memory |= {"peak_bytes": 6 << 20, "mode": "forward"}
+    ours = {**TIMES, **memory, "variant": "ours/auto", "status": "ok", "rate": 5e14}
+    peer = {**ours, "variant": "tutel", "seconds": 0.05}
+    failed = {"variant": "scattermoe", "status": "failed", "reason": "RuntimeError: a | b"}
+    written(
+        benchmark, tmp_path / "gpu_layer.json", "layer", H100,
+        [("A", ours), ("A", peer), ("A", failed)], {}, threads=[1, 2],
+    ).finish(None)  # fmt: skip
+    # Others' results in the same folder.
+    (tmp_path / "gpu_parts.json").write_text("{}")
+    text = make_performance.filled_in(TEXT, tmp_path)
+
+    (step,) = lines(text, "step")
+    assert (step["on"], step["dense, s"], step["moe"]) == (
+        "2 threads",
+        "0.02",
+        "1.080 (1.000..1.000)",
+    )
+    # No variant is a column for being wrong alone, nor is it passed over.
+    assert "moe_einsum" not in step
+    assert "| moe_einsum | wrong: its output differs" in " ".join(text.split())
+    (profile,) = lines(text, "profile")
+    assert (profile["dense: ms"], profile["moe: ms"], profile["moe: share"]) == (
+        "12.3",
+        "56.8",
+        "50.0%",
+    )
+    (generated,) = lines(text, "generate")
+    assert generated["dense, tokens/s"] == "321"
+    first, second = lines(text, "layer cuda")
+    assert (first["rate"], first["over ours/auto"]) == ("500,000.0 GFLOP/s", "1.00")
+    assert (second["over ours/auto"], second["peak, MiB"]) == ("2.50", "6.0")
+    assert "RuntimeError: a \\| b" in text and "cuda A" in text
+    assert "Not measured yet" in text.split("<!-- layer cpu -->")[1][:20]
+    cut_short = {line["file"] for line in lines(text, "runs") if "cut short" in line["file"]}
+    assert cut_short == {"`generate_cpu`, cut short"}
+
+
+def test_compiled_kernels_become_their_extremes(tmp_path):
+    rows = [
+        ("ffn_up/bf16/relu", "sm_90", 168, 0, 0, 131072),
+        ("gather_sum/bf16", "sm_90", 32, 0, 8, 0),
+        ("ffn_up/bf16/relu", "gfx942", 200, 40, 0, 65536),
+    ]
+    headers = ("kernel", "target", "registers", "scalar registers", "spilled", "shared bytes")
+    (tmp_path / "compiled.md").write_text(tabulate(rows, headers, tablefmt="github") + "\n")
+    hopper, amd = lines(make_performance.filled_in(TEXT, tmp_path), "compiled")
+    assert (hopper["target"], hopper["kernels"]) == ("sm_90", "2")
+    assert hopper["most registers"] == "168 (`ffn_up/bf16/relu`)"
+    assert hopper["with spilled registers"] == "`gather_sum/bf16`"
+    assert amd["with spilled registers"] == "none"
+
+
+@pytest.mark.parametrize("places, count", [("", 0), (2 * "<!-- x -->\n<!-- end -->\n", 2)])
+def test_a_table_needs_one_place(places, count):
+    with pytest.raises(
+        ValueError, match=f"a.md has {count} places for the table 'x'; it needs one"
+    ):
+        page.filled(places, "a.md", {"x": "new"})
+    text = "<!-- x -->\nold\n<!-- end -->\n<!-- xy -->\nother\n<!-- end -->\n"
+    assert page.filled(text, "a.md", {"x": r"\1"}) == text.replace("old", r"\1")
+
+
+def test_check_says_what_to_run_and_changes_nothing(tmp_path):
+    for name in ("page.py", "make_performance.py", "performance.md"):
+        shutil.copy(ROOT / "docs" / name, tmp_path / name)
+    script, text = tmp_path / "make_performance.py", tmp_path / "performance.md"
+    old = text.read_text().replace("<!-- end -->", "more\n<!-- end -->", 1)
+    text.write_text(old)
+
+    def run(*words):
+        return subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+
+    checked = run("--check")
+    assert checked.returncode == 1 and text.read_text() == old
+    assert checked.stderr == f"performance.md is out of date; run python {script}\n"
+    assert run().returncode == 0 and "more\n<!-- end" not in text.read_text()
+    assert run("--check").returncode == 0
