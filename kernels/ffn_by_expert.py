@@ -64,6 +64,8 @@ def _up(
         strict=True,
     )
     for own, (x_nD, y_nD, h_nH, g_nH) in zip(weights.by_expert(), parts, strict=True):
+        if len(x_nD) == 0:  # most experts, where one token is decoded
+            continue
         h_nH = _linear(x_nD, own.fc1_weight, own.fc1_bias, h_nH)
         a_nH = kind.forward(h_nH)
         if own.fc3_weight is not None:

@@ -3,7 +3,8 @@
 Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 1 to E, one token, none,
 empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
 tail; torch's grouped_mm; both forms of the node (expert by expert, product by product); hidden layers that
-are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula.
+are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula; no
+tensor of the size of a mask over tokens, experts and places.
 """
 
 import dataclasses
@@ -12,6 +13,8 @@ import pytest
 import torch
 from compare import TOLERANCE, close
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.config import ACTIVATIONS
@@ -256,3 +259,28 @@ def test_weights_come_by_expert():
     own = list(FFNWeights.of(tensors).by_expert())
     assert [e.fc1_weight.tolist() for e in own] == [[0, 1], [2, 3], [4, 5]]
     assert not own[0].is_glu and own[0].fc1_bias is None
+
+
+class Largest(TorchDispatchMode):
+    """Sees the largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("choice", ("tokens", "experts"))
+def test_nothing_is_as_large_as_a_mask_of_tokens_experts_and_places(choice):
+    tokens, experts, top_k = 128, 32, 2
+    places = top_k * tokens // experts
+    config = MoEConfig(4, 4, experts, top_k=top_k, capacity_factor=1.0, choice=choice)
+    layer = MoELayer(config, seed=1)
+    with Largest() as seen:
+        y, output = layer(torch.randn(tokens, 4, requires_grad=True))
+        (y.sum() + output.balance_loss).backward()
+    assert tokens * experts <= seen.numel < tokens * experts * places
