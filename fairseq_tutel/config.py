@@ -303,8 +303,8 @@ class MoEConfig:
     )
     recompute_experts: bool = _option(
         False,
-        "keep no hidden layer of the experts for backward, which makes it again: less memory for about a "
-        "sixth more work; the result is the same",
+        "keep no hidden layer of the experts for backward, which makes it again: less memory for more "
+        "work; the result is the same",
         flag="--moe-recompute-experts",
         scope="system",
     )
@@ -312,7 +312,8 @@ class MoEConfig:
         3.0,
         "seconds that a process may spend in all on measuring which configuration of a kernel is fastest "
         "on its GPU, compilation included; what it finds is kept for later processes; 0 takes the "
-        "defaults; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS goes before",
+        "defaults; the result is the same to rounding; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS "
+        "goes before",
         flag="--moe-kernel-tuning-seconds",
         scope="system",
         rule=NOT_NEGATIVE,

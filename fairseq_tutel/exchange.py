@@ -149,7 +149,7 @@ def _run(
     def stage(i: int, received_RD: Tensor) -> Tensor:
         per_expert = hosts[i].arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(devices[i].arriving_PE, sum(per_expert))
-        groups = Groups.of_host(per_expert, received_RD.device)
+        groups = Groups(devices[i].arriving_PE.sum(0), per_expert)
         done_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
         return permute(done_RD, to_source, to_expert)
 

@@ -100,7 +100,15 @@ class _FFN(torch.autograd.Function):
         if weights_TK is not None:
             gate_R = read_copies(weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
-            dy.contiguous(), x_ND, index_R, gate_R, told[0], kept, *told[1:], needs_dx=needs[2]
+            dy.contiguous(),
+            x_ND,
+            index_R,
+            gate_R,
+            told[0],
+            kept,
+            *told[1:],
+            needs_dx=needs[2],
+            needs_weights=any(needs[6:]),
         )
         dx, dweights_TK = grads.x_RD, None
         if needs[2] and row_of_TK is not None:
@@ -108,7 +116,8 @@ class _FFN(torch.autograd.Function):
         if needs[3]:
             dots_N = read_copies(grads.gate_R, row_of_TK.reshape(-1))
             dweights_TK = dots_N.view(row_of_TK.shape).masked_fill(row_of_TK < 0, 0.0)
-        return None, None, dx, dweights_TK, None, None, *grads.weights.tensors()
+        of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
+        return None, None, dx, dweights_TK, None, None, *of_weights
 
 
 def _index(row_of_TK: Tensor | None, source_of_R: Tensor | None) -> Tensor | None:

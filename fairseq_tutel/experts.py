@@ -92,12 +92,30 @@ class Experts(ExpertStack):
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
-    def mixed(self, x_TD: Tensor, routing: Routing, tensors: Tensors | None = None) -> Tensor:
-        """Return y_TD of a routing whose experts are all here; where the experts are one node."""
-        tensors = self.prepared(self.tensors() if tensors is None else tensors, x_TD.device)
-        groups = Groups.of_tensor(routing.counts_E)
+    def forward(
+        self,
+        rows_RD: Tensor,
+        groups: Groups,
+        tensors: Tensors | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Run expert i on its group of rows; or, with a routing, on the tokens that it gives it.
+
+        Args:
+            rows_RD: [R, D], or with a routing tokens [T, D].
+            groups: rows of each local expert.
+            tensors: what to compute with; None for `self.tensors()`.
+            routing: whose experts are all here, where they are one node.
+
+        Returns:
+            [R, D], or with a routing every token's weighted sum [T, D].
+        """
+        if routing is None:
+            return super().forward(rows_RD, groups, tensors)
+        x_TD, device = rows_RD, rows_RD.device
+        tensors = self.prepared(self.tensors() if tensors is None else tensors, device)
         return mixed_ffn(
-            x_TD, routing, tensors, self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
+            x_TD, routing, tensors, self._call(groups, device, tensors["fc1_weight"].dtype)
         )
 
     @property

@@ -3,7 +3,6 @@
 T tokens, E experts, K top_k.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def softmax_top_k(logits_TE: Tensor, top_k: int, ops: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return (probs_TE, ids_TK int64, weights_TK): the softmax, its K largest, and their probabilities.
 
     Args:
@@ -26,9 +25,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, ops: ModuleType) -> tuple[Tenso
 
 class _SoftmaxTopK(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_TE: Tensor, top_k: int, ops: ModuleType
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
         probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k)
         ctx.save_for_backward(probs_TE, ids_TK)
         ctx.mark_non_differentiable(ids_TK)

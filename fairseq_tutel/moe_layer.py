@@ -27,6 +27,7 @@ from fairseq_tutel.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.experts import Experts, build_experts
 from fairseq_tutel.gates import build_gate, gate_logits, reset_gate
 from fairseq_tutel.kernels import autotune
+from fairseq_tutel.kernels.groups import Groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +259,7 @@ class MoELayer(nn.Module):
         config, experts, tensors = self.config, self.experts, self._tensors(plan.how, x_TD.device)
         stays = plan.group is None and not config.prescore
         if stays and isinstance(experts, Experts) and experts.is_one_node:
-            return experts.mixed(x_TD, decision, tensors)
+            return experts(x_TD, Groups.of_tensor(decision.counts_E), tensors, decision)
         rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
         rows_RD = exchange.run(
             rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, tensors), plan

@@ -5,7 +5,6 @@ experts' products may also be torch's own grouped_mm.
 """
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,12 +51,14 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
         )
     if requested == "grouped_mm":
         return "grouped_mm", "asked for"
-    has_triton = _has_triton()
+    if requested == "auto" and device.type != "cuda":
+        return "reference", f"tensors on {device.type}"
+    lacking = _lacks_triton()
     if requested == "triton":
-        if not has_triton:
+        if lacking:
             raise ValueError(
-                "backend (--moe-backend) is 'triton' but Triton is not installed; "
-                "install fairseq-tutel[gpu] or choose auto or reference."
+                f"backend (--moe-backend) is 'triton' but {lacking}; install fairseq-tutel[gpu] or choose "
+                "auto or reference."
             )
         if device.type != "cuda" and not interpreted():
             raise ValueError(
@@ -65,9 +66,9 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
                 "GPU, set TRITON_INTERPRET=1 to interpret the kernels, or choose auto or reference."
             )
         return "triton", "interpreted" if device.type != "cuda" else "asked for"
-    if device.type == "cuda" and has_triton:
+    if not lacking:
         return "triton", "a GPU and Triton are there"
-    return "reference", f"tensors on {device.type}" if device.type != "cuda" else "no Triton"
+    return "reference", f"{lacking}; experts wait one by one for their loads on the host"
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -105,8 +106,16 @@ def _of(source: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _lacks_triton() -> str:
+    """Return why Triton cannot be used, or nothing."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    # Its `knobs` came with 3.4.
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
+        return f"Triton {triton.__version__} is older than 3.4"
+    return ""
 
 
 def interpreted() -> bool:

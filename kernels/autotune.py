@@ -6,6 +6,7 @@ measured without a GPU, in the interpreter, while a CUDA graph is captured or wh
 """
 
 import functools
+import logging
 import math
 import os
 import statistics
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from fairseq_tutel.kernels.tuning_cache import Timings, TuningCache
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 3.0
 VARIABLE = "FAIRSEQ_TUTEL_TUNE_SECONDS"
@@ -126,6 +129,7 @@ class Tuner:
         with self.lock:
             timings = self._timings(f"{kind} {key!r}", candidates, launch)
             best = candidates[_fastest([timings.get(repr(c)) for c in candidates])]
+            logger.info("kernel %s %s: %s of %s", kind, key, best, timings or "none timed")
             self.chosen[kind, key] = best
         return best
 
@@ -151,7 +155,9 @@ class Tuner:
         except Exception as error:
             if not _cannot_compile(error):
                 raise
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning("a configuration of a kernel is left out: %s: %s", candidate, reason)
+            return reason
         finally:
             self.spent += self.clock() - started
 

@@ -88,12 +88,13 @@ def ffn_backward(
     groups: Groups,
     activation: str,
     needs_dx: bool,
+    needs_weights: bool,
 ) -> FFNGradients:
     """Return all gradients; see `ffn_by_products.ffn_backward`."""
     counts = groups.host
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if weights.is_glu else activation]
-    grads = FFNGradients.empty_like(weights, num_rows, gate_R, needs_dx)
+    grads = FFNGradients.empty_like(weights, num_rows, gate_R, needs_dx, needs_weights)
     parts = zip(
         _rows(dy_ND, index_R, counts),
         _rows(x_ND, index_R, counts),
@@ -106,7 +107,8 @@ def ffn_backward(
         strict=True,
     )
     place_nH = dy_ND.new_empty(max(counts), weights.fc1_weight.shape[1])
-    experts = zip(weights.by_expert(), grads.weights.by_expert(), strict=True)
+    outs = [None] * len(counts) if grads.weights is None else grads.weights.by_expert()
+    experts = zip(weights.by_expert(), outs, strict=True)
     for (own, out), (dy_nD, x_nD, gate_n, dgate_n, dx_nD, *kept_of_one) in zip(
         experts, parts, strict=True
     ):
@@ -119,16 +121,20 @@ def ffn_backward(
             gate_n1 = gate_n.unsqueeze(1).to(dy_nD.dtype)
             da_nH.mul_(gate_n1)
             dy_nD.mul_(gate_n1)  # a gathered copy, as gates come with an index
-        _outer(dy_nD, a_nH, out.fc2_weight, out.fc2_bias)
+        if out is not None:
+            _outer(dy_nD, a_nH, out.fc2_weight, out.fc2_bias)
+        dg_nH = None
         if g_nH is not None:
             dg_nH = F.silu(h_nH).mul_(da_nH)
-            _outer(dg_nH, x_nD, out.fc3_weight, out.fc3_bias)
             da_nH.mul_(g_nH)
         dh_nH = kind.backward(da_nH, a_nH if h_nH is None else h_nH)
-        _outer(dh_nH, x_nD, out.fc1_weight, out.fc1_bias)
+        if out is not None:
+            _outer(dh_nH, x_nD, out.fc1_weight, out.fc1_bias)
+            if dg_nH is not None:
+                _outer(dg_nH, x_nD, out.fc3_weight, out.fc3_bias)
         if dx_nD is not None:
             torch.mm(dh_nH, own.fc1_weight, out=dx_nD)
-            if g_nH is not None:
+            if dg_nH is not None:
                 dx_nD.addmm_(dg_nH, own.fc3_weight)
     if grads.x_RD is not None:
         _clear_tail(grads.x_RD, counts)

@@ -76,6 +76,7 @@ def ffn_backward(
     groups: Groups,
     activation: str,
     needs_dx: bool,
+    needs_weights: bool,
 ) -> FFNGradients:
     """Return all gradients.
 
@@ -91,6 +92,7 @@ def ffn_backward(
         groups: as in forward.
         activation: as in forward.
         needs_dx: whether the gradient of x's rows is wanted.
+        needs_weights: whether those of the weights are.
     """
     w = weights
     dh_RH, dg_RH, a_RH, dgate_R = ops.ffn_down_backward(
@@ -105,6 +107,11 @@ def ffn_backward(
         groups,
         activation,
     )
+    dx_RD = (
+        ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
+    )
+    if not needs_weights:
+        return FFNGradients(dx_RD, dgate_R, None)
     dw2, db2 = ops.grouped_weight_grad(
         dy_ND,
         a_RH,
@@ -112,9 +119,6 @@ def ffn_backward(
         dout_index_R=index_R,
         scale_R=gate_R,
         bias=w.fc2_bias is not None,
-    )
-    dx_RD = (
-        ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
     )
     dw1, db1 = ops.grouped_weight_grad(
         dh_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc1_bias is not None

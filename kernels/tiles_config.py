@@ -162,7 +162,10 @@ def choose(
         shape: (rows, experts, n, k) of `candidates`.
         launch: runs the product with a configuration; may be called any number of times.
     """
-    choices = candidates(kind, hardware, precision, *shape)
+    rows, experts, n, k = shape
+    # Of the class that timings are kept for, whichever of its sizes comes first.
+    classes = autotune.bucket(rows), autotune.bucket(experts)
+    choices = candidates(kind, hardware, precision, *classes, n, k)
     return autotune.pick(kind, (hardware, precision, *shape), choices, launch)
 
 

@@ -33,7 +33,10 @@ def precision_of(dtype: torch.dtype) -> str:
     """Return how products of a dtype are taken: "half", "ieee" or, where torch's switch is on, "tf32"."""
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
-    is_tf32 = torch.backends.cuda.matmul.allow_tf32 and torch.version.hip is None
+    switch = torch.backends.cuda.matmul
+    # Once the newer of torch's two switches was set, the older one may not be read.
+    newer = getattr(switch, "fp32_precision", None)
+    is_tf32 = (newer == "tf32" if newer else switch.allow_tf32) and torch.version.hip is None
     return "tf32" if is_tf32 and dtype == torch.float32 else "ieee"
 
 
@@ -63,7 +66,7 @@ def input_precision_of(rows: Tensor) -> str:
 
 def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
     """Return descriptors that read tiles of `block`, or None where one of the tensors cannot have one."""
-    if not all(has_descriptors(t.device) and _is_describable(t, block) for t in tensors):
+    if not all(has_descriptors(t.device) and _is_describable(t) for t in tensors):
         return None
     return [TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors]
 
@@ -90,7 +93,7 @@ def alike(weights: list[Tensor]) -> list[Tensor]:
     return [w.contiguous() for w in weights]
 
 
-def _is_describable(tensor: Tensor, block: list[int]) -> bool:
+def _is_describable(tensor: Tensor) -> bool:
     size = tensor.element_size()
     return (
         tensor.stride(-1) == 1

@@ -56,8 +56,8 @@ class TuningCache:
                 for other, theirs in self._read().items():
                     self.entries[other] = {**theirs, **self.entries.get(other, {})}
                 self._write()
-        except OSError as error:
-            reason = error.strerror or error
+        except (OSError, NotImplementedError) as error:  # the second where files cannot be locked
+            reason = getattr(error, "strerror", None) or error
             _warn_once(f"kernel timings are not kept: {self.path} cannot be written ({reason})")
 
     def _read(self) -> dict[str, Timings]:

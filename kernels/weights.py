@@ -78,21 +78,28 @@ class FFNGradients:
     Attributes:
         x_RD: [R, D] of what every row read; None if it is not needed. Its tail is 0.
         gate_R: [R] of the gates; None without. Its tail is not to be read.
-        weights: of every map.
+        weights: of every map; None where none is needed.
     """
 
     x_RD: Tensor | None
     gate_R: Tensor | None
-    weights: FFNWeights
+    weights: FFNWeights | None
 
     @classmethod
     def empty_like(
-        cls, weights: FFNWeights, num_rows: int, gate_R: Tensor | None, needs_dx: bool
+        cls,
+        weights: FFNWeights,
+        num_rows: int,
+        gate_R: Tensor | None,
+        needs_dx: bool,
+        needs_weights: bool,
     ) -> "FFNGradients":
         """Return gradients that are still to be written."""
         w1 = weights.fc1_weight
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
             None if gate_R is None else torch.empty_like(gate_R),
-            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()]),
+            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()])
+            if needs_weights
+            else None,
         )

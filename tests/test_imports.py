@@ -123,8 +123,8 @@ CORE = {
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how "
-        "comm.static comm.timer comm.topology config dispatch exchange expert_stack experts exploration "
-        "gates kernels.autotune losses routing"
+        "comm.static comm.timer comm.topology config dispatch exchange expert_stack experts "
+        "exploration gates kernels.autotune kernels.groups losses routing"
     ),
     "update_tuner": (
         "comm.adaptive comm.cost comm.guard comm.how comm.launcher comm.tuner moe_layer"

@@ -36,7 +36,7 @@ class TokenLossMixin:
         target = model.get_targets(sample, net_output)
         logits = net_output[0]
         return token_loss(
-            logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
+            logits.reshape(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
         )
 
 

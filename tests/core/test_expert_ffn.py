@@ -254,6 +254,29 @@ def test_nothing_is_kept_without_a_backward(monkeypatch):
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize("products", (False, True))
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+def test_frozen_experts_take_no_gradient_and_pass_it_on(monkeypatch, expert_type, products):
+    layer = build(expert_type=expert_type)
+    expected = run(layer)
+    layer.experts.requires_grad_(False)
+    made = []
+    if products:
+        others = {**vars(reference), "grouped_weight_grad": lambda *_, **__: made.append(1)}
+        monkeypatch.setattr("fairseq_tutel.kernels.ops", lambda *_: by_products(others))
+    found = run(layer)
+    assert found["experts.fc1_weight"] is None and not made
+    for name in ("y", "x", "gate.weight"):
+        close(found[name], expected[name], name)
+
+
+def test_hooks_of_the_experts_see_a_forward():
+    layer, seen = build(), []
+    layer.experts.register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    layer(torch.ones(3, 6, dtype=torch.float64))
+    assert seen == [(3, 6)]
+
+
 def test_weights_come_by_expert():
     tensors = torch.arange(6.0).view(3, 2), None, torch.ones(3, 2), None, None, None
     own = list(FFNWeights.of(tensors).by_expert())

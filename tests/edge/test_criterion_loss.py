@@ -1,6 +1,7 @@
 """Our criterions give stock's loss, by another way where the model has plain logits.
 
-Covered: both criterions against stock's own compute_loss; models that normalise something else.
+Covered: both criterions against stock's own compute_loss; models that normalise something else, an adaptive
+softmax, losses by token, an ignored prefix.
 """
 
 from types import SimpleNamespace
@@ -38,26 +39,61 @@ class Tempered(FairseqLanguageModel):
         return torch.log_softmax(net_output[0] / 2, dim=-1)
 
 
-def losses(criterion, model) -> tuple[torch.Tensor, ...]:
+def losses(criterion, model, **more) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 4, 9, generator=generator).requires_grad_()
     target = torch.randint(9, (3, 4), generator=generator)
     target[0, 2:] = 1
-    loss, nll = criterion.compute_loss(model, model(logits), {"target": target})
-    loss.backward()
+    loss, nll = criterion.compute_loss(model, model(logits), {"target": target}, **more)
+    loss.sum().backward()
     return loss, nll, logits.grad
+
+
+class Adaptive:
+    """An adaptive softmax, as far as a decoder asks it."""
+
+    def get_log_prob(self, logits, target=None):
+        return torch.log_softmax(logits * 3, dim=-1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return a list that grows with every use of our own way."""
+    found, true = [], moe_cross_entropy.token_loss
+    monkeypatch.setattr(
+        moe_cross_entropy, "token_loss", lambda *args: found.append(1) or true(*args)
+    )
+    return found
+
+
+def same(ours, stock, options, net, **more) -> None:
+    got, expected = (losses(kind(TASK, False, *options), net, **more) for kind in (ours, stock))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("model", (FairseqLanguageModel, Tempered))
 @pytest.mark.parametrize("ours, stock, options", PAIRS)
-def test_the_loss_is_stock_s(monkeypatch, ours, stock, options, model):
-    calls = []
-    true = moe_cross_entropy.token_loss
-    monkeypatch.setattr(
-        moe_cross_entropy, "token_loss", lambda *args: calls.append(1) or true(*args)
-    )
-    net = model(Decoder(None))
-    got, expected = (losses(kind(TASK, False, *options), net) for kind in (ours, stock))
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
+def test_the_loss_is_stock_s(calls, ours, stock, options, model):
+    same(ours, stock, options, model(Decoder(None)))
     assert bool(calls) == (model is not Tempered)
+
+
+@pytest.mark.parametrize("ours, stock, options", PAIRS)
+def test_an_adaptive_softmax_is_left_to_stock(calls, ours, stock, options):
+    net = FairseqLanguageModel(Decoder(None))
+    net.decoder.adaptive_softmax = Adaptive()
+    same(ours, stock, options, net)
+    assert not calls
+
+
+@pytest.mark.parametrize("ours, stock, options", PAIRS)
+def test_losses_by_token_are_left_to_stock(calls, ours, stock, options):
+    same(ours, stock, options, FairseqLanguageModel(Decoder(None)), reduce=False)
+    assert not calls
+
+
+def test_an_ignored_prefix_is_left_to_stock(calls):
+    ours, stock, options = PAIRS[1]
+    same(ours, stock, (*options, 1), FairseqLanguageModel(Decoder(None)))
+    assert not calls

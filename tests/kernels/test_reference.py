@@ -110,7 +110,19 @@ def test_triton_is_refused_on_cpu_by_a_sentence(monkeypatch):
 
 
 def test_triton_is_refused_by_a_sentence_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    monkeypatch.setattr(kernels, "_lacks_triton", lambda: "Triton is not installed")
     with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
         kernels.backend_for("triton", torch.device("cuda"))
-    assert kernels.backend_for("auto", torch.device("cuda")) == ("reference", "no Triton")
+    backend, reason = kernels.backend_for("auto", torch.device("cuda"))
+    assert backend == "reference" and reason.startswith("Triton is not installed; experts wait")
+
+
+def test_a_triton_that_is_too_old_is_named(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.3.1")
+    monkeypatch.setattr(kernels, "_lacks_triton", kernels._lacks_triton.__wrapped__)
+    assert kernels.backend_for("auto", torch.device("cuda"))[0] == "reference"
+    with pytest.raises(
+        ValueError, match=r"'triton' but Triton 3\.3\.1 is older than 3\.4; install"
+    ):
+        kernels.backend_for("triton", torch.device("cuda"))
