@@ -17,6 +17,11 @@ echo '*' > "$OUT/cache/.gitignore"
 export TRITON_CACHE_DIR="$OUT/cache/triton" XDG_CACHE_HOME="$OUT/cache"
 export FAIRSEQ_TUTEL_CACHE="$OUT/cache/tuning"
 
+if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu.sh: torch finds no GPU here; run it on a machine that has one" >&2
+    exit 1
+fi
+
 status=0
 parts=""
 # part NAME SECONDS COMMAND...: its output is shown and kept in $OUT/gpu_NAME.txt.

@@ -164,8 +164,8 @@ class MoELayer(nn.Module):
             token_ids: int64 of padding_mask's shape; a hash gate needs them.
 
         Returns:
-            y: the shape and dtype of x (autocast's dtype under autocast), unless its experts give
-                another last dimension.
+            y: the shape of x, unless its experts give another last dimension, in the dtype of the
+                experts' weights (under autocast in autocast's).
             output: balance losses and routing.
 
         Raises:

@@ -58,6 +58,11 @@ def allow(seconds: float) -> None:
     _tuner().seconds = _seconds_of(os.environ.get(VARIABLE), seconds)
 
 
+def seconds_allowed() -> float:
+    """Return what this process may spend on measuring in all."""
+    return _tuner().seconds
+
+
 def bucket(size: int) -> int:
     """Return the smallest power of two that is at least `size`, 1 for 0: sizes of one class."""
     return 1 << max(size - 1, 0).bit_length()
@@ -188,7 +193,7 @@ def _interpreted() -> bool:
 
 def _seconds_of(given: str | None, otherwise: float) -> float:
     try:
-        seconds = otherwise if given is None else float(given)
+        seconds = float(given) if given else otherwise
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:

@@ -12,6 +12,18 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.opaque import opaque
+
+
+def _shape(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_E), a.shape[0], b.shape[1])
+    return a.new_empty(shape)
+
+
+@opaque(_shape)  # whose own fake implementation takes bf16 alone
+def grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    """Return F.grouped_mm(a, b, offs=ends)."""
+    return F.grouped_mm(a, b, offs=ends_E)
 
 
 def grouped_linear(
@@ -21,7 +33,7 @@ def grouped_linear(
     _check(rows_RI, weight_EOI)
     if rows_RI.shape[0] == 0:
         return rows_RI.new_zeros(0, weight_EOI.shape[1])
-    out_RO = F.grouped_mm(rows_RI, weight_EOI.mT, offs=_ends(groups, rows_RI))
+    out_RO = grouped_mm(rows_RI, weight_EOI.mT, _ends(groups, rows_RI))
     return out_RO if bias_EO is None else out_RO.add_(_of_rows(bias_EO, groups, rows_RI))
 
 
@@ -47,7 +59,7 @@ def grouped_weight_grad(
     if dout_RO.shape[0] == 0:
         dweight_EOI = dout_RO.new_zeros(num_experts, dout_RO.shape[1], rows_RI.shape[1])
     else:
-        dweight_EOI = F.grouped_mm(dout_RO.t(), rows_RI, offs=_ends(groups, dout_RO))
+        dweight_EOI = grouped_mm(dout_RO.t(), rows_RI, _ends(groups, dout_RO))
     if not bias:
         return dweight_EOI, None
     dbias_EO = torch.zeros(
@@ -128,14 +140,19 @@ def ffn_up_backward(
 
 def _check(*operands: Tensor) -> None:
     for operand in operands:
-        if operand.dtype == torch.float64 or any(
-            width * operand.element_size() % 16 for width in operand.shape[1:]
-        ):
+        if operand.dtype == torch.float64:
             raise ValueError(
-                f"backend (--moe-backend) is 'grouped_mm', which takes no {operand.dtype} matrix of shape "
-                f"{tuple(operand.shape)}: its rows must be multiples of 16 bytes, in fp32, fp16 or bf16; "
-                "give such dimensions, or choose auto."
+                "backend (--moe-backend) is 'grouped_mm', which takes fp32, fp16 and bf16 but no fp64; "
+                "choose auto or reference."
             )
+        for width in operand.shape[1:]:
+            if width * operand.element_size() % 16:
+                raise ValueError(
+                    "backend (--moe-backend) is 'grouped_mm', which takes rows of whole 16 bytes, but a row of "
+                    f"{width} numbers in {operand.dtype}, of a model, an expert or a slice of one, is "
+                    f"{width * operand.element_size()} bytes; give dimensions that are multiples of 8, or "
+                    "choose auto."
+                )
 
 
 def _ends(groups: Groups, rows_RX: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ CORE = {
         "kernels.triton_gemm kernels.triton_hidden kernels.triton_route kernels.triton_up "
         "kernels.triton_weight_grad"
     ),
-    "kernels.grouped_mm": "kernels.activations kernels.groups",
+    "kernels.grouped_mm": "kernels.activations kernels.groups kernels.opaque",
     "kernels": ("kernels.ffn_by_products kernels.grouped_mm kernels.reference kernels.triton_ops"),
     "kernels.variant": "kernels.tiles_config",
     "kernels.build_route": "kernels.triton_copy kernels.triton_route",
@@ -208,7 +208,7 @@ EDGE = {
     ),
     "wrapped": "comm.checkpoint comm.guard comm.topology optim.moe_optimizer",
     "train": "comm.topology plugin",
-    "tools.environment": "kernels kernels.tuning_cache",
+    "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "__main__": (
         "fairseq_tutel tools.average tools.environment tools.plan tools.report tools.tune tools.user_dir"
     ),

@@ -40,12 +40,16 @@ NEEDS: dict[str, tuple[Callable[[MoEConfig], bool], str]] = {
 }
 
 
+# System options that have their effect on one rank too.
+LOCAL = ("backend", "recompute_experts")
+
+
 def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[str, str]) -> None:
     """Log the experts of all MoE layers in a line; `kernels` is the backend and why."""
     first = configs[0]
     logger.info(
         "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %s), "
-        "expert parallel size %d, replicas %d, %s kernels (%s)",
+        "expert parallel size %d, replicas %d, %s kernels (%s)%s",
         len(configs),
         _counts([config.num_experts for config in configs]),
         first.top_k,
@@ -55,6 +59,7 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
         topology.expert_parallel_size,
         topology.num_replicas,
         *kernels,
+        ", hidden layers made again in backward" if first.recompute_experts else "",
     )
     changed = [
         f"{option.name} {getattr(first, option.name)}"
@@ -93,7 +98,7 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
     asked = [
         option.name
         for option in options_of_scope("system")
-        if option.name != "backend" and getattr(config, option.name) != option.default
+        if option.name not in LOCAL and getattr(config, option.name) != option.default
     ]
     stays = ("exchange", "a2a_algorithm", "a2a_dtype", "a2a_ffn_overlap_degree")
     for name in asked:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.kernels import BACKENDS, backend_for
+from fairseq_tutel.kernels.autotune import seconds_allowed
 from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 PACKAGES = (
@@ -85,6 +86,10 @@ def choices(device: torch.device) -> Iterator[tuple[str, str]]:
     )
     cache = TuningCache.here()
     yield "kernel timings", f"{len(cache.entries)} for this device and version, in {cache.path}"
+    try:
+        yield "kernel tuning", f"{seconds_allowed():g} s a process, on a GPU"
+    except ValueError as error:
+        yield "kernel tuning", f"refused: {error}"
     if on_gpu:
         yield "ranks talk by", "nccl, since there is a GPU"
     else:

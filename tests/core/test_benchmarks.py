@@ -329,6 +329,7 @@ def test_what_cannot_be_measured_is_refused(bench, words, reason, capsys):
 
 
 PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exit "${NO_GPU:-0}"
 echo "$* $FAIRSEQ_TUTEL_TUNE_SECONDS $FAIRSEQ_TUTEL_CACHE" >> "$CALLS"
 case "$2" in pytest) exit 3;; benchmarks.ops) exec sleep 30;; esac
 """
@@ -372,3 +373,12 @@ def test_the_gpu_script_goes_on_after_a_part_that_fails_or_hangs(tmp_path):
     assert "ops: stopped after its 1 seconds" in done.stdout
     assert "kernels: exit status 3" in done.stdout and "layer: exit status 0" in done.stdout
     assert (out / "cache" / ".gitignore").read_text() == "*\n"
+    done = subprocess.run(
+        ["bash", copy],
+        env={**environment, "NO_GPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and "torch finds no GPU here; run it on a machine" in done.stderr
+    assert len(calls.read_text().splitlines()) == 3

@@ -171,11 +171,25 @@ def test_grouped_mm_leaves_a_tail_alone():
         close(parameter.grad, grads[name], name)
 
 
-@pytest.mark.parametrize("dtype, dim", [(torch.float64, 8), (torch.float32, 6)])
-def test_what_grouped_mm_does_not_take_is_refused_by_a_sentence(dtype, dim):
+@pytest.mark.parametrize(
+    "dtype, dim, message",
+    [
+        (torch.float64, 8, "but no fp64; choose auto"),
+        (torch.bfloat16, 12, r"a row of 12 numbers in torch\.bfloat16.* is 24 bytes; give"),
+    ],
+)
+def test_what_grouped_mm_does_not_take_is_refused_by_a_sentence(dtype, dim, message):
     layer = build(dtype, backend="grouped_mm", model_dim=dim, hidden_dim=16)
-    with pytest.raises(ValueError, match=r"--moe-backend\) is 'grouped_mm', which takes no"):
+    with pytest.raises(ValueError, match=message):
         layer(torch.ones(3, dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_grouped_mm_can_be_compiled(dtype):
+    layer = build(dtype, backend="grouped_mm", model_dim=8, hidden_dim=16)
+    x = torch.randn(9, 8, dtype=dtype)
+    compiled = torch.compile(layer, backend="aot_eager")
+    close(compiled(x)[0], layer(x)[0], "y")
 
 
 def test_an_old_torch_without_grouped_mm_is_named(monkeypatch):

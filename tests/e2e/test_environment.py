@@ -63,4 +63,7 @@ def test_env_counts_the_kernel_timings_of_this_device(tmp_path, monkeypatch):
     cache = TuningCache.here()
     cache.add("up (8,)", {"a": 1.0})
     cache.add("up (16,)", {"a": 1.0})
-    assert _env()["kernel timings"] == f"2 for this device and version, in {cache.path}"
+    monkeypatch.setenv("FAIRSEQ_TUTEL_TUNE_SECONDS", "abc")
+    facts = _env()
+    assert facts["kernel tuning"].startswith("refused: FAIRSEQ_TUTEL_TUNE_SECONDS is 'abc'; give")
+    assert facts["kernel timings"] == f"2 for this device and version, in {cache.path}"
