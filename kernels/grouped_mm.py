@@ -146,12 +146,12 @@ def _check(*operands: Tensor) -> None:
                 "choose auto or reference."
             )
         for width in operand.shape[1:]:
-            if width * operand.element_size() % 16:
+            size = width * operand.element_size()
+            if size % 16:
                 raise ValueError(
-                    "backend (--moe-backend) is 'grouped_mm', which takes rows of whole 16 bytes, but a row of "
-                    f"{width} numbers in {operand.dtype}, of a model, an expert or a slice of one, is "
-                    f"{width * operand.element_size()} bytes; give dimensions that are multiples of 8, or "
-                    "choose auto."
+                    "backend (--moe-backend) is 'grouped_mm', which takes rows of whole 16 bytes, but a row "
+                    f"of {width} numbers in {operand.dtype}, of a model, an expert or a slice of one, is "
+                    f"{size} bytes; give dimensions that are multiples of 8, or choose auto."
                 )
 
 
