@@ -149,7 +149,7 @@ def _check(*operands: Tensor) -> None:
             size = width * operand.element_size()
             if size % 16:
                 raise ValueError(
-                    "backend (--moe-backend) is 'grouped_mm', which takes rows of whole 16 bytes, but a row "
+                    "backend (--moe-backend) is 'grouped_mm', which takes rows of whole 16 bytes; a row "
                     f"of {width} numbers in {operand.dtype}, of a model, an expert or a slice of one, is "
                     f"{size} bytes; give dimensions that are multiples of 8, or choose auto."
                 )
