@@ -4,9 +4,11 @@
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import page
@@ -341,5 +343,24 @@ def _table(rows: list[list[Any]], header: list[str]) -> str:
     return page.table(rows, header) if rows else ""
 
 
+def draw(folder: Path = RESULTS) -> None:
+    """Draw what a CPU's layers and steps took, a panel for each configuration."""
+    sys.path.insert(0, str(DOCS.parent))
+    from benchmarks.output import plot
+
+    for benchmark in ("layer", "step"):
+        rows = {}
+        for result in read(folder):
+            content = result.content
+            if content["benchmark"] == benchmark and result.device == "cpu":
+                for row in content["rows"]:
+                    # Of several files the first, which of a step is not the one from before.
+                    rows.setdefault((row["configuration"], row["variant"]), row)
+        if rows:
+            report = SimpleNamespace(rows=list(rows.values()), base="dense")
+            plot(report, DOCS / f"performance_{benchmark}.png")
+
+
 if __name__ == "__main__":
-    page.run(PAGE, filled_in, __doc__)
+    if page.run(PAGE, filled_in, __doc__):
+        draw()
