@@ -345,9 +345,6 @@ def _table(rows: list[list[Any]], header: list[str]) -> str:
 
 def draw(folder: Path = RESULTS) -> None:
     """Draw what a CPU's layers and steps took, a panel for each configuration."""
-    sys.path.insert(0, str(DOCS.parent))
-    from benchmarks.output import plot
-
     for benchmark in ("layer", "step"):
         rows = {}
         for result in read(folder):
@@ -357,6 +354,9 @@ def draw(folder: Path = RESULTS) -> None:
                     # Of several files the first, which of a step is not the one from before.
                     rows.setdefault((row["configuration"], row["variant"]), row)
         if rows:
+            sys.path.insert(0, str(DOCS.parent))
+            from benchmarks.output import plot
+
             report = SimpleNamespace(rows=list(rows.values()), base="dense")
             plot(report, DOCS / f"performance_{benchmark}.png")
 
