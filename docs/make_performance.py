@@ -344,7 +344,7 @@ def _table(rows: list[list[Any]], header: list[str]) -> str:
 
 
 def draw(folder: Path = RESULTS) -> None:
-    """Draw what a CPU's layers and steps took, a panel for each configuration."""
+    """Draw what layers and steps took on one thread, a panel for each configuration."""
     for benchmark in ("layer", "step"):
         rows = {}
         for result in read(folder):
@@ -352,7 +352,8 @@ def draw(folder: Path = RESULTS) -> None:
             if content["benchmark"] == benchmark and result.device == "cpu":
                 for row in content["rows"]:
                     # Of several files the first, which of a step is not the one from before.
-                    rows.setdefault((row["configuration"], row["variant"]), row)
+                    if row.get("threads", 1) == 1:
+                        rows.setdefault((row["configuration"], row["variant"]), row)
         if rows:
             sys.path.insert(0, str(DOCS.parent))
             from benchmarks.output import plot
