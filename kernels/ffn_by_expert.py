@@ -29,7 +29,7 @@ def ffn_forward(
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     y_RD = x_ND.new_empty(num_rows, weights.fc2_weight.shape[1])
     kept = _up(x_ND, index_R, weights, groups, activation, keep, y_RD)
-    _clear_tail(y_RD, groups.host)
+    clear_tail(y_RD, groups)
     return y_RD, kept
 
 
@@ -66,13 +66,13 @@ def _up(
     for own, (x_nD, y_nD, h_nH, g_nH) in zip(weights.by_expert(), parts, strict=True):
         if len(x_nD) == 0:  # most experts, where one token is decoded
             continue
-        h_nH = _linear(x_nD, own.fc1_weight, own.fc1_bias, h_nH)
+        h_nH = linear(x_nD, own.fc1_weight, own.fc1_bias, h_nH)
         a_nH = kind.forward(h_nH)
         if own.fc3_weight is not None:
-            g_nH = _linear(x_nD, own.fc3_weight, own.fc3_bias, g_nH)
+            g_nH = linear(x_nD, own.fc3_weight, own.fc3_bias, g_nH)
             a_nH = a_nH.mul_(g_nH)
         if y_nD is not None:
-            _linear(a_nH, own.fc2_weight, own.fc2_bias, y_nD)
+            linear(a_nH, own.fc2_weight, own.fc2_bias, y_nD)
     if weights.is_glu or not kind.keeps_output:
         return Kept(h_RH=h_RH, g_RH=g_RH)
     return Kept(a_RH=h_RH)  # the activation was in place
@@ -137,7 +137,7 @@ def ffn_backward(
             if dg_nH is not None:
                 dx_nD.addmm_(dg_nH, own.fc3_weight)
     if grads.x_RD is not None:
-        _clear_tail(grads.x_RD, counts)
+        clear_tail(grads.x_RD, groups)
     return grads
 
 
@@ -170,9 +170,10 @@ def _split(rows: Tensor | None, counts: Sequence[int]) -> Sequence[Any]:
     return (rows if used == rows.shape[0] else rows[:used]).split(list(counts))
 
 
-def _linear(
+def linear(
     rows_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_nO: Tensor | None
 ) -> Tensor:
+    """Return rows @ weight.T + bias, written into `out_nO` where that is given."""
     if out_nO is None:  # made here, so that the same product gives the same bits, kept or not
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if bias_O is None:
@@ -191,7 +192,9 @@ def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Any, dbias_O: Tensor | 
         torch.sum(dout_nO, dim=0, out=dbias_O)
 
 
-def _clear_tail(rows: Tensor, counts: Sequence[int]) -> None:
-    used = sum(counts)
+def clear_tail(rows: Tensor, groups: Groups) -> Tensor:
+    """Return the rows, those behind the last group set to 0."""
+    used = sum(groups.host)
     if used < rows.shape[0]:
         rows[used:] = 0
+    return rows

@@ -41,12 +41,8 @@ def ffn_forward(
         activation: a name in ACTIVATIONS; gated experts have their own.
         keep: whether there will be a backward.
     """
-    w = weights
-    a_RH, h_RH, g_RH = ops.ffn_up(
-        x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
-    )
-    y_RD = ops.grouped_linear(a_RH, w.fc2_weight, w.fc2_bias, groups)
-    return y_RD, Kept(a_RH if keep and h_RH is None else None, h_RH, g_RH)
+    a_RH, kept = _up(ops, x_ND, index_R, weights, groups, activation, keep)
+    return ops.grouped_linear(a_RH, weights.fc2_weight, weights.fc2_bias, groups), kept
 
 
 def ffn_kept(
@@ -58,11 +54,24 @@ def ffn_kept(
     activation: str,
 ) -> Kept:
     """Return what backward needs alone, for a forward that did not keep it."""
+    return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
+
+
+def _up(
+    ops: Any,
+    x_ND: Tensor,
+    index_R: Tensor | None,
+    weights: FFNWeights,
+    groups: Groups,
+    activation: str,
+    keep: bool,
+) -> tuple[Tensor, Kept]:
+    """Return (a_RH, what backward needs)."""
     w = weights
     a_RH, h_RH, g_RH = ops.ffn_up(
-        x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, True
+        x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
     )
-    return Kept(a_RH if h_RH is None else None, h_RH, g_RH)
+    return a_RH, Kept(a_RH if keep and h_RH is None else None, h_RH, g_RH)
 
 
 def ffn_backward(

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.ffn_by_expert import ffn_backward, ffn_forward, ffn_kept
+from fairseq_tutel.kernels.ffn_by_expert import (
+    clear_tail,
+    ffn_backward,
+    ffn_forward,
+    ffn_kept,
+    linear,
+)
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.reference_route import assign_slots as assign_slots
 from fairseq_tutel.kernels.reference_route import assign_slots_by as assign_slots_by
@@ -119,8 +125,8 @@ def grouped_linear(
     """
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
     for e, own in enumerate(_slices(groups)):
-        _linear(rows_RI[own], weight_EOI[e], None if bias_EO is None else bias_EO[e], out_RO[own])
-    return _clear_tail(out_RO, groups)
+        linear(rows_RI[own], weight_EOI[e], None if bias_EO is None else bias_EO[e], out_RO[own])
+    return clear_tail(out_RO, groups)
 
 
 def grouped_weight_grad(
@@ -190,16 +196,16 @@ def ffn_up(
     for e, own in enumerate(_slices(groups)):
         x_nD = _read_rows(x_ND, index_R, own)
         h_nH = (a_RH if h_RH is None else h_RH)[own]
-        _linear(x_nD, fc1_weight[e], None if fc1_bias is None else fc1_bias[e], h_nH)
+        linear(x_nD, fc1_weight[e], None if fc1_bias is None else fc1_bias[e], h_nH)
         if fc3_weight is not None:
             g_nH = torch.empty_like(h_nH) if g_RH is None else g_RH[own]
-            _linear(x_nD, fc3_weight[e], None if fc3_bias is None else fc3_bias[e], g_nH)
+            linear(x_nD, fc3_weight[e], None if fc3_bias is None else fc3_bias[e], g_nH)
             torch.mul(F.silu(h_nH), g_nH, out=a_RH[own])
         else:
             a_nH = kind.forward(h_nH)
             if a_nH is not h_nH or h_RH is not None:
                 a_RH[own] = a_nH
-    return _clear_tail(a_RH, groups), h_RH, g_RH
+    return clear_tail(a_RH, groups), h_RH, g_RH
 
 
 def ffn_down_backward(
@@ -260,8 +266,8 @@ def ffn_down_backward(
         if dh_nH is not da_nH:
             da_nH.copy_(dh_nH)
     if dg_RH is not None:
-        _clear_tail(dg_RH, groups)
-    return _clear_tail(dh_RH, groups), dg_RH, made_RH, dgate_R
+        clear_tail(dg_RH, groups)
+    return clear_tail(dh_RH, groups), dg_RH, made_RH, dgate_R
 
 
 def ffn_up_backward(
@@ -285,7 +291,7 @@ def ffn_up_backward(
         torch.mm(dh_RH[own], fc1_weight[e], out=dx_RD[own])
         if dg_RH is not None and fc3_weight is not None:
             dx_RD[own].addmm_(dg_RH[own], fc3_weight[e])
-    return _clear_tail(dx_RD, groups)
+    return clear_tail(dx_RD, groups)
 
 
 def _slices(groups: Groups) -> list[slice]:
@@ -295,20 +301,6 @@ def _slices(groups: Groups) -> list[slice]:
 
 def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
     return x_ND[own] if index_R is None else x_ND.index_select(0, index_R[own])
-
-
-def _linear(rows_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_nO: Tensor) -> None:
-    if bias_O is None:
-        torch.mm(rows_nI, weight_OI.t(), out=out_nO)
-    else:
-        torch.addmm(bias_O, rows_nI, weight_OI.t(), out=out_nO)
-
-
-def _clear_tail(rows: Tensor, groups: Groups) -> Tensor:
-    used = sum(groups.host)
-    if used < rows.shape[0]:
-        rows[used:] = 0
-    return rows
 
 
 def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:

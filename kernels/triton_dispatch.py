@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.triton_launch import accumulator_of
 
 # Columns per program. Chosen to cover common model dimensions in one or two programs, not tuned.
 MAX_BLOCK_D = 1024
@@ -38,7 +39,7 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
             rows_RD,
             model_dim,
             HAS_SCALE=scale_R is not None,
-            ACC=_accumulator(x_TD),
+            ACC=accumulator_of(x_TD.dtype),
             BLOCK_D=block_d,
         )
     return rows_RD
@@ -70,7 +71,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
             model_dim,
             top_k,
             HAS_WEIGHTS=weights_TK is not None,
-            ACC=_accumulator(rows_RD),
+            ACC=accumulator_of(rows_RD.dtype),
             BLOCK_K=min(triton.next_power_of_2(top_k), 4),
             BLOCK_D=block_d,
         )
@@ -98,7 +99,7 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
             dots_TK,
             model_dim,
             top_k,
-            ACC=_accumulator(rows_RD),
+            ACC=accumulator_of(rows_RD.dtype),
             BLOCK_D=_block_d(model_dim),
         )
     return dots_TK
@@ -106,10 +107,6 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
 
 def _block_d(model_dim: int) -> int:
     return min(triton.next_power_of_2(model_dim), MAX_BLOCK_D)
-
-
-def _accumulator(tensor: Tensor) -> tl.dtype:
-    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.triton_launch import accumulator_of
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80, with 1024
 # no kernel takes 1 s, and none needs more than 96 registers. Not tuned for speed on a GPU.
@@ -47,7 +48,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor
             num_tokens,
             num_experts,
             top_k,
-            ACC=_accumulator(logits_TE),
+            ACC=accumulator_of(logits_TE.dtype),
             BLOCK_T=block_t,
             BLOCK_E=block_e,
         )
@@ -85,7 +86,7 @@ def softmax_top_k_backward(
             ids_TK.shape[1],
             HAS_DPROBS=dprobs_TE is not None,
             HAS_DWEIGHTS=dweights_TK is not None,
-            ACC=_accumulator(probs_TE),
+            ACC=accumulator_of(probs_TE.dtype),
             BLOCK_T=block_t,
             BLOCK_E=block_e,
         )
@@ -197,10 +198,6 @@ def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
     """Return (tokens, experts) of a tile that holds all experts of its tokens; of fp64 half as many."""
     block_e = max(triton.next_power_of_2(num_experts), 16)
     return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
-
-
-def _accumulator(tensor: Tensor) -> tl.dtype:
-    return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
