@@ -7,10 +7,8 @@ fp32 masters, which are weights too, are left out.
 """
 
 import argparse
-import os
 import re
 import sys
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.safe_globals import let_checkpoints_load
+from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write
 
 # How fairseq names what each flag takes, with the number that orders the files last.
 NAMES = {
@@ -180,52 +179,6 @@ def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None)
         )
 
 
-def refuse_output(output: Path, inputs: list[Path]) -> None:
-    """Refuse an output that can not be written, or that is one of the inputs, before any work.
-
-    Raises:
-        ValueError: naming the output and the fix.
-    """
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
-    if output.exists() and not output.is_file():  # a device, which a rename would replace
-        raise ValueError(f"--output is {output}, which is no ordinary file; give another name.")
-    for path in inputs:
-        for target in (output, _temporary(output)):
-            if target.exists() and path.exists() and target.samefile(path):
-                raise ValueError(
-                    f"--output is {output}, which would overwrite the input {path}; give another name."
-                )
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Open a checkpoint; its tensors stay in the file until they are read.
-
-    Raises:
-        ValueError: the file is missing, torn or no fairseq checkpoint.
-    """
-    if not path.is_file():
-        raise ValueError(f"--inputs names {path}, which does not exist.")
-    try:
-        state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch has no exception of its own for what it can not read
-        raise ValueError(
-            f"--inputs names {path}, which is torn or no checkpoint ({_reason(error)}); leave it out."
-        ) from error
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise ValueError(
-            f"--inputs names {path}, which holds no model; give checkpoints of fairseq."
-        )
-    return state
-
-
-def _reason(error: Exception) -> str:
-    """Return what went wrong in an error of torch, whose advice around it is not for this tool."""
-    text = str(error).split("WeightsUnpickler error: ")[-1]
-    lines = text.strip().splitlines()
-    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
-
-
 def average(paths: list[Path]) -> dict[str, Any]:
     """Return the first checkpoint with the mean of all checkpoints' weights.
 
@@ -295,26 +248,3 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def write(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint under a temporary name and rename it: the file is whole or what it was.
-
-    Raises:
-        ValueError: it could not be written, for example on a full disk.
-    """
-    temporary = _temporary(path)
-    try:
-        torch.save(state, temporary)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"--output {path} could not be written ({_reason(error)}); make room or give another "
-            "place."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")

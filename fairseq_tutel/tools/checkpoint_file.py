@@ -1,0 +1,82 @@
+"""Checkpoint files as the tools have them: opened without a copy, written whole or not at all."""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
+    """Open a checkpoint; its tensors stay in the file until they are read.
+
+    No pickled code runs: classes that are not on torch's list, or on ours, are refused.
+
+    Args:
+        path: of the file.
+        flag: of the command line that names it.
+
+    Raises:
+        ValueError: the file is missing, torn or no fairseq checkpoint.
+    """
+    if not path.is_file():
+        raise ValueError(f"{flag} names {path}, which does not exist.")
+    try:
+        mapped = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:  # torch has no exception of its own for what it can not read
+        raise ValueError(
+            f"{flag} names {path}, which is torn or no checkpoint ({_reason(error)}); leave it out."
+        ) from error
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
+    return state
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint under a temporary name and rename it: the file is whole or what it was.
+
+    Raises:
+        ValueError: it could not be written, for example on a full disk.
+    """
+    temporary = _temporary(path)
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"--output {path} could not be written ({_reason(error)}); make room or give another "
+            "place."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def refuse_output(output: Path, inputs: list[Path]) -> None:
+    """Refuse an output that can not be written, or that is one of the inputs, before any work.
+
+    Raises:
+        ValueError: naming the output and the fix.
+    """
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
+    if output.exists() and not output.is_file():  # a device, which a rename would replace
+        raise ValueError(f"--output is {output}, which is no ordinary file; give another name.")
+    for path in inputs:
+        for target in (output, _temporary(output)):
+            if target.exists() and path.exists() and target.samefile(path):
+                raise ValueError(
+                    f"--output is {output}, which would overwrite the input {path}; give another name."
+                )
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong in an error of torch, whose advice around it is not for this tool."""
+    text = str(error).split("WeightsUnpickler error: ")[-1]
+    lines = text.strip().splitlines()
+    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
