@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fairseq_tutel.comm.slices import Part, Slice, cut, mark_slice
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.shards import ShardedTensor
 
 Tensors = Mapping[str, Any]
 
@@ -21,7 +22,8 @@ class ExpertStack(nn.Module):
     """A rank's part of a layer's experts: every parameter of its own has dimension 0 by expert.
 
     A state dict holds all E experts by global id: `load_state_dict` takes the local part out of it,
-    and `state_dict` gives the whole after `comm.checkpoint` gathered it, else the local part.
+    and `state_dict` gives the whole after `comm.checkpoint` gathered it, records of it after `comm.shards`
+    wrote it, else the local part.
 
     Args:
         config: of the layer.
@@ -45,7 +47,8 @@ class ExpertStack(nn.Module):
             )
         self.config = config
         self.num_local, self.first = self.part.num_local, self.part.first
-        self.gathered: dict[str, Tensor] | None = None
+        # What a state dict holds in place of the local part: all experts, or where they were written.
+        self.gathered: dict[str, Any] | None = None
         self.everywhere: dict[str, Tensor] | None = None
 
     def forward(self, rows_RD: Tensor, groups: Groups, tensors: Tensors | None = None) -> Tensor:
@@ -123,7 +126,7 @@ class ExpertStack(nn.Module):
                 state_dict[prefix + name] = self._local_part(prefix + name, tensor)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _local_part(self, key: str, tensor: Tensor) -> Tensor:
+    def _local_part(self, key: str, tensor: Tensor | ShardedTensor) -> Tensor:
         name = key.rpartition(".")[2]
         expected = (self.config.num_experts, *self.whole_shape(name))
         if tuple(tensor.shape) != expected:
@@ -132,4 +135,7 @@ class ExpertStack(nn.Module):
                 f"{expected}; give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
                 "(a first number below the expert count is a crash file that holds one rank's part)."
             )
+        if isinstance(tensor, ShardedTensor):
+            how = self.slice_of(name)
+            return tensor.read(self.first, self.num_local, how, self.part.index)
         return self.own_part(name, tensor[self.first : self.first + self.num_local])

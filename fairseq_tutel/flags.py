@@ -144,6 +144,14 @@ class _SystemOptions(FairseqDataclass):
             "places of an expert [default: 128]"
         },
     )
+    moe_checkpoint: ChoiceEnum(["full", "sharded"]) = field(  # type: ignore[valid-type]
+        default="full",
+        metadata={
+            "help": "full: rank 0 gathers all experts into one file; sharded: every rank writes its own "
+            "into the folder experts of --save-dir, and the file says where; any run reads both "
+            "[default: full]"
+        },
+    )
     moe_comm_timeout: int = field(
         default=1800,
         metadata={

@@ -36,6 +36,12 @@ def root_of(task: Any) -> Any:
     return root if root is not None and "distributed_training" in root else None
 
 
+def saves_shards(task: Any) -> bool:
+    """Whether --moe-checkpoint is sharded; a stock task has no such option."""
+    value = getattr(config_of(task), "moe_checkpoint", "full")
+    return str(getattr(value, "value", value)) == "sharded"
+
+
 def is_training(task: Any) -> bool:
     """Whether the model that is being built is to be trained, not opened from a checkpoint.
 

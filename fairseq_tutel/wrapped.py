@@ -1,14 +1,15 @@
 """All that is wrapped in fairseq: four functions, each because no registry or override reaches it.
 
 1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
-   --no-save-optimizer-state, so it is the one place where experts can be gathered.
-2. `distributed.utils.infer_init_method`: under torchrun on CPU stock fairseq divides by the number
-   of GPUs, or trains N unrelated models into one folder.
+   --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all.
+2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
+   experts in shard files stand beside it.
 3. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
    the middle leaves a torn file.
-4. `distributed.utils.call_main`: fairseq-train takes --bf16 for a wish to run on a TPU, and reads ranks
-   and devices by that before it builds anything of ours; and where one of fairseq's own collectives
-   fails, no code of ours is nearer that could say who is missing.
+4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
+   trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
+   reads ranks and devices by that before it builds anything of ours; and where one of fairseq's own
+   collectives fails, no code of ours is nearer that could say who is missing.
 """
 
 import functools
@@ -17,9 +18,11 @@ import inspect
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.optim.fp16_optimizer import FP16Optimizer
@@ -28,7 +31,10 @@ from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.comm import checkpoint, topology
 from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
+from fairseq_tutel.run_config import saves_shards
+from fairseq_tutel.shards import bind
 
 logger = logging.getLogger(__name__)
 
@@ -44,54 +50,95 @@ def _guard(function: Any, parameters: tuple[str, ...]) -> None:
 
 
 def consolidate_optimizer(original: Any) -> Any:
-    """Gather experts and their optimizer state to rank 0, then do what stock does."""
+    """Gather experts and their optimizer state to rank 0, or write them, then do what stock does."""
 
     @functools.wraps(original)
     def wrapper(self: Trainer) -> None:
         inner = innermost_optimizer(self.optimizer)
         if isinstance(inner, MoEOptimizerMixin):
             inner.holds_masters = isinstance(self.optimizer, FP16Optimizer)
-        place = topology.in_use()
-        shared = place.expert_parallel_size > 1 and checkpoint.expert_modules(self.get_model())
+        place, model = topology.in_use(), self.get_model()
+        with_state = not self.cfg.checkpoint.no_save_optimizer_state
+        shared = place.expert_parallel_size > 1 and checkpoint.expert_modules(model)
         # train_step itself calls this only before it writes crash.pt: the others may be gone.
-        if shared and sys._getframe(1).f_code.co_name == "train_step":
-            logger.warning(
-                "crash.pt will hold this rank's experts only, and can not be resumed from"
-            )
+        if sys._getframe(1).f_code.co_name == "train_step":
+            if shared:
+                logger.warning(
+                    "crash.pt will hold this rank's experts only, and can not be resumed from"
+                )
+        elif saves_shards(self.task) and checkpoint.expert_modules(model):
+            # A composite optimizer, which one rank alone may have, keeps its states in the file.
+            by_parameter = with_state and hasattr(inner.optimizer, "state")
+            _save_in_shards(self, inner if by_parameter else None, place)
         elif shared:
-            checkpoint.gather_experts(self.get_model(), place)
-            if not self.cfg.checkpoint.no_save_optimizer_state:
+            checkpoint.gather_experts(model, place)
+            if with_state:
                 inner.gather_state(place)
         original(self)
 
     return wrapper
 
 
-def infer_init_method(original: Any) -> Any:
-    """Read rank and world size from torchrun's environment where stock cannot."""
+def _save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: Any) -> None:
+    """Let every rank write its experts, with their state in `inner`; what follows saves where."""
+    model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
+    # The optimizer knows parameters by their place in this list, and where they are half, masters of them.
+    trained = getattr(trainer.optimizer, "fp16_params", None) or list(inner.params if inner else ())
+    index_of = {id(parameter): index for index, parameter in enumerate(trained)}
+
+    def states(parameter: Any) -> Any:
+        index = index_of.get(id(parameter))
+        return {} if inner is None or index is None else inner.expert_state(index)
+
+    records = checkpoint.save_in_shards(model, place, states, save_dir)
+    if inner is None or place.rank > 0:
+        return
+    by_index: dict[int, dict[str, Any]] = {}
+    for layer, experts in model.named_modules():
+        if isinstance(experts, ExpertStack):
+            for name, parameter in experts.expert_parameters().items():
+                if id(parameter) in index_of:
+                    by_index[index_of[id(parameter)]] = {
+                        tensor.removeprefix(f"{name}."): record
+                        for (of_layer, tensor), record in records.items()
+                        if of_layer == layer and tensor.startswith(f"{name}.")
+                    }
+    inner.save_state(by_index)
+
+
+def load_checkpoint_to_cpu(original: Any) -> Any:
+    """Make what stands for experts in shard files readable: each rank will read its own part."""
 
     @functools.wraps(original)
-    def wrapper(cfg: Any, force_distributed: bool = False) -> None:
-        world = _torchrun_world_size()
-        root = cfg._get_root() if hasattr(cfg, "_get_root") else None
-        on_cpu = not torch.cuda.is_available() or bool(root and root.common.cpu)
-        stock_works = not on_cpu and cfg.distributed_world_size > 1
-        if cfg.distributed_init_method is not None or world <= 1 or stock_works:
-            return original(cfg, force_distributed)
-        with open_dict(cfg):
-            cfg.distributed_init_method = "env://"
-            cfg.distributed_world_size = world
-            cfg.distributed_rank = int(os.environ["RANK"])
-            cfg.distributed_no_spawn = True
-            cfg.device_id = 0 if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
-            cfg.distributed_num_procs = 1
-            if on_cpu:
-                cfg.distributed_backend = "gloo"
-                cfg.ddp_backend = "legacy_ddp"
-        if not on_cpu:
-            torch.cuda.set_device(cfg.device_id)
+    def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
+        state = original(path, arg_overrides, load_on_all_ranks)
+        for key in ("model", "last_optimizer_state"):
+            if isinstance(state.get(key), dict):
+                bind(state[key], Path(path))
+        return state
 
     return wrapper
+
+
+def _join_torchrun(cfg: Any) -> None:
+    """Read rank and world size from torchrun's environment where stock cannot."""
+    distributed, world = cfg.distributed_training, _torchrun_world_size()
+    on_cpu = not torch.cuda.is_available() or cfg.common.cpu
+    stock_works = not on_cpu and distributed.distributed_world_size > 1
+    if distributed.distributed_init_method is not None or world <= 1 or stock_works:
+        return
+    with open_dict(distributed):
+        distributed.distributed_init_method = "env://"
+        distributed.distributed_world_size = world
+        distributed.distributed_rank = int(os.environ["RANK"])
+        distributed.distributed_no_spawn = True
+        distributed.device_id = 0 if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
+        distributed.distributed_num_procs = 1
+        if on_cpu:
+            distributed.distributed_backend = "gloo"
+            distributed.ddp_backend = "legacy_ddp"
+    if not on_cpu:
+        torch.cuda.set_device(distributed.device_id)
 
 
 def _torchrun_world_size() -> int:
@@ -120,7 +167,7 @@ def copy(original: Any) -> Any:
 
 
 def call_main(original: Any) -> Any:
-    """Let --bf16 mean bf16 on the devices there are, and a failed collective name the missing rank."""
+    """Join torchrun's ranks, let --bf16 mean bf16 on the devices there are, and name a missing rank."""
 
     @functools.wraps(original)
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
@@ -128,6 +175,7 @@ def call_main(original: Any) -> Any:
             for section in cfg.values():
                 if OmegaConf.is_dict(section) and "tpu" in section:
                     section.tpu = False
+        _join_torchrun(cfg)
         with guarded("a collective of fairseq's own", timed=False):
             return original(cfg, main, **kwargs)
 
@@ -141,11 +189,13 @@ def _no_tpu() -> bool:
 def install() -> None:
     """Install the wrappers; called once, at import."""
     _guard(Trainer.consolidate_optimizer, ("self",))
-    _guard(distributed_utils.infer_init_method, ("cfg", "force_distributed"))
+    _guard(checkpoint_utils.load_checkpoint_to_cpu, ("path", "arg_overrides", "load_on_all_ranks"))
     _guard(PathManager.copy, ("src_path", "dst_path", "overwrite"))
     _guard(distributed_utils.call_main, ("cfg", "main", "kwargs"))
     Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
-    distributed_utils.infer_init_method = infer_init_method(distributed_utils.infer_init_method)
+    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu(
+        checkpoint_utils.load_checkpoint_to_cpu
+    )
     PathManager.copy = staticmethod(copy(PathManager.copy))
     distributed_utils.call_main = call_main(distributed_utils.call_main)
 

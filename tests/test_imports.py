@@ -90,6 +90,8 @@ CORE = {
     "dispatch": "kernels routing",
     "comm.fingerprint": "comm.guard",
     "comm.slices": "",
+    "shards": "comm.slices",
+    "shard_folder": "",
     "comm.topology": "comm.fingerprint comm.guard comm.slices",
     "comm.machine": "",
     "comm.cost": "comm.how comm.machine",
@@ -109,7 +111,7 @@ CORE = {
         "comm.all_to_all comm.copies comm.guard comm.hierarchical comm.how comm.pipeline "
         "comm.regroup comm.timer comm.topology comm.trip kernels.groups"
     ),
-    "expert_stack": "comm.slices config kernels.groups",
+    "expert_stack": "comm.slices config kernels.groups shards",
     "expert_ffn": "dispatch expert_stack kernels.groups kernels.weights routing",
     "custom_experts": "comm.slices config custom expert_stack initial kernels.groups",
     "experts": (
@@ -119,7 +121,8 @@ CORE = {
     "beside": "config custom initial kernels.activations",
     "comm.adaptive": "comm.guard comm.slices comm.topology expert_stack",
     "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
-    "comm.checkpoint": "comm.guard comm.slices comm.topology expert_stack",
+    "comm.shards": "comm.guard comm.slices comm.topology expert_stack shard_folder shards",
+    "comm.checkpoint": "comm.guard comm.shards comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
         "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how "
@@ -172,7 +175,7 @@ EDGE = {
     "plugin": "allocator flags safe_globals",
     "ffn_step": "comm.checkpoint comm.topology config metrics moe_layer",
     "elastic_iterator": "",
-    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.slices comm.topology",
+    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.slices comm.topology shards",
     "optim.moe_adam": "comm.gradients optim.moe_optimizer",
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
@@ -207,7 +210,9 @@ EDGE = {
     "models": (
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
-    "wrapped": "comm.checkpoint comm.guard comm.topology optim.moe_optimizer",
+    "wrapped": (
+        "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer run_config shards"
+    ),
     "train": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "__main__": (
@@ -289,7 +294,7 @@ def test_nobody_imports_kernels_by_itself(name):
 
 WITHOUT = """
 import sys
-sys.modules["fairseq"] = sys.modules["triton"] = None
+sys.modules["fairseq"] = sys.modules["triton"] = sys.modules["safetensors"] = None
 import torch
 import fairseq_tutel as ft
 layer = ft.MoELayer(ft.MoEConfig(model_dim=4, hidden_dim=8, num_experts=2))
@@ -299,6 +304,6 @@ assert "omegaconf" not in sys.modules
 """
 
 
-def test_the_core_works_without_fairseq_and_triton():
+def test_the_core_works_with_torch_and_numpy_alone():
     result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,15 +1,19 @@
-"""Checkpoints of experts: gathered by global expert id to rank 0, cut at load.
+"""Checkpoints of experts: gathered by global expert id to rank 0, or written by every rank; cut at load.
 
 The gathering is collective and runs tensor by tensor. Rank 0 keeps, in host memory until the next
 training step, one full copy of what it gathered: E / e times the local experts, and as much again for
 every optimizer state tensor of their shape (three times the experts with Adam).
 """
 
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.comm.shards import States, write_experts
 from fairseq_tutel.comm.slices import Slice, join, slice_of
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
@@ -51,8 +55,22 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
             experts.gathered = {k: v for k, v in gathered.items() if v is not None}
 
 
+def save_in_shards(
+    model: nn.Module, topology: Topology, states: States, save_dir: Path
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Write all experts into shard files; the next `model.state_dict()` says where. Collective.
+
+    Args and errors are those of `comm.shards.write_experts`, and so are the records that it returns.
+    """
+    records = write_experts(model, topology, states, save_dir)
+    for layer, experts in model.named_modules():
+        if isinstance(experts, ExpertStack):
+            experts.gathered = {name: records[layer, name] for name in experts.expert_parameters()}
+    return records
+
+
 def drop_gathered(model: nn.Module) -> None:
-    """Free what `gather_experts` kept; a later state dict holds the local slice again."""
+    """Free what was kept for a checkpoint; a later state dict holds the local slice again."""
     for experts in expert_modules(model):
         experts.gathered = None
 

@@ -6,7 +6,6 @@ to these methods, so every rank clips by, and overflows on, the same norm.
 
 from typing import Any
 
-import torch
 from fairseq.optim import (
     OPTIMIZER_DATACLASS_REGISTRY,
     OPTIMIZER_REGISTRY,
@@ -27,6 +26,7 @@ from fairseq_tutel.comm.gradients import (
 )
 from fairseq_tutel.comm.slices import cut, slice_of
 from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.shards import ShardedTensor, unbind
 
 # Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
 MASTER = "fp32_master"
@@ -84,21 +84,35 @@ class MoEOptimizerMixin:
             return
         super().step(*args, **kwargs)  # type: ignore[misc]
 
+    def expert_state(self, index: int) -> dict[str, Tensor]:
+        """Return the state tensors of expert parameter `index` that have an entry per local expert.
+
+        With masters, the fp32 weights too. Collective over replicas where they share the state.
+        """
+        parameter = list(self.params)[index]  # type: ignore[attr-defined]
+        state = dict(self.optimizer.state.get(parameter, {}))  # type: ignore[attr-defined]
+        if self.holds_masters:
+            state[MASTER] = parameter.data
+        return {
+            key: state[key]
+            for key in sorted(state)
+            if _is_per_expert(state[key], parameter, parameter.shape[0])
+        }
+
     def gather_state(self, place: Topology) -> None:
         """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
-        params = list(self.params)  # type: ignore[attr-defined]
         gathered: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(params):
-            if not is_expert(parameter):
-                continue
-            state = dict(self.optimizer.state.get(parameter, {}))  # type: ignore[attr-defined]
-            if self.holds_masters:
-                state[MASTER] = parameter.data
-            for key in sorted(state):
-                if _is_per_expert(state[key], parameter, parameter.shape[0]):
-                    whole = gather_to_first(state[key], place, slice_of(parameter))
-                    gathered.setdefault(index, {})[key] = whole
-        self._gathered_state = gathered if place.rank == 0 else None
+        for index, parameter in enumerate(list(self.params)):  # type: ignore[attr-defined]
+            if is_expert(parameter):
+                gathered[index] = {
+                    key: gather_to_first(value, place, slice_of(parameter))
+                    for key, value in self.expert_state(index).items()
+                }
+        self.save_state(gathered if place.rank == 0 else None)
+
+    def save_state(self, state: dict[int, dict[str, Any]] | None) -> None:
+        """Put these in place of the local values, by parameter and key, into the next `state_dict`."""
+        self._gathered_state = state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, the experts' gathered where `gather_state` was called.
@@ -123,10 +137,10 @@ class MoEOptimizerMixin:
         params = list(self.params)  # type: ignore[attr-defined]
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
-        if place.expert_parallel_size > 1:
-            for index, parameter in enumerate(params):
-                if is_expert(parameter) and index in state:
-                    state[index] = _own_part(state[index], parameter, place)
+        for index, parameter in enumerate(params):
+            if place.expert_parallel_size > 1 and is_expert(parameter) and index in state:
+                state[index] = _own_part(state[index], parameter, place)
+        unbind(state)  # what is not cut is read as a whole
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
         for index, master in masters.items():
@@ -135,18 +149,24 @@ class MoEOptimizerMixin:
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
     """Whether a state's value has one entry per expert on its first dimension."""
-    return torch.is_tensor(value) and value.dim() == parameter.dim() and len(value) == num_experts
+    if not isinstance(value, Tensor | ShardedTensor):
+        return False
+    return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
 
 
 def _own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
     how = slice_of(parameter)
     whole = parameter.shape[0] * place.expert_parallel_size // how.count
     part = place.part(whole)
-    own = slice(part.first, part.first + part.num_local)
+
+    def own(value: Tensor | ShardedTensor) -> Tensor:
+        if isinstance(value, ShardedTensor):
+            return value.read(part.first, part.num_local, how, part.index)
+        local = value[part.first : part.first + part.num_local]
+        return cut(local, how, part.index).clone()
+
     return {
-        key: cut(value[own], how, part.index).clone()
-        if _is_per_expert(value, parameter, whole)
-        else value
+        key: own(value) if _is_per_expert(value, parameter, whole) else value
         for key, value in state.items()
     }
 

@@ -19,11 +19,13 @@ def test_a_function_of_another_signature_is_refused():
 
 
 def test_all_four_wrappers_are_installed_once():
+    from fairseq import checkpoint_utils
     from fairseq.distributed import utils
     from fairseq.trainer import Trainer
 
     wrapped_functions = (
-        Trainer.consolidate_optimizer, utils.infer_init_method, PathManager.copy, utils.call_main,
+        Trainer.consolidate_optimizer, checkpoint_utils.load_checkpoint_to_cpu, PathManager.copy,
+        utils.call_main,
     )  # fmt: skip
     for function in wrapped_functions:
         assert not hasattr(function.__wrapped__, "__wrapped__")

@@ -30,6 +30,11 @@ def _fault(where):
     return what if _calls[where] == int(when) else None
 
 
+def _fill_the_disk():
+    # Below a checkpoint's size; above that of the log, which is a file too.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
+
+
 def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -45,6 +50,8 @@ def _forward(original):
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if what == "error":
             raise KeyError("a broken sample")
+        if what == "full":
+            _fill_the_disk()
         if what == "nan":
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
@@ -61,8 +68,7 @@ def _persistent_save(original):
             file.flush()
             _kill()
         if what == "full":
-            # Below a checkpoint's size; above that of the log, which is a file too.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, resource.RLIM_INFINITY))
+            _fill_the_disk()
         return original(obj, file)
 
     return wrapper

@@ -1,0 +1,187 @@
+"""Experts into shard files: every rank writes the part that it holds, replicas a share of it each.
+
+E experts (e local), P expert_parallel_size, s slices of an expert. Collective, but no expert travels: ranks
+tell each other what they wrote.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel import shard_folder
+from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.comm.slices import Slice
+from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.shards import Piece, ShardedTensor, digest
+
+# What a rank tells, by layer and tensor: the stack's shape and dtype, its cut, and the pieces that the rank
+# wrote, by expert and slice.
+Pieces = dict[tuple[int, int], Piece]
+Written = dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype, Slice, Pieces]]
+States = Callable[[nn.Parameter], Mapping[str, Tensor]]
+
+
+def write_experts(
+    model: nn.Module, place: Topology, states: States, save_dir: Path
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Write all experts of a model, and their optimizer state, beside its checkpoint. Collective.
+
+    Args:
+        model: with expert stacks.
+        place: of this rank.
+        states: the optimizer's tensors of a parameter of experts, stacked as it is; may be collective, and
+            is called for the same parameters in the same order on all ranks.
+        save_dir: where the checkpoint will stand, one folder for all ranks.
+
+    Returns:
+        By (qualified name of the stack, tensor) the record to save in its place. A state's tensor is the
+        parameter's name, a dot and the state's.
+
+    Raises:
+        ValueError: on all ranks, where one could not write.
+    """
+    _first_rank(place, lambda: shard_folder.begin(save_dir))
+    written, error = _write_own(model, place, states, shard_folder.writing(save_dir))
+    everything: list[Any] = [(written, error)]
+    if place.world_size > 1:
+        everything = [None] * place.world_size
+        with guarded("the agreement on the shards that were written"):
+            dist.all_gather_object(everything, (written, error))
+    _refuse_failure(save_dir, [error for _, error in everything])
+    tensors = _joined([written for written, _ in everything])
+    names = [
+        f"{p.file} {p.key} {p.digest}"
+        for _, _, _, pieces in tensors.values()
+        for p in pieces.values()
+    ]
+    folder = _first_rank(place, lambda: shard_folder.commit(save_dir, names))
+    return {
+        key: ShardedTensor(
+            root=save_dir,
+            folder=folder,
+            shape=shape,
+            dtype=dtype,
+            how=how,
+            pieces=tuple(pieces[order] for order in sorted(pieces)),
+        ).record()
+        for key, (shape, dtype, how, pieces) in tensors.items()
+    }
+
+
+def _first_rank(place: Topology, action: Callable[[], Any]) -> Any:
+    """Return on all ranks what rank 0 did; its error is everybody's."""
+    done: list[Any] = [None, None]
+    if place.rank == 0:
+        try:
+            done[0] = action()
+        except OSError as error:
+            done[1] = str(error)
+    if place.world_size > 1:
+        with guarded("rank 0's work on the folder of shards"):
+            dist.broadcast_object_list(done, src=0)
+    if done[1] is not None:
+        raise ValueError(
+            f"rank 0 could not prepare the folder of shards ({done[1]}); make room in --save-dir, or give "
+            "another one."
+        )
+    return done[0]
+
+
+def _refuse_failure(save_dir: Path, errors: list[str | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise ValueError(
+                f"rank {rank} could not write its experts to {save_dir / shard_folder.PARENT} ({error}); "
+                "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
+            )
+
+
+def _write_own(
+    model: nn.Module, place: Topology, states: States, folder: Path
+) -> tuple[Written, str | None]:
+    """Write this rank's share, a file a layer, and return what was written, or why it was not."""
+    written: Written = {}
+    failed: str | None = None
+    for layer, stack in model.named_modules():
+        if not isinstance(stack, ExpertStack):
+            continue
+        tensors: dict[str, tuple[Tensor, Slice]] = {}
+        for name, parameter in stack.expert_parameters().items():
+            how = stack.slice_of(name)
+            tensors[name] = (parameter, how)
+            for key, value in states(parameter).items():
+                # What has not the parameter's shape, such as a scale, is the same for all slices.
+                cut = how if value.shape == parameter.shape else Slice()
+                tensors[f"{name}.{key}"] = (value, cut)
+        if failed is None:  # after an error no more is written, but others may wait in `states`
+            try:
+                written |= _write_layer(layer, stack, tensors, place, folder)
+            except OSError as error:
+                failed = str(error)
+    return written, failed
+
+
+def _write_layer(
+    layer: str,
+    stack: ExpertStack,
+    tensors: dict[str, tuple[Tensor, Slice]],
+    place: Topology,
+    folder: Path,
+) -> Written:
+    part, index = stack.part, stack.part.index
+    share = _share(part.num_local, place)
+    first, last = part.first + share.start, part.first + share.stop - 1
+    slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
+    file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
+    written: Written = {}
+    values: dict[str, Tensor] = {}
+    for name, (stacked, how) in tensors.items():
+        shape = list(stacked.shape)
+        shape[how.dim] *= how.count
+        shape[0] = stack.config.num_experts
+        pieces: Pieces = {}
+        written[layer, name] = (tuple(shape), stacked.dtype, how, pieces)
+        if how.count == 1 and index > 0:
+            continue  # the same in all slices
+        for i in share:
+            value = stacked[i].detach().cpu().contiguous()
+            expert = part.first + i
+            key = f"{expert}.{name}"
+            values[key] = value
+            pieces[expert, index if how.count > 1 else 0] = Piece(file, key, digest(value))
+    if values:
+        _write_file(values, folder / file)
+    return written
+
+
+def _write_file(values: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(values, path)
+    except SafetensorError as error:  # what the system said, in its own words
+        raise OSError(str(error)) from error
+    with path.open("rb") as saved:
+        os.fsync(saved.fileno())
+
+
+def _share(num_local: int, place: Topology) -> range:
+    """Return which of the local experts this rank writes: its replicas write the others."""
+    replica, n = place.rank // place.expert_parallel_size, place.num_replicas
+    return range(num_local * replica // n, num_local * (replica + 1) // n)
+
+
+def _joined(parts: list[Written]) -> Written:
+    """Put together what the ranks wrote."""
+    joined: Written = {}
+    for part in parts:
+        for key, (shape, dtype, how, pieces) in part.items():
+            joined.setdefault(key, (shape, dtype, how, {}))[3].update(pieces)
+    return joined

@@ -1,0 +1,207 @@
+"""Experts in shard files: what a checkpoint holds in place of a tensor, and how a part of it is read.
+
+In a sharded checkpoint every tensor of a layer's experts is a record, a plain dictionary:
+
+    {"expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [E, ...], "dtype": "float32",
+     "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
+
+Piece e * s + i is slice i, along dimension `dim` of the stack, of expert e. The files are safetensors in
+the folder, which stands beside the checkpoint. E experts, s slices of an expert.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.comm.slices import Slice
+
+VERSION = 1
+MARK = "expert_shards"
+NAME = re.compile(r"experts/[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One expert's tensor, or a slice of it: the file, its key there, and the SHA-256 of its bytes."""
+
+    file: str
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTensor:
+    """A stack [E, ...] whose experts lie in shard files; nothing is read before it is asked for.
+
+    Attributes:
+        root: the folder of the checkpoint.
+        folder: of the shards, from there.
+        shape: of the stack.
+        dtype: of the stack.
+        how: how the experts are cut into pieces.
+        pieces: E * s of them, expert by expert.
+    """
+
+    root: Path
+    folder: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    how: Slice
+    pieces: tuple[Piece, ...]
+
+    def read(self, first: int, count: int, how: Slice | None = None, index: int = 0) -> Tensor:
+        """Return experts first .. first + count - 1, or slice `index` of each, in memory of its own.
+
+        Raises:
+            ValueError: a file is missing, torn or not what was saved.
+        """
+        how = Slice() if how is None else how
+        shape = list(self.shape)
+        shape[how.dim] //= how.count
+        shape[0] = count
+        out = torch.empty(shape, dtype=self.dtype)
+        opened: dict[str, Any] = {}
+        for i in range(count):
+            self._read_expert(out[i], first + i, how, index, opened)
+        return out
+
+    def whole(self) -> Tensor:
+        """Return the stack.
+
+        Raises:
+            ValueError: a file is missing, torn or not what was saved.
+        """
+        return self.read(0, self.shape[0])
+
+    def _read_expert(
+        self, out: Tensor, expert: int, how: Slice, index: int, opened: dict[str, Any]
+    ) -> None:
+        s, dim = self.how.count, self.how.dim or how.dim
+        pieces = self.pieces[expert * s : (expert + 1) * s]
+        if dim == 0:
+            out.copy_(self._open(pieces[0], opened))
+            return
+        # The wanted range may lie in one piece, in a part of it, or in several.
+        width, length = self.shape[dim] // s, self.shape[dim] // how.count
+        begin = index * length
+        touched = range(begin // width, (begin + length - 1) // width + 1)
+        joined = torch.cat([self._open(pieces[j], opened) for j in touched], dim - 1)
+        out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
+
+    def _open(self, piece: Piece, opened: dict[str, Any]) -> Tensor:
+        """Return a piece, mapped from its file, after a look at its digest."""
+        from safetensors import SafetensorError, safe_open  # the core needs it here alone
+
+        path = self.root / self.folder / piece.file
+        try:
+            if piece.file not in opened:
+                opened[piece.file] = safe_open(path, framework="pt")
+            tensor = opened[piece.file].get_tensor(piece.key)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"the experts' file {path} is torn or missing ({error}); give an older checkpoint, or "
+                "put the folder back that stood beside this one."
+            ) from error
+        if digest(tensor) != piece.digest:
+            raise ValueError(
+                f"the experts' file {path} is damaged: its {piece.key} is not what was saved; give an "
+                "older checkpoint."
+            )
+        return tensor
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint holds in place of the tensor."""
+        return {
+            MARK: VERSION,
+            "folder": self.folder,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "slices": [self.how.count, self.how.dim],
+            "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
+        }
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes on the host, in hexadecimal."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value of a checkpoint stands for a tensor in shard files."""
+    return isinstance(value, dict) and MARK in value
+
+
+def bind(state: Any, path: Path) -> None:
+    """Replace the records in a checkpoint by tensors that can be read, in place.
+
+    Args:
+        state: nested dictionaries, as torch.load gives them.
+        path: of the checkpoint's file.
+
+    Raises:
+        ValueError: the records are of a newer version, or files are missing.
+    """
+    found: list[ShardedTensor] = []
+
+    def bound(record: dict[str, Any]) -> ShardedTensor:
+        found.append(_of_record(record, path))
+        return found[-1]
+
+    _replace(state, is_record, bound)
+    for folder in sorted({tensor.folder for tensor in found}):
+        _refuse_missing(path, folder, [t for t in found if t.folder == folder])
+
+
+def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.whole) -> None:
+    """Replace the sharded tensors of a checkpoint by what `change` makes of them, in place."""
+    _replace(state, lambda value: isinstance(value, ShardedTensor), change)
+
+
+def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> None:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(items):
+        if chosen(value):
+            tree[key] = change(value)
+        elif isinstance(value, dict | list):
+            _replace(value, chosen, change)
+
+
+def _of_record(record: dict[str, Any], path: Path) -> ShardedTensor:
+    if record[MARK] != VERSION:
+        raise ValueError(
+            f"{path} keeps its experts in a way (version {record[MARK]}) that this fairseq_tutel does not "
+            "know; install the one that saved it, or a newer one."
+        )
+    dtype, pieces = getattr(torch, record["dtype"], None), [Piece(*p) for p in record["pieces"]]
+    # A file from elsewhere must not make this process open any other file.
+    inside = NAME.fullmatch(record["folder"]) and all(Path(p.file).name == p.file for p in pieces)
+    if not inside or not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"{path} keeps its experts in a way that no fairseq_tutel wrote; do not use it."
+        )
+    return ShardedTensor(
+        root=path.parent,
+        folder=record["folder"],
+        shape=tuple(record["shape"]),
+        dtype=dtype,
+        how=Slice(*record["slices"]),
+        pieces=tuple(pieces),
+    )
+
+
+def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
+    directory = path.parent / folder
+    there = {file.name for file in directory.iterdir()} if directory.is_dir() else set()
+    missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)
+    if missing:
+        raise ValueError(
+            f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, the first "
+            f"{missing[0]}; copy or move a sharded checkpoint together with that folder."
+        )

@@ -1,0 +1,169 @@
+"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
+
+Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading before it is asked for;
+records in a checkpoint; missing, torn, damaged files; records of others; folders that are begun, committed,
+kept and collected.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fairseq_tutel import shard_folder
+from fairseq_tutel.comm.slices import Slice, cut
+from fairseq_tutel.shards import Piece, ShardedTensor, bind, digest, is_record, unbind
+
+FOLDER = "experts/0123456789abcdef"
+
+
+def write(root: Path, whole: Tensor, how: Slice, first: int = 0) -> ShardedTensor:
+    """Write a stack, two experts a file, and return it as it is read."""
+    pieces = []
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    for begin in range(0, len(whole), 2):
+        file, values = f"layer.{begin}.safetensors", {}
+        for e, i in itertools.product(range(begin, min(begin + 2, len(whole))), range(how.count)):
+            value = cut(whole, how, i)[e].contiguous()
+            values[f"{e}.{i}"] = value
+            pieces.append(Piece(file, f"{e}.{i}", digest(value)))
+        save_file(values, root / FOLDER / file)
+    return ShardedTensor(
+        root=root,
+        folder=FOLDER,
+        shape=tuple(whole.shape),
+        dtype=whole.dtype,
+        how=how,
+        pieces=tuple(pieces),
+    )
+
+
+@pytest.mark.parametrize("saved, read", list(itertools.product((1, 2, 4), (1, 2, 4))))
+@pytest.mark.parametrize("dim", [1, 2])
+def test_any_part_is_a_slice_of_the_whole(tmp_path, saved, read, dim):
+    whole = torch.randn(5, 8, 4)
+    how = Slice(saved, dim) if saved > 1 else Slice()
+    wanted = Slice(read, dim) if read > 1 else Slice()
+    tensor = write(tmp_path, whole, how)
+    assert torch.equal(tensor.whole(), whole)
+    for index in range(read):
+        part = tensor.read(1, 3, wanted, index)
+        assert torch.equal(part, cut(whole[1:4], wanted, index))
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes  # and no more is held
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64])
+def test_every_dtype_comes_back(tmp_path, dtype):
+    whole = torch.arange(12).reshape(3, 4).to(dtype)
+    got = write(tmp_path, whole, Slice()).whole()
+    assert got.dtype == dtype
+    assert torch.equal(got, whole)
+
+
+def test_a_checkpoint_holds_plain_records(tmp_path):
+    whole = torch.randn(3, 4)
+    record = write(tmp_path, whole, Slice(2, 1)).record()
+    state = {"model": {"a": record, "b": torch.ones(1)}, "list": [record]}
+    path = tmp_path / "checkpoint.pt"
+    torch.save(state, path)
+    again = torch.load(path, weights_only=True)
+    assert is_record(again["model"]["a"])
+    bind(again, path)
+    assert again["model"]["a"].record() == record
+    unbind(again)
+    assert torch.equal(again["model"]["a"], whole)
+    assert torch.equal(again["list"][0], whole)
+    assert torch.equal(again["model"]["b"], torch.ones(1))
+
+
+def test_only_what_is_asked_for_is_read(tmp_path):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    (tmp_path / FOLDER / "layer.2.safetensors").write_bytes(b"nothing")
+    tensor.read(0, 2)
+    with pytest.raises(ValueError, match=r"layer\.2\.safetensors is torn or missing"):
+        tensor.read(1, 2)
+
+
+def test_a_missing_file_is_named_before_anything_is_read(tmp_path):
+    record = write(tmp_path, torch.randn(4, 2), Slice()).record()
+    (tmp_path / FOLDER / "layer.2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"1 files are missing, the first layer\.2\.safetensors"):
+        bind({"a": record}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="move a sharded checkpoint together with that folder"):
+        bind({"a": record}, tmp_path / "elsewhere" / "checkpoint.pt")
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    file = tmp_path / FOLDER / "layer.0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"damaged: its 1\.1|damaged: its 1\.0"):
+        tensor.whole()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"expert_shards": 2}, "version 2"),
+        ({"folder": "../../etc"}, "no fairseq_tutel wrote"),
+        ({"pieces": [["../a.safetensors", "0", "00"]]}, "no fairseq_tutel wrote"),
+        ({"dtype": "load"}, "no fairseq_tutel wrote"),
+    ],
+)
+def test_a_record_of_others_is_refused(tmp_path, change, sentence):
+    record = write(tmp_path, torch.randn(4, 2), Slice()).record()
+    with pytest.raises(ValueError, match=sentence):
+        bind({"a": {**record, **change}}, tmp_path / "checkpoint.pt")
+
+
+def save(root: Path, name: str, content: str) -> str:
+    """Save a checkpoint as a training does, and return its folder."""
+    folder = shard_folder.begin(root)
+    (folder / "a.safetensors").write_text(content)
+    committed = shard_folder.commit(root, [content])
+    torch.save({"model": {"a": {"expert_shards": 1, "folder": committed}}}, root / name)
+    return committed
+
+
+def test_folders_live_as_long_as_a_checkpoint_names_them(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    second = save(tmp_path, "checkpoint2.pt", "two")
+    assert (tmp_path / first / "a.safetensors").read_text() == "one"
+    (tmp_path / "checkpoint1.pt").unlink()
+    assert (tmp_path / first).is_dir()  # until the next save
+    third = save(tmp_path, "checkpoint_last.pt", "three")
+    assert sorted(p.name for p in (tmp_path / "experts").iterdir()) == sorted(
+        Path(name).name for name in (second, third)
+    )
+
+
+def test_the_same_content_is_kept_once(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    assert save(tmp_path, "checkpoint_last.pt", "one") == first
+    assert [p.name for p in (tmp_path / "experts").iterdir()] == [Path(first).name]
+
+
+def test_what_was_cut_off_is_begun_anew(tmp_path):
+    (shard_folder.begin(tmp_path) / "half").write_text("half")
+    assert not list(shard_folder.begin(tmp_path).iterdir())
+
+
+def test_nothing_is_collected_beside_a_file_that_can_not_be_read(tmp_path, caplog):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / "checkpoint1.pt").write_bytes((tmp_path / "checkpoint1.pt").read_bytes()[:90])
+    (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip")
+    shard_folder.collect(tmp_path)
+    assert (tmp_path / first).is_dir()
+    assert "kept all folders" in caplog.text
+
+
+def test_other_people_s_folders_are_left_alone(tmp_path):
+    (tmp_path / "experts" / "mine").mkdir(parents=True)
+    shard_folder.collect(tmp_path)
+    assert (tmp_path / "experts" / "mine").is_dir()
