@@ -22,8 +22,7 @@ MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 
 
 def begin(save_dir: Path) -> Path:
-    """Return an empty folder to write into, after removing what no checkpoint names any more."""
-    collect(save_dir)
+    """Return an empty folder to write into."""
     folder = writing(save_dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -10,6 +10,7 @@ the folder, which stands beside the checkpoint. E experts, s slices of an expert
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,23 @@ class ShardedTensor:
             "slices": [self.how.count, self.how.dim],
             "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
         }
+
+
+def write_file(values: dict[str, Tensor], path: Path) -> None:
+    """Write tensors into a file of shards, down to the disk.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(values, path)
+    except SafetensorError as error:  # what the system said, in its own words
+        raise OSError(str(error)) from error
+    with path.open("rb") as saved:
+        os.fsync(saved.fileno())
 
 
 def digest(tensor: Tensor) -> str:

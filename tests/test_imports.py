@@ -146,8 +146,10 @@ CORE = {
     ),
     "safe_globals": "",
     "tools": "",
-    "tools.checkpoint_file": "",
+    "tools.checkpoint_file": "shards",
+    "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
     "tools.average": "safe_globals tools.checkpoint_file",
+    "tools.convert": "safe_globals tools.convert_shards",
     "tools.run_log": "",
     "tools.event_files": "tools.run_log",
     "tools.run_files": "tools.event_files tools.run_log",
@@ -216,7 +218,8 @@ EDGE = {
     "train": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "__main__": (
-        "fairseq_tutel tools.average tools.environment tools.plan tools.report tools.tune tools.user_dir"
+        "fairseq_tutel tools.average tools.convert tools.environment tools.plan tools.report tools.tune "
+        "tools.user_dir"
     ),
 }
 TABLE = {**CORE, **EDGE}

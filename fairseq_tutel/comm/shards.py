@@ -4,7 +4,6 @@ E experts (e local), P expert_parallel_size, s slices of an expert. Collective, 
 tell each other what they wrote.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.slices import Slice
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
-from fairseq_tutel.shards import Piece, ShardedTensor, digest
+from fairseq_tutel.shards import Piece, ShardedTensor, digest, write_file
 
 # What a rank tells, by layer and tensor: the stack's shape and dtype, its cut, and the pieces that the rank
 # wrote, by expert and slice.
@@ -46,7 +45,7 @@ def write_experts(
     Raises:
         ValueError: on all ranks, where one could not write.
     """
-    _first_rank(place, lambda: shard_folder.begin(save_dir))
+    _first_rank(place, lambda: _begin(save_dir))
     written, error = _write_own(model, place, states, shard_folder.writing(save_dir))
     everything: list[Any] = [(written, error)]
     if place.world_size > 1:
@@ -72,6 +71,11 @@ def write_experts(
         ).record()
         for key, (shape, dtype, how, pieces) in tensors.items()
     }
+
+
+def _begin(save_dir: Path) -> None:
+    shard_folder.collect(save_dir)
+    shard_folder.begin(save_dir)
 
 
 def _first_rank(place: Topology, action: Callable[[], Any]) -> Any:
@@ -156,20 +160,8 @@ def _write_layer(
             values[key] = value
             pieces[expert, index if how.count > 1 else 0] = Piece(file, key, digest(value))
     if values:
-        _write_file(values, folder / file)
+        write_file(values, folder / file)
     return written
-
-
-def _write_file(values: dict[str, Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(values, path)
-    except SafetensorError as error:  # what the system said, in its own words
-        raise OSError(str(error)) from error
-    with path.open("rb") as saved:
-        os.fsync(saved.fileno())
 
 
 def _share(num_local: int, place: Topology) -> range:

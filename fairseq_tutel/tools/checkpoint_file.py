@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel.shards import bind, unbind
+
 
 def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
-    """Open a checkpoint; its tensors stay in the file until they are read.
+    """Open a checkpoint; its tensors stay in the file until they are read, but experts in shards are read.
 
     No pickled code runs: classes that are not on torch's list, or on ours, are refused.
 
@@ -18,7 +20,7 @@ def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
         flag: of the command line that names it.
 
     Raises:
-        ValueError: the file is missing, torn or no fairseq checkpoint.
+        ValueError: the file is missing, torn or no fairseq checkpoint, or its shards are.
     """
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which does not exist.")
@@ -31,6 +33,10 @@ def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
+    for key in ("model", "last_optimizer_state"):
+        if isinstance(state.get(key), dict):
+            bind(state[key], path)
+            unbind(state[key])
     return state
 
 

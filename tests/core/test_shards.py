@@ -124,6 +124,7 @@ def test_a_record_of_others_is_refused(tmp_path, change, sentence):
 
 def save(root: Path, name: str, content: str) -> str:
     """Save a checkpoint as a training does, and return its folder."""
+    shard_folder.collect(root)
     folder = shard_folder.begin(root)
     (folder / "a.safetensors").write_text(content)
     committed = shard_folder.commit(root, [content])

@@ -1,0 +1,243 @@
+"""Host memory that saving and loading many experts takes, full and sharded, beside the formula.
+
+Ranks joined by gloo hold L layers of E experts, and of every weight as many moments as asked for. Each save
+and each load has processes of its own; what is measured is what a rank's memory (without pages mapped from
+files) grows by at most, sampled every millisecond.
+
+    python -m benchmarks.checkpoint --ranks 4 --layers 12 --experts 64 --expert-mb 4 --json out.json
+"""
+
+import argparse
+import multiprocessing
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.bad_option import BadOption
+from benchmarks.machine import facts
+from benchmarks.output import Report, refuse_unwritable
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.comm.checkpoint import gather_experts, gather_to_first, save_in_shards
+from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.shards import ShardedTensor, bind
+
+MODEL_DIM = 512
+BYTES = 4  # float32
+States = dict[str, list[Tensor]]
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    arguments = _parser().parse_args()
+    try:
+        report = _report(arguments)
+        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=arguments.folder))
+        try:
+            for form in ("full", "sharded"):
+                rows = [
+                    row
+                    for mode in ("save", "load")
+                    for row in _measure(arguments, form, mode, folder)
+                ]
+                report.add(_name(arguments), vars(arguments) | {"folder": None, "json": None}, rows)
+                shutil.rmtree(folder)
+                folder.mkdir()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        report.finish(None)
+    except BadOption as error:
+        sys.exit(f"error: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    for flag, default, text in (
+        ("--ranks", 4, "processes, which share the experts"),
+        ("--layers", 12, "MoE layers"),
+        ("--experts", 64, "experts of a layer"),
+        ("--expert-mb", 4, "weights of an expert, in MiB of float32"),
+        ("--moments", 2, "tensors of optimizer state for each weight"),
+    ):
+        parser.add_argument(flag, type=int, default=default, help=f"{text} [default: {default}]")
+    parser.add_argument("--folder", type=Path, help="where to save [default: the system's own]")
+    parser.add_argument("--json", type=Path, help="file for the results [default: none]")
+    return parser
+
+
+def _report(arguments: argparse.Namespace) -> Report:
+    if arguments.experts % arguments.ranks:
+        raise BadOption(
+            f"--experts is {arguments.experts}, which --ranks {arguments.ranks} does not divide; give a "
+            "multiple."
+        )
+    refuse_unwritable(arguments.json, "--json")
+    options = {k: v for k, v in vars(arguments).items() if k not in ("folder", "json")}
+    machine = facts(torch.device("cpu"), torch.float32)
+    return Report("checkpoint", "", machine, options, arguments.json)
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    return (
+        f"{arguments.layers} layers x {arguments.experts} experts x {arguments.expert_mb} MiB, "
+        f"{arguments.moments} moments, {arguments.ranks} ranks"
+    )
+
+
+def _measure(
+    arguments: argparse.Namespace, form: str, mode: str, folder: Path
+) -> list[dict[str, Any]]:
+    """Run one save or load and return a row for rank 0 and one for the greatest of the others."""
+    context = multiprocessing.get_context("spawn")
+    answers, meeting = context.Queue(), f"file://{tempfile.mktemp(prefix='meeting-')}"
+    processes = [
+        context.Process(target=_rank, args=(rank, arguments, form, mode, folder, meeting, answers))
+        for rank in range(arguments.ranks)
+    ]
+    for process in processes:
+        process.start()
+    grown = dict(answers.get(timeout=1800) for _ in processes)
+    for process in processes:
+        process.join()
+    others = [grown[rank] for rank in range(1, arguments.ranks)]
+    kinds = [("rank 0", grown[0], True)]
+    if others:
+        kinds.append(("other ranks", max(others, key=lambda each: each["peak_bytes"]), False))
+    return [
+        {
+            "variant": f"{form}, {who}",
+            "mode": mode,
+            "status": "ok",
+            "formula_bytes": formula(arguments, form, mode, first),
+            **numbers,
+        }
+        for who, numbers, first in kinds
+    ]
+
+
+def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) -> int:
+    """Return what a rank needs beside its own experts and moments, in bytes.
+
+    full: rank 0 keeps all experts and moments until they are written, and while one stack is put together
+    its parts too; every rank reads the whole file. sharded: nothing, or when loading the local experts of
+    one layer on their way into the parameters.
+    """
+    expert = arguments.expert_mb * 2**20
+    everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)
+    stack = arguments.experts * expert // 2  # fc1's or fc2's
+    if form == "full":
+        if mode == "load":
+            return everything
+        return everything + stack if first else 0
+    return 2 * stack // arguments.ranks if mode == "load" else 0
+
+
+def _rank(
+    rank: int,
+    arguments: argparse.Namespace,
+    form: str,
+    mode: str,
+    folder: Path,
+    meeting: str,
+    answers: Any,
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=arguments.ranks)
+    place = make_topology([arguments.experts])
+    hidden = arguments.expert_mb * 2**20 // BYTES // MODEL_DIM // 2
+    config = MoEConfig(MODEL_DIM, hidden, arguments.experts, expert_bias=False)
+    model = nn.Sequential(
+        *(MoELayer(config, place, seed=1, name=str(i)) for i in range(arguments.layers))
+    )
+    moments: States = {
+        name: [torch.full_like(p, k + 1) for k in range(arguments.moments)]
+        for name, p in model.named_parameters()
+        if ".experts." in name
+    }
+    action: Callable[[], None] = {
+        ("full", "save"): lambda: _save_full(model, moments, place, folder),
+        ("sharded", "save"): lambda: _save_sharded(model, moments, place, folder),
+        ("full", "load"): lambda: _load(model, moments, place, folder),
+        ("sharded", "load"): lambda: _load(model, moments, place, folder),
+    }[form, mode]
+    dist.barrier()
+    answers.put((rank, _grown_by(action)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save_full(model: nn.Module, moments: States, place: Topology, folder: Path) -> None:
+    gather_experts(model, place)
+    state = {name: [gather_to_first(m, place) for m in each] for name, each in moments.items()}
+    if place.rank == 0:
+        torch.save({"model": model.state_dict(), "state": state}, folder / "checkpoint.pt")
+
+
+def _save_sharded(model: nn.Module, moments: States, place: Topology, folder: Path) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def states(parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {str(k): m for k, m in enumerate(moments[names[id(parameter)]])}
+
+    records = save_in_shards(model, place, states, folder)
+    state = {
+        name: [
+            records[name.rpartition(".")[0], f"{name.rpartition('.')[2]}.{k}"]
+            for k in range(len(each))
+        ]
+        for name, each in moments.items()
+    }
+    if place.rank == 0:
+        torch.save({"model": model.state_dict(), "state": state}, folder / "checkpoint.pt")
+
+
+def _load(model: nn.Module, moments: States, place: Topology, folder: Path) -> None:
+    path = folder / "checkpoint.pt"
+    with path.open("rb") as file:  # as fairseq does
+        state = torch.load(file, weights_only=True)
+    bind(state, path)
+    model.load_state_dict(state.pop("model"))
+    for name, each in moments.items():
+        for own, saved in zip(each, state["state"].pop(name), strict=True):
+            part = place.part(len(own) * place.expert_parallel_size)
+            if isinstance(saved, ShardedTensor):
+                own.copy_(saved.read(part.first, part.num_local))
+            else:
+                own.copy_(saved[part.first : part.first + part.num_local])
+
+
+def _grown_by(action: Callable[[], None]) -> dict[str, Any]:
+    """Run an action; return its seconds and what this process's own memory grew by at most, in bytes."""
+    highest, done = [before := _own_memory()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            highest[0] = max(highest[0], _own_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    begin = time.perf_counter()
+    action()
+    seconds = time.perf_counter() - begin
+    done.set()
+    watcher.join()
+    return {"seconds": seconds, "peak_bytes": highest[0] - before}
+
+
+def _own_memory() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
+
+
+if __name__ == "__main__":
+    main()

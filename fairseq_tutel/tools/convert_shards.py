@@ -1,0 +1,90 @@
+"""convert sharded, convert full: one checkpoint from one form into the other; weights stay what they are.
+
+A run reads either by itself; this is for files that are kept, sent or opened by others.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fairseq_tutel import shard_folder
+from fairseq_tutel.comm.slices import Slice
+from fairseq_tutel.shards import Piece, ShardedTensor, digest, write_file
+from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write
+
+
+def add_to(parsers: Any) -> None:
+    """Add both sub-commands of convert."""
+    for name, text, action in (
+        ("sharded", "experts into files of their own, beside the checkpoint", to_sharded),
+        ("full", "everything into one file", write),
+    ):
+        parser = parsers.add_parser(name, help=text, description=__doc__)
+        parser.add_argument("--input", required=True, metavar="FILE", help="a checkpoint")
+        parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+        parser.set_defaults(convert=lambda arguments, action=action: _convert(arguments, action))
+
+
+def _convert(arguments: argparse.Namespace, action: Callable[[dict[str, Any], Path], None]) -> None:
+    source, target = Path(arguments.input), Path(arguments.output)
+    refuse_output(target, [source])
+    action(load(source, "--input"), target)
+    print(f"wrote {target}")
+
+
+def to_sharded(state: dict[str, Any], target: Path) -> None:
+    """Write a checkpoint whose experts, and optimizer state of their shapes, are in shard files beside it.
+
+    Raises:
+        ValueError: it has no experts, or there is no room.
+    """
+    found = list(_stacks(state))
+    if not found:
+        raise ValueError("--input names a checkpoint without experts, which has nothing to shard.")
+    try:
+        folder = shard_folder.begin(target.parent)
+        pieces = [
+            _write_stack(layer, name, holder[key], folder) for layer, name, holder, key in found
+        ]
+        names = [f"{p.file} {p.key} {p.digest}" for each in pieces for p in each]
+        committed = shard_folder.commit(target.parent, names)
+    except OSError as error:
+        raise ValueError(
+            f"--output {target} could not be written ({error}); make room or give another place."
+        ) from error
+    for (_, _, holder, key), each in zip(found, pieces, strict=True):
+        tensor = holder[key]
+        holder[key] = ShardedTensor(
+            root=target.parent,
+            folder=committed,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            how=Slice(),
+            pieces=tuple(each),
+        ).record()
+    write(state, target)
+
+
+def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
+    """Yield layer, tensor name, and the dictionary and key that hold it, of everything to shard."""
+    shapes = set()
+    for key, value in state["model"].items():
+        layer, _, name = key.rpartition(".")
+        if layer.endswith(".experts"):
+            shapes.add(tuple(value.shape))
+            yield layer, name, state["model"], key
+    # The file does not say which parameter a state is of, but experts' have the experts' shapes.
+    for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(value, Tensor) and tuple(value.shape) in shapes:
+                yield f"optimizer.{index}", key, entry, key
+
+
+def _write_stack(layer: str, name: str, tensor: Tensor, folder: Path) -> list[Piece]:
+    file = f"{layer}.{name}.safetensors"
+    values = {f"{expert}.{name}": tensor[expert].contiguous() for expert in range(len(tensor))}
+    write_file(values, folder / file)
+    return [Piece(file, key, digest(value)) for key, value in values.items()]
