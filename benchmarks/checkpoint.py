@@ -126,9 +126,9 @@ def _measure(
 def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) -> int:
     """Return what a rank needs beside its own experts and moments, in bytes.
 
-    full: rank 0 keeps all experts and moments until they are written, and while one stack is put together
-    its parts too; every rank reads the whole file. sharded: nothing, or when loading the local experts of
-    one layer on their way into the parameters.
+    full: rank 0 keeps all experts and moments until they are written, and while one stack arrives gloo a
+    copy of it; every rank reads the whole file.
+    sharded: nothing, or when loading the local experts of one layer on their way into the parameters.
     """
     expert = arguments.expert_mb * 2**20
     everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)
@@ -137,7 +137,7 @@ def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) ->
         if mode == "load":
             return everything
         return everything + stack if first else 0
-    return 2 * stack // arguments.ranks if mode == "load" else 0
+    return arguments.experts * expert // arguments.ranks if mode == "load" else 0
 
 
 def _rank(

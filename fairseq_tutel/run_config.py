@@ -38,7 +38,11 @@ def root_of(task: Any) -> Any:
 
 def saves_shards(task: Any) -> bool:
     """Whether --moe-checkpoint is sharded; a stock task has no such option."""
-    value = getattr(config_of(task), "moe_checkpoint", "full")
+    return _is_sharded(config_of(task))
+
+
+def _is_sharded(cfg: Any) -> bool:
+    value = getattr(cfg, "moe_checkpoint", "full")
     return str(getattr(value, "value", value)) == "sharded"
 
 
@@ -154,6 +158,12 @@ def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
             world > 1 and str(distributed.zero_sharding) != "none",
             f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they "
             "were replicas; set it to none.",
+        ),
+        (
+            _is_sharded(root.task)
+            and PathManager.path_requires_pathmanager(root.checkpoint.save_dir),
+            f"--save-dir is {root.checkpoint.save_dir}, which is no folder of this machine, and "
+            "--moe-checkpoint is sharded, which writes into one; give a folder, or full.",
         ),
         (
             root.checkpoint.write_checkpoints_asynchronously,

@@ -34,12 +34,15 @@ def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None
     if topology.rank >= topology.expert_parallel_size:
         return None
     how = slice_of(tensor) if how is None else how
-    tensor = tensor.detach().contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
+    tensor, size = tensor.detach().contiguous(), topology.expert_parallel_size
     first, group = topology.rank == 0, topology.expert_group
+    # Rows of one tensor, which is the result where experts are not cut.
+    parts = tensor.new_empty(size, *tensor.shape) if first else None
     with guarded("the gathering of experts on rank 0", group):
-        dist.gather(tensor, parts if first else None, dst=0, group=group)
-    return join([part.cpu() for part in parts], how) if first else None
+        dist.gather(tensor, list(parts) if parts is not None else None, dst=0, group=group)
+    if parts is None:
+        return None
+    return join(list(parts.cpu()), how) if how.count > 1 else parts.flatten(0, 1).cpu()
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:

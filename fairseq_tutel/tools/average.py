@@ -1,9 +1,9 @@
 """average: write one checkpoint whose weights are the mean of several checkpoints' weights.
 
 The flags are those of fairseq's scripts/average_checkpoints.py, which its wheel does not hold. Experts
-are stacked in one ordinary file, so they are averaged like all other weights. Everything but the
-weights is the first file's; with --num-epoch- and --num-update-checkpoints that is the newest one. Its
-fp32 masters, which are weights too, are left out.
+are averaged like all other weights, those of sharded checkpoints too; what is written is one file.
+Everything but the weights is the first file's; with --num-epoch- and --num-update-checkpoints that is the
+newest one. Its fp32 masters, which are weights too, are left out.
 """
 
 import argparse
