@@ -5,7 +5,7 @@ of the step the identity, so no forward is copied. T tokens, D model_dim.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class MoEFeedForward(MoELayer):
         self.record: MoERecord | None = None  # of the last micro-batch that came through here
         self.coefficient: Tensor | None = None
         self.seen = False
+        # Where ranks call their layers at a pace of their own: returns when all agree on this one.
+        self.wait_for_turn: Callable[[], None] | None = None
 
     def begin_micro_batch(self) -> None:
         """Let the next forward be recorded; a recompute in backward is not one."""
@@ -58,6 +60,8 @@ class MoEFeedForward(MoELayer):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return the experts' output for x [time, batch, D]; 0 for padding tokens."""
+        if self.wait_for_turn is not None and not self.training:
+            self.wait_for_turn()
         mask = self.padding_mask
         if self.skip_tokens:
             mask = torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)

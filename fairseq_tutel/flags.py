@@ -110,7 +110,8 @@ class _SystemOptions(FairseqDataclass):
         metadata={
             "help": "ranks that share one set of experts and exchange tokens; it must divide the number "
             "of ranks, and every layer's experts or be a multiple of them; 0 takes the greatest common "
-            "divisor; in ranks [default: 0]"
+            "divisor in a training, and 1, all experts on every rank, where a model is used; in ranks "
+            "[default: 0]"
         },
     )
     moe_local_size: int = field(

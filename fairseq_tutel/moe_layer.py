@@ -187,11 +187,27 @@ class MoELayer(nn.Module):
         )
         assignment, gate = self._route(x_TD, batch, call)
         plan = self._plan()
-        decision = routing.lay_out(assignment, self._buffer_capacity(assignment, plan))
+        decision = routing.lay_out(assignment, self._buffer_capacity(assignment.counts_E, plan))
         y_TD = self._mixed(x_TD, decision, plan)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
         return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Run this rank's experts for the ranks that are in `forward`, and bring no token.
+
+        The layer keeps no trace of it.
+        """
+        plan = dataclasses.replace(self._plan(), timer=None)
+        weight = next(iter(self.experts.expert_parameters().values()))
+        counts_E = weight.new_zeros(self.config.num_experts, dtype=torch.int64)
+        capacity = self._buffer_capacity(counts_E, plan) or 0
+        rows_RD = weight.new_zeros(len(counts_E) * capacity, self.config.model_dim)
+        tensors = self._tensors(plan.how, weight.device)
+        exchange.run(
+            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), plan
+        )
 
     def _route(
         self, x_TD: Tensor, batch: routing.MicroBatch, call: "_Call"
@@ -274,10 +290,10 @@ class MoELayer(nn.Module):
         return self.experts.prepared(gathered, device)
 
     @staticmethod
-    def _buffer_capacity(assignment: routing.Assignment, plan: exchange.ExchangePlan) -> int | None:
+    def _buffer_capacity(counts_E: Tensor, plan: exchange.ExchangePlan) -> int | None:
         if plan.group is None or not plan.padded:
             return None
-        return exchange.agreed_capacity(assignment.counts_E, plan)
+        return exchange.agreed_capacity(counts_E, plan)
 
     def _output(self, decision: routing.Routing, gate: losses.GateOutput) -> MoEOutput:
         named = losses.balance_losses(self.balance_weights, decision, gate)

@@ -13,6 +13,7 @@ from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
+from fairseq_tutel.inference_mixin import InferenceMixin
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.run_config import config_of
 from fairseq_tutel.update_tuner import UpdateTuner
@@ -20,7 +21,7 @@ from fairseq_tutel.update_tuner import UpdateTuner
 logger = logging.getLogger(__name__)
 
 
-class MoETaskMixin:
+class MoETaskMixin(InferenceMixin):
     """Goes before a FairseqTask class."""
 
     _has_experts = False

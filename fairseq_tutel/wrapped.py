@@ -8,8 +8,9 @@
    the middle leaves a torn file.
 4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
    trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
-   reads ranks and devices by that before it builds anything of ours; and where one of fairseq's own
-   collectives fails, no code of ours is nearer that could say who is missing.
+   reads ranks and devices by that before it builds anything of ours; where one of fairseq's own
+   collectives fails, no code of ours is nearer that could say who is missing; and where models are used,
+   ranks that share experts serve each other until all are done, which no one function of theirs knows.
 """
 
 import functools
@@ -35,6 +36,7 @@ from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.run_config import saves_shards
 from fairseq_tutel.shards import bind
+from fairseq_tutel.together import OnSeveralRanks
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +169,7 @@ def copy(original: Any) -> Any:
 
 
 def call_main(original: Any) -> Any:
-    """Join torchrun's ranks, let --bf16 mean bf16 on the devices there are, and name a missing rank."""
+    """Let torchrun's ranks meet, --bf16 mean bf16, an error name the missing rank, a command end together."""
 
     @functools.wraps(original)
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
@@ -177,7 +179,8 @@ def call_main(original: Any) -> Any:
                     section.tpu = False
         _join_torchrun(cfg)
         with guarded("a collective of fairseq's own", timed=False):
-            return original(cfg, main, **kwargs)
+            uses_models = cfg.common_eval.path is not None
+            return original(cfg, OnSeveralRanks(main) if uses_models else main, **kwargs)
 
     return wrapper
 

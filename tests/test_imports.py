@@ -97,6 +97,7 @@ CORE = {
     "comm.cost": "comm.how comm.machine",
     "comm.fit": "comm.cost comm.machine",
     "comm.launcher": "",
+    "comm.lockstep": "comm.guard",
     "comm.gradients": "comm.guard comm.topology",
     "exploration": "config",
     "comm.regroup": "",
@@ -177,13 +178,16 @@ EDGE = {
     "plugin": "allocator flags safe_globals",
     "ffn_step": "comm.checkpoint comm.topology config metrics moe_layer",
     "elastic_iterator": "",
+    "perplexity": "comm.guard",
+    "together": "comm.lockstep ffn_step perplexity",
+    "inference_mixin": "together",
     "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.slices comm.topology shards",
     "optim.moe_adam": "comm.gradients optim.moe_optimizer",
     "optim": "optim.moe_adam optim.moe_optimizer",
     "run_config": "comm.topology ffn_step optim.moe_optimizer",
     "task_mixin": (
         "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
-        "optim.moe_optimizer run_config update_tuner"
+        "inference_mixin optim.moe_optimizer run_config update_tuner"
     ),
     "tasks.moe_language_modeling": "flags task_mixin",
     "tasks.moe_translation": "flags task_mixin",
@@ -199,9 +203,11 @@ EDGE = {
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
     "models.announce": "capacity comm.static comm.topology config moe_layer",
     "models.changed": "comm.topology flags",
+    "models.opened": ("comm.fingerprint comm.topology config ffn_step models.agreement together"),
     "models.build": (
         "balance_weights comm.gradients comm.guard comm.launcher comm.machine comm.static comm.topology "
-        "ffn_step flags kernels models.agreement models.announce models.changed run_config update_tuner"
+        "ffn_step flags kernels models.agreement models.announce models.changed models.opened run_config "
+        "update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",
@@ -213,9 +219,11 @@ EDGE = {
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
     "wrapped": (
-        "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer run_config shards"
+        "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer run_config "
+        "shards together"
     ),
     "train": "comm.topology plugin",
+    "run": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "__main__": (
         "fairseq_tutel tools.average tools.convert tools.environment tools.plan tools.report tools.tune "

@@ -44,11 +44,25 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
         ValueError: ranks differ, or --moe-comm-timeout is no time.
         CommunicationError: a rank did not come within --moe-comm-timeout.
     """
-    key = "moe_comm_timeout"
-    guard.set_timeout(getattr(config_of(task), key, defaults(SystemOptions)[key]))
+    set_timeout(config_of(task))
     if not (dist.is_available() and dist.is_initialized()):
         return
     agree(facts_of(root, model, task))
+    limit_fairseqs_own()
+
+
+def set_timeout(task_cfg: Any) -> None:
+    """Give the groups that are made from now on the time-out of a task's configuration.
+
+    Raises:
+        ValueError: --moe-comm-timeout is no time.
+    """
+    key = "moe_comm_timeout"
+    guard.set_timeout(getattr(task_cfg, key, defaults(SystemOptions)[key]))
+
+
+def limit_fairseqs_own() -> None:
+    """Give fairseq's groups the time-out too. Collective."""
     # fairseq makes a group of its own for gradients and logs, later, with torch's own time-out.
     for group in (None, distributed_utils.get_global_group()):
         guard.limit(group)

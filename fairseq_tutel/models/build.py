@@ -16,7 +16,7 @@ from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.launcher import ranks_per_node
 from fairseq_tutel.comm.machine import Machine, typical
 from fairseq_tutel.comm.static import TOKENS, is_tuned, static_degree, static_how
-from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.comm.topology import make_topology
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
     begin_micro_batch,
@@ -38,6 +38,7 @@ from fairseq_tutel.models.announce import (
     warn_of_files,
 )
 from fairseq_tutel.models.changed import say_what_changed
+from fairseq_tutel.models.opened import keep_in_step, topology_of_opened
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
 from fairseq_tutel.update_tuner import UpdateTuner
 
@@ -79,11 +80,13 @@ def install_experts(
     requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
     local = node_size(task_cfg)
     degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
-    topology = make_topology(counts, requested, local, degree_of) if training else Topology()
     if training:
+        topology = make_topology(counts, requested, local, degree_of)
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
         sliced = any(topology.slices(count) > 1 for count in counts)
         say_what_changed(complete(root, model, topology, talks, sliced), cfg)
+    else:
+        topology = topology_of_opened(requested, counts, local, degree_of)
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):
         replace_ffn(layer, config, topology, seed, name)
@@ -98,6 +101,8 @@ def install_experts(
     if training:
         _choose_algorithm(model, task_cfg, root)
         task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
+    else:
+        keep_in_step(model)
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
     if training:
         announce_exchange(moe_layers(model), local, half=root.common.fp16 or root.common.bf16)

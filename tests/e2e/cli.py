@@ -51,7 +51,7 @@ class Run:
 def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
     """Run fairseq-`command` on `ranks` processes and wait; with `check`, fail on a bad exit.
 
-    The command "tutel-train" is `python -m fairseq_tutel.train`.
+    The command "tutel-train" is `python -m fairseq_tutel.train`, "tutel-run" likewise.
     """
     run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:
@@ -153,7 +153,7 @@ def _child(command, argv, env, log, stdin):
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
-    if command == "tutel-train":
-        importlib.import_module("fairseq_tutel.train").main()
+    if command in ("tutel-train", "tutel-run"):
+        importlib.import_module("fairseq_tutel." + command.removeprefix("tutel-")).main()
     else:
         importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()

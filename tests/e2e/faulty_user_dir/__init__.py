@@ -1,9 +1,9 @@
 """A --user-dir that loads the plugin and then breaks one rank on purpose.
 
 FAULT is "where:when:what": where = step (a training forward), save (half of a checkpoint is
-written) or copy (half of checkpoint_last is written); when = the how-many-th call; what = kill, stop
-(until somebody lets it go on), oom, error, full (the disk is full) or nan. FAULT_RANK is the rank it
-happens on.
+written), copy (half of checkpoint_last is written) or generate (a batch is decoded); when = the
+how-many-th call; what = kill, stop (until somebody lets it go on), oom, error, full (the disk is full)
+or nan. FAULT_RANK is the rank it happens on.
 """
 
 import os
@@ -13,12 +13,13 @@ import signal
 import torch
 from fairseq import checkpoint_utils, file_io
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_tutel.plugin import register
 
 register()
 
-_calls = {"step": 0, "save": 0, "copy": 0}
+_calls = {"step": 0, "save": 0, "copy": 0, "generate": 0}
 
 
 def _fault(where):
@@ -74,6 +75,15 @@ def _persistent_save(original):
     return wrapper
 
 
+def _generate(original):
+    def wrapper(*args, **kwargs):
+        if _fault("generate") == "error":
+            raise KeyError("a broken sample")
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
 def _copyfile(original):
     def wrapper(source, destination):
         if _fault("copy") == "kill":
@@ -87,4 +97,5 @@ def _copyfile(original):
 
 CrossEntropyCriterion.forward = _forward(CrossEntropyCriterion.forward)
 checkpoint_utils._torch_persistent_save = _persistent_save(checkpoint_utils._torch_persistent_save)
+SequenceGenerator.generate = _generate(SequenceGenerator.generate)
 file_io.shutil.copyfile = _copyfile(file_io.shutil.copyfile)

@@ -1,0 +1,57 @@
+"""`torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`.
+
+fairseq-generate, -interactive, -eval-lm or -validate on several ranks, with the plugin loaded and ranks
+read from torchrun's environment. Sentences are shared out, and with --moe-expert-parallel-size experts too.
+"""
+
+import importlib
+import io
+import os
+import sys
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from fairseq_tutel.comm import topology
+
+COMMANDS = ("generate", "interactive", "eval-lm", "validate")
+
+
+@record
+def main() -> None:
+    """Run the command; the process group is destroyed when it ended well."""
+    command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if command not in COMMANDS:
+        sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
+    if not any(word == "--user-dir" or word.startswith("--user-dir=") for word in sys.argv):
+        sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # ranks may share a pipe: whole lines into it
+    module = importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}")
+
+    from fairseq_tutel.plugin import register
+
+    # fairseq skips a --user-dir whose package is imported already, as this one is.
+    register()
+    if command == "generate":
+        _generate(module)
+    else:
+        module.cli_main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        topology.destroy()
+
+
+def _generate(module: Any) -> None:
+    """Do what stock's `cli_main` does, but let ranks meet, as those of the other commands do."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq.distributed import utils as distributed_utils
+
+    args = options.parse_args_and_arch(options.get_generation_parser())
+    distributed_utils.call_main(convert_namespace_to_omegaconf(args), module.main)
+
+
+if __name__ == "__main__":
+    main()
