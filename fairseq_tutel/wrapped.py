@@ -169,7 +169,7 @@ def copy(original: Any) -> Any:
 
 
 def call_main(original: Any) -> Any:
-    """Let torchrun's ranks meet, --bf16 mean bf16, an error name the missing rank, a command end together."""
+    """Let torchrun's ranks meet, --bf16 mean bf16, an error name who is missing, ranks end together."""
 
     @functools.wraps(original)
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:

@@ -169,6 +169,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         "moe_expert_parallel_size=2", "moe_a2a_ffn_overlap_degree=3", "moe_parallel_type=model",
         "moe_adaptive_r=0", "moe_a2a_dtype=bf16", "moe_a2a_algorithm=auto", "moe_adaptive=auto",
         "moe_adaptive_window=64", f"moe_adaptive_file={tmp_path}/tuned.json", "moe_local_size=1",
+        "moe_checkpoint=sharded",
     )  # fmt: skip
     run = fairseq(
         "tutel-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
@@ -181,6 +182,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
     said = "slices of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, bf16"
     assert f"experts across ranks: {said} wire, tuned: all but the last two" in run.output
     assert "--moe-a2a-algorithm auto: linear, by the numbers of this one" in run.output
+    assert len(list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))) == 1
 
 
 @pytest.mark.parametrize(

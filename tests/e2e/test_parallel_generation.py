@@ -22,7 +22,7 @@ UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
 def mt(mt_data, tmp_path_factory):
     """Two translation models with other experts in other layers; hardly trained, their lengths differ."""
     folder = tmp_path_factory.mktemp("mt-run")
-    fairseq("train", *mt_args(mt_data, folder / "a", updates=1))
+    fairseq("train", *mt_args(mt_data, folder / "a", "--moe-checkpoint", "sharded", updates=1))
     other = ("--moe-gate-type", "hash", "--moe-expert-count", 2, "--encoder-moe-freq", 2)
     fairseq("train", *mt_args(mt_data, folder / "b", *other, "--seed", 3, updates=1))
     return [folder / name / "checkpoint_last.pt" for name in "ab"]
