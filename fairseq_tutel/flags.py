@@ -153,6 +153,21 @@ class _SystemOptions(FairseqDataclass):
             "[default: full]"
         },
     )
+    moe_zero_stage: int = field(
+        default=0,
+        metadata={
+            "help": "what ranks with the same parameters keep a part of each: 0 nothing, 1 the optimizer's "
+            "state (and fp32 masters), 2 gradients too, reduced during the backward; experts "
+            "among their replicas, all else among all ranks; the result is the same [default: 0]"
+        },
+    )
+    moe_offload_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "keep the optimizer's state and fp32 masters in host memory, and update there; the "
+            "result is the same [default: off]"
+        },
+    )
     moe_comm_timeout: int = field(
         default=1800,
         metadata={

@@ -19,6 +19,7 @@ from torch import nn
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.ffn_step import named_stacks
 from fairseq_tutel.optim.moe_optimizer import twin_name
+from fairseq_tutel.optim.shard_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,12 @@ def complete(
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root, sliced)
+    plan = plan_of(root)
+    if plan is not None:
+        refuse_with_shards(root, plan)
+        if plan.stage:
+            # torch's own would all-reduce whole gradients during the backward.
+            _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
     path = _checkpoint_to_load(root.checkpoint)
     _use_twin_optimizer(root)
     if root.common.fp16:
@@ -103,9 +110,10 @@ def complete(
     return path
 
 
-def _set(cfg: Any, key: str, value: Any) -> None:
+def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
     if cfg[key] != value:
-        logger.info("set --%s, which experts need", key.replace("_", "-"))
+        flag, shown = key.replace("_", "-"), "" if value is True else f" {value}"
+        logger.info("set --%s%s, which %s need", flag, shown, needed_by)
         cfg[key] = value
 
 
@@ -155,9 +163,9 @@ def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
             "--pipeline-model-parallel is set, which does not compose with experts; drop it.",
         ),
         (
-            world > 1 and str(distributed.zero_sharding) != "none",
+            str(distributed.zero_sharding) != "none",
             f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they "
-            "were replicas; set it to none.",
+            "were replicas; set it to none and give --moe-zero-stage instead.",
         ),
         (
             _is_sharded(root.task)
@@ -193,10 +201,6 @@ def _refuse_layerdrop(model: nn.Module) -> None:
                 "other for ever; set it to 0, or --moe-expert-parallel-size to 1 and no gshard_global in "
                 "--moe-balance-loss."
             )
-
-
-# Their updates are no function of one element, so a rank that holds a part of the experts goes astray.
-NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
 def _refuse_for_shared_experts(root: Any, sliced: bool) -> None:

@@ -1,4 +1,4 @@
-"""All that is wrapped in fairseq: four functions, each because no registry or override reaches it.
+"""All that is wrapped in fairseq: five functions, each because no registry or override reaches it.
 
 1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
    --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all.
@@ -11,6 +11,8 @@
    reads ranks and devices by that before it builds anything of ours; where one of fairseq's own
    collectives fails, no code of ours is nearer that could say who is missing; and where models are used,
    ranks that share experts serve each other until all are done, which no one function of theirs knows.
+5. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
+   of ours, which may be there to keep a shard of them.
 """
 
 import functools
@@ -34,6 +36,8 @@ from fairseq_tutel.comm import checkpoint, topology
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
+from fairseq_tutel.optim.shard_plan import plan_of
+from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
 from fairseq_tutel.run_config import saves_shards
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
@@ -62,11 +66,12 @@ def consolidate_optimizer(original: Any) -> Any:
         place, model = topology.in_use(), self.get_model()
         with_state = not self.cfg.checkpoint.no_save_optimizer_state
         shared = place.expert_parallel_size > 1 and checkpoint.expert_modules(model)
+        shared = shared or getattr(inner, "is_apart", False)
         # train_step itself calls this only before it writes crash.pt: the others may be gone.
         if sys._getframe(1).f_code.co_name == "train_step":
             if shared:
                 logger.warning(
-                    "crash.pt will hold this rank's experts only, and can not be resumed from"
+                    "crash.pt will hold this rank's experts or shards only, and can not be resumed from"
                 )
         elif saves_shards(self.task) and checkpoint.expert_modules(model):
             # A composite optimizer, which one rank alone may have, keeps its states in the file.
@@ -85,7 +90,9 @@ def _save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: An
     """Let every rank write its experts, with their state in `inner`; what follows saves where."""
     model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
     # The optimizer knows parameters by their place in this list, and where they are half, masters of them.
-    trained = getattr(trainer.optimizer, "fp16_params", None) or list(inner.params if inner else ())
+    trained = getattr(trainer.optimizer, "fp16_params", None) or (
+        inner.model_params() if inner else []
+    )
     index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def states(parameter: Any) -> Any:
@@ -93,8 +100,10 @@ def _save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: An
         return {} if inner is None or index is None else inner.expert_state(index)
 
     records = checkpoint.save_in_shards(model, place, states, save_dir)
-    if inner is None or place.rank > 0:
+    if inner is None:
         return
+    if place.rank > 0:
+        return inner.save_state(None)
     by_index: dict[int, dict[str, Any]] = {}
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
@@ -189,18 +198,33 @@ def _no_tpu() -> bool:
     return torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
 
 
+def build_optimizer(original: Any) -> Any:
+    """Build the wrapper of an optimizer of shards, where the run asks for these."""
+
+    @functools.wraps(original)
+    def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
+        if plan_of(cfg) is not None:
+            return ShardedFP16Optimizer.build_optimizer(cfg, params, **kwargs)
+        return original(cls, cfg, params, **kwargs)
+
+    return wrapper
+
+
 def install() -> None:
     """Install the wrappers; called once, at import."""
     _guard(Trainer.consolidate_optimizer, ("self",))
     _guard(checkpoint_utils.load_checkpoint_to_cpu, ("path", "arg_overrides", "load_on_all_ranks"))
     _guard(PathManager.copy, ("src_path", "dst_path", "overwrite"))
     _guard(distributed_utils.call_main, ("cfg", "main", "kwargs"))
+    _guard(FP16Optimizer.build_optimizer, ("cfg", "params", "kwargs"))
     Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu(
         checkpoint_utils.load_checkpoint_to_cpu
     )
     PathManager.copy = staticmethod(copy(PathManager.copy))
     distributed_utils.call_main = call_main(distributed_utils.call_main)
+    stock = FP16Optimizer.build_optimizer.__func__
+    FP16Optimizer.build_optimizer = classmethod(build_optimizer(stock))
 
 
 install()

@@ -99,6 +99,11 @@ CORE = {
     "comm.launcher": "",
     "comm.lockstep": "comm.guard",
     "comm.gradients": "comm.guard comm.topology",
+    "comm.zero": "comm.gradients comm.topology",
+    "comm.zero_transfer": "comm.guard comm.zero",
+    "comm.zero_reduce": "comm.gradients comm.guard comm.topology comm.zero comm.zero_transfer",
+    "comm.zero_bytes": "comm.zero",
+    "comm.zero_shards": "comm.gradients comm.topology comm.zero comm.zero_reduce comm.zero_transfer",
     "exploration": "config",
     "comm.regroup": "",
     "comm.timer": "",
@@ -181,10 +186,15 @@ EDGE = {
     "perplexity": "comm.guard",
     "together": "comm.lockstep ffn_step perplexity",
     "inference_mixin": "together",
-    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.slices comm.topology shards",
-    "optim.moe_adam": "comm.gradients optim.moe_optimizer",
-    "optim": "optim.moe_adam optim.moe_optimizer",
-    "run_config": "comm.topology ffn_step optim.moe_optimizer",
+    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.zero_shards comm.slices comm.topology",
+    "optim.shard_plan": "comm.topology",
+    "optim.sharded": (
+        "comm.gradients comm.zero_shards comm.topology optim.moe_optimizer optim.shard_plan"
+    ),
+    "optim.sharded_fp16": "",
+    "optim.moe_adam": "comm.gradients optim.sharded",
+    "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
+    "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan",
     "task_mixin": (
         "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
         "inference_mixin optim.moe_optimizer run_config update_tuner"
@@ -218,10 +228,7 @@ EDGE = {
     "models": (
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
-    "wrapped": (
-        "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer run_config "
-        "shards together"
-    ),
+    "wrapped": (),
     "train": "comm.topology plugin",
     "run": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",

@@ -80,12 +80,12 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
         device = parameter.device
         if parameter.grad is not None:
             (experts if is_expert(parameter) else dense).append(parameter.grad)
-    square = _square_norm(experts, device)
+    square = square_norm(experts, device)
     if topology.expert_parallel_size > 1:
         with guarded("the all-reduce of the gradient norm"):
             dist.all_reduce(square)
         square = square / topology.num_replicas
-    return (square + _square_norm(dense, device)).sqrt()
+    return (square + square_norm(dense, device)).sqrt()
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -98,7 +98,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) 
         grad.mul_(scale.to(grad.dtype))
 
 
-def _square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of all elements' squares in fp32 (fp64 for fp64), 0 on `device` for none."""
     if not grads:
         return torch.zeros((), device=device)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)

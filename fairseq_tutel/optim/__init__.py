@@ -1,6 +1,6 @@
 """Optimizers that know experts: a `moe_` twin of every optimizer that fairseq registers."""
 
-from fairseq_tutel.optim import moe_adam, moe_optimizer
+from fairseq_tutel.optim import moe_adam, moe_optimizer, sharded
 
 moe_adam.register()
-moe_optimizer.register_twins()
+moe_optimizer.register_twins(sharded.ShardedOptimizerMixin)

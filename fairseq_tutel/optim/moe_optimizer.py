@@ -12,7 +12,7 @@ from fairseq.optim import (
     FairseqOptimizer,
     register_optimizer,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_tutel.comm import topology
 from fairseq_tutel.comm.checkpoint import gather_to_first
@@ -26,10 +26,8 @@ from fairseq_tutel.comm.gradients import (
 )
 from fairseq_tutel.comm.slices import cut, slice_of
 from fairseq_tutel.comm.topology import Topology
+from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.shards import ShardedTensor, unbind
-
-# Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
-MASTER = "fp32_master"
 
 
 class MoEOptimizerMixin:
@@ -84,25 +82,27 @@ class MoEOptimizerMixin:
             return
         super().step(*args, **kwargs)  # type: ignore[misc]
 
-    def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the state tensors of expert parameter `index` that have an entry per local expert.
+    def model_params(self) -> list[nn.Parameter]:
+        """Return the parameters in the order of the state's indices."""
+        return list(self.params)  # type: ignore[attr-defined]
 
-        With masters, the fp32 weights too. Collective over replicas where they share the state.
+    def expert_state(self, index: int) -> dict[str, Tensor]:
+        """Return the state of this rank's experts [e, ...], masters included; to be called on every rank.
+
+        Args:
+            index: of the experts' parameter in `model_params`.
         """
-        parameter = list(self.params)[index]  # type: ignore[attr-defined]
+        parameter = self.model_params()[index]
         state = dict(self.optimizer.state.get(parameter, {}))  # type: ignore[attr-defined]
         if self.holds_masters:
             state[MASTER] = parameter.data
-        return {
-            key: state[key]
-            for key in sorted(state)
-            if _is_per_expert(state[key], parameter, parameter.shape[0])
-        }
+        own = len(parameter)
+        return {k: state[k] for k in sorted(state) if _is_per_expert(state[k], parameter, own)}
 
     def gather_state(self, place: Topology) -> None:
         """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
         gathered: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(list(self.params)):  # type: ignore[attr-defined]
+        for index, parameter in enumerate(self.model_params()):
             if is_expert(parameter):
                 gathered[index] = {
                     key: gather_to_first(value, place, slice_of(parameter))
@@ -111,7 +111,10 @@ class MoEOptimizerMixin:
         self.save_state(gathered if place.rank == 0 else None)
 
     def save_state(self, state: dict[int, dict[str, Any]] | None) -> None:
-        """Put these in place of the local values, by parameter and key, into the next `state_dict`."""
+        """Put these in place of the local values, by parameter and key, into the next `state_dict`.
+
+        Collective where the state of other parameters is apart, which comes along.
+        """
         self._gathered_state = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,24 +128,32 @@ class MoEOptimizerMixin:
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):  # type: ignore[attr-defined]
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
+        self._complete_state(state)
         for index, tensors in (self._gathered_state or {}).items():
-            state[index] = {**state[index], **tensors}
+            state[index] = {**state.get(index, {}), **tensors}
         return state_dict
+
+    def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
+        """Put a state that is to be saved into its common form, in place."""
+
+    def _cut_state(self, state: dict[int, dict[str, Any]]) -> None:
+        """Put a state in its common form, of this rank's experts, into the optimizer's, in place."""
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None
     ) -> None:
         """Load a state of all experts, keeping this rank's slice; masters go into the parameters."""
         place = topology.in_use()
-        params = list(self.params)  # type: ignore[attr-defined]
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
-        for index, parameter in enumerate(params):
+        for index, parameter in enumerate(self.model_params()):
             if place.expert_parallel_size > 1 and is_expert(parameter) and index in state:
                 state[index] = _own_part(state[index], parameter, place)
         unbind(state)  # what is not cut is read as a whole
+        self._cut_state(state)
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
+        params = list(self.params)  # type: ignore[attr-defined]
         for index, master in masters.items():
             params[index].data.copy_(master)
 
@@ -185,10 +196,10 @@ def twin_name(name: str) -> str:
     return name if name.startswith("moe_") else f"moe_{name}"
 
 
-def register_twins() -> None:
-    """Register a twin of every optimizer that has none yet."""
+def register_twins(mixin: type) -> None:
+    """Register a twin of every optimizer that has none yet, with `mixin` before its class."""
     for name, stock in list(OPTIMIZER_REGISTRY.items()):
         if name.startswith("moe_") or twin_name(name) in OPTIMIZER_REGISTRY:
             continue
-        twin = type(f"MoE{stock.__name__}", (MoEOptimizerMixin, stock), {"__doc__": stock.__doc__})
+        twin = type(f"MoE{stock.__name__}", (mixin, stock), {"__doc__": stock.__doc__})
         register_optimizer(twin_name(name), dataclass=OPTIMIZER_DATACLASS_REGISTRY.get(name))(twin)

@@ -18,14 +18,15 @@ def test_a_function_of_another_signature_is_refused():
         wrapped._guard(newer, ("self",))
 
 
-def test_all_four_wrappers_are_installed_once():
+def test_all_five_wrappers_are_installed_once():
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
+    from fairseq.optim import FP16Optimizer
     from fairseq.trainer import Trainer
 
     wrapped_functions = (
         Trainer.consolidate_optimizer, checkpoint_utils.load_checkpoint_to_cpu, PathManager.copy,
-        utils.call_main,
+        utils.call_main, FP16Optimizer.build_optimizer,
     )  # fmt: skip
     for function in wrapped_functions:
         assert not hasattr(function.__wrapped__, "__wrapped__")
