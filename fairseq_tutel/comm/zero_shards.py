@@ -143,7 +143,8 @@ class Shards:
         piece, own = self.pieces[index], _without_fp16_stats(state)
         shape = piece.parameter.shape
         for key, value in own.items():
-            if not torch.is_tensor(value) or value.dim() == 0:
+            # A count of steps may be a tensor, and so may a parameter without dimensions.
+            if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
                 continue
             if value.shape != shape:
                 raise ValueError(

@@ -172,7 +172,7 @@ def average_dense_gradients(parameters: list[nn.Parameter], world_size: int) -> 
         grad.copy_(part.view_as(grad))
 
 
-def train(training: Training) -> dict[str, Tensor]:
+def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
     """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
     distributed = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
@@ -181,7 +181,7 @@ def train(training: Training) -> dict[str, Tensor]:
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[training.optimizer](parameters)
     losses, norms = [], []
-    for update in range(UPDATES):
+    for update in range(updates):
         optimizer.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64)  # loss, real tokens
         for index in range(rank, MICRO_BATCHES, world):
