@@ -177,8 +177,11 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         grads = bucket.gradients()
     else:
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
-    for shard, grad in zip(shards, grads, strict=True):
-        shard.grad = grad
+    for piece, grad in zip(bucket.pieces, grads, strict=True):
+        if grad is None and piece.is_master:
+            # As fairseq's own masters have it; fp32 parameters that were not used are passed over.
+            grad = torch.zeros_like(piece.shard)
+        piece.shard.grad = grad
     return shards
 
 
