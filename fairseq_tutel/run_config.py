@@ -93,7 +93,11 @@ def complete(
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root, sliced)
-    plan = plan_of(root)
+    plan, stage = plan_of(root), getattr(root.task, "moe_zero_stage", 0)
+    if stage and world == 1:
+        logger.warning(
+            "--moe-zero-stage %d has no effect on one rank: nobody shares its parameters", stage
+        )
     if plan is not None:
         refuse_with_shards(root, plan)
         if plan.stage:

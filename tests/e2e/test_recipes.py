@@ -35,6 +35,8 @@ SIZES = {  # recipe: (vocabulary, billions of parameters)
     "gpt_125m_8_experts": (GPT2_VOCABULARY, 0.32),
     "gpt_125m_64_experts": (GPT2_VOCABULARY, 1.91),
     "iwslt14_de_en": (10_000, 0.087),
+    **{f"parallel_{form}": (4_000, 0.0017) for form in ("e", "e_d", "e_z", "e_z_offload")},
+    "parallel_e_d_m": (4_000, 0.0009),
     "tiny_lm": (4_000, 0.0029),
     "tiny_translation": (4_000, 0.0043),
     "wmt_en_de_big": (WMT_VOCABULARY, 1.77),

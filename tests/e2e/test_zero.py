@@ -1,0 +1,189 @@
+"""ZeRO, offload and the five forms of parallelism through fairseq-train, each against one plain process.
+
+Covered: stages 1 and 2, replicas, offload alone and with them, a stock optimizer; bf16 masters against
+fairseq's own; files of stage 2 on 4 ranks read by stage 0 on 1, and the other way; resumes of the same
+ranks, bit for bit; refusals; the recipes of configs/.
+"""
+
+import shlex
+
+import pytest
+import torch
+from cli import ROOT, USER_DIR, fairseq, refused, tail
+from equality import facts_of, same_bits, same_weights
+from models import lm_args
+
+MICRO_BATCHES = 4
+SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+ZERO_2 = ("--moe-zero-stage", 2)
+OFFLOAD = ("--moe-offload-optimizer",)
+
+
+def _load(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
+
+
+def _train(data, folder, *flags, ranks=1, updates=4):
+    """Train on four micro-batches an update, whatever the number of ranks."""
+    args = lm_args(data, folder, "--update-freq", MICRO_BATCHES // ranks, *flags, updates=updates)
+    return fairseq("train", *args, ranks=ranks)
+
+
+def _same_training(expected, found, adam):
+    assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], found["model"], adam)
+
+
+@pytest.fixture(scope="module")
+def plain(lm_data, tmp_path_factory):
+    """Return the file of a training on one process, by its optimizer's flags; each is trained once."""
+    files = {}
+
+    def of(*flags):
+        if flags not in files:
+            folder = tmp_path_factory.mktemp("plain")
+            _train(lm_data, folder, *flags)
+            files[flags] = _load(folder)
+        return files[flags]
+
+    return of
+
+
+CASES = {
+    "zero 1": (SGD, ("--moe-zero-stage", 1), 2),
+    "zero 2, replicas": ((), (*ZERO_2, "--moe-expert-parallel-size", 2), 4),
+    "zero 2, experts on every rank, activation checkpoints": (
+        SGD, (*ZERO_2, "--moe-expert-parallel-size", 1, "--checkpoint-activations"), 2,
+    ),
+    "offload, zero 0": ((), OFFLOAD, 2),
+    "offload, zero 0, one rank": ((), OFFLOAD, 1),
+    "offload, zero 1, stock optimizer": (
+        SGD, (*OFFLOAD, "--moe-zero-stage", 1, "--optimizer", "sgd"), 4,
+    ),
+}  # fmt: skip
+LONG = ("offload, zero 0, one rank", "offload, zero 1, stock optimizer")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
+)
+def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tmp_path):
+    optimizer, flags, ranks = CASES[case]
+    _train(lm_data, tmp_path, *optimizer, *flags, ranks=ranks)
+    expected, found = plain(*optimizer), _load(tmp_path)
+    _same_training(expected, found, adam=not optimizer)
+    # The state is an ordinary one.
+    before, after = (each["last_optimizer_state"]["state"] for each in (expected, found))
+    assert before.keys() == after.keys()
+    for index, state in before.items():
+        assert {k: getattr(v, "shape", v) for k, v in after[index].items()} == {
+            k: getattr(v, "shape", v) for k, v in state.items()
+        }
+
+
+def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
+    # Bits of what is summed in the same order: one micro-batch, no norm, and no Adam, whose fused kernel
+    # takes a vector's last elements by another instruction.
+    steps = (*SGD, "--bf16", "--clip-norm", 0, "--update-freq", 1)
+    flags = (*steps, "--moe-expert-parallel-size", 2)
+    for folder, more in (("plain", ()), ("zero", ZERO_2)):
+        _train(lm_data, tmp_path / folder, *flags, *more, ranks=2, updates=3)
+    expected, found = _load(tmp_path / "plain"), _load(tmp_path / "zero")
+    assert all(torch.equal(w, w.bfloat16().float()) for w in found["model"].values())
+    # The same sums of two ranks' gradients, and the same arithmetic after them.
+    same_bits(expected["model"], found["model"])
+    same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
+    # Each goes on from the other's file: two ranks with shards from plain ones, one plain rank from shards.
+    straight = tmp_path / "straight"
+    _train(lm_data, straight, *flags, ranks=2, updates=5)
+    _train(lm_data, tmp_path / "plain", *flags, *ZERO_2, *OFFLOAD, ranks=2, updates=5)
+    same_bits(_load(straight)["model"], _load(tmp_path / "plain")["model"])
+    one = (*steps, "--lr", 0.0, "--reset-lr-scheduler")
+    _train(lm_data, tmp_path / "zero", *one, updates=4)
+    state = _load(tmp_path / "zero")["last_optimizer_state"]["state"]
+    for index, before in found["last_optimizer_state"]["state"].items():
+        assert torch.equal(state[index]["fp32_master"], before["fp32_master"])
+
+
+def test_zero_on_four_ranks_and_none_on_one_read_each_other(lm_data, plain, tmp_path):
+    down, up = tmp_path / "down", tmp_path / "up"
+    _train(lm_data, down, *ZERO_2, "--moe-expert-parallel-size", 2, ranks=4, updates=2)
+    _train(lm_data, down, updates=4)
+    _train(lm_data, up, updates=2)
+    _train(lm_data, up, *ZERO_2, *OFFLOAD, ranks=4, updates=4)
+    for folder in (down, up):
+        same_weights(plain()["model"], _load(folder)["model"], adam=True)
+
+
+def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
+    flags = (*ZERO_2, *OFFLOAD, "--bf16", "--dropout", 0.1, "--moe-expert-parallel-size", 1)
+    _train(lm_data, tmp_path / "a", *flags, ranks=2, updates=4)
+    for updates in (2, 4):
+        _train(lm_data, tmp_path / "b", *flags, ranks=2, updates=updates)
+    a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
+    same_bits(a["model"], b["model"])
+    same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--moe-zero-stage", 3), "--moe-zero-stage is 3; give 0 (optimizer state whole on every"),
+        (
+            ("--zero-sharding", "os"),
+            "were replicas; set it to none and give --moe-zero-stage instead.",
+        ),
+        (
+            (*OFFLOAD, "--fp16-adam-stats"),
+            "--fp16-adam-stats is set, whose scales hold for whole parameters, and",
+        ),
+    ],
+)
+def test_zero_refuses_in_one_sentence(flags, sentence, lm_data, tmp_path):
+    assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags)).splitlines()[-1]
+
+
+def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
+    run = _train(lm_data, tmp_path, *ZERO_2, *OFFLOAD, updates=1)
+    assert "--moe-zero-stage 2 has no effect on one rank" in run.output
+    assert "--moe-offload-optimizer: this rank keeps the state of" in run.output
+
+
+FORMS = ("e", "e_d", "e_z", "e_d_m", "e_z_offload")
+
+
+def _recipe(form):
+    """Return a recipe's words, small enough for the test's corpus."""
+    words = shlex.split((ROOT / "configs" / "args" / f"parallel_{form}.args").read_text())
+    words[words.index("--user-dir") + 1] = USER_DIR
+    return [
+        *words, "--tokens-per-sample", 16, "--required-batch-size-multiple", 1, "--dropout", 0,
+        "--warmup-updates", 1, "--log-interval", 1, "--max-update", 3, "--cpu",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_process(lm_data, tmp_path_factory):
+    """Return the file of a recipe's model trained by one plain process; each model is trained once."""
+    files = {}
+
+    def of(form):
+        words = _recipe(form)
+        count = words[words.index("--moe-expert-count") + 1]
+        if count not in files:
+            folder = tmp_path_factory.mktemp("one")
+            alone = ("--moe-expert-parallel-size", 1, "--update-freq", 4, "--save-dir", folder)
+            fairseq("train", lm_data, *_recipe("e_d_m" if count == "2" else "e"), *alone)
+            files[count] = _load(folder)
+        return files[count]
+
+    return of
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_of_parallelism_trains_what_one_process_does(form, lm_data, one_process, tmp_path):
+    run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
+    assert ("this rank keeps the state of" in run.output) == ("z" in form)
+    slices = "slices of an expert 2, adaptive_r 2" in run.output
+    assert slices == ("m" in form), tail(run.output)
+    _same_training(one_process(form), _load(tmp_path), adam=True)
