@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+import forms
 import page
 from fairseq_tutel.comm.cost import (
     Cluster,
@@ -72,6 +73,8 @@ def filled_in(text: str) -> str:
     measured = sorted(RESULTS.glob("cluster_*.json"))
     steps = measured_steps(measured)
     tables = {
+        "forms": forms.forms_table(),
+        "forms claims": forms.claims_table(),
         "presets": presets_table(),
         "2dh": algorithms_table(),
         "paper": paper_table(),

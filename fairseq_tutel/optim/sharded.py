@@ -109,7 +109,7 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
         return {key: value.to(device) for key, value in self._whole_tensors(index).items()}
 
     def save_state(self, state: dict[int, dict[str, Any]] | None) -> None:
-        """Put these, and on rank 0 all other state that is apart, into the next `state_dict`. Collective."""
+        """Put these, and on rank 0 other state that is apart, into the next `state_dict`. Collective."""
         super().save_state(state)
         if not self.is_apart:
             return
