@@ -186,7 +186,9 @@ EDGE = {
     "perplexity": "comm.guard",
     "together": "comm.lockstep ffn_step perplexity",
     "inference_mixin": "together",
-    "optim.moe_optimizer": "comm.checkpoint comm.gradients comm.zero_shards comm.slices comm.topology",
+    "optim.moe_optimizer": (
+        "comm.checkpoint comm.gradients comm.slices comm.topology comm.zero_shards shards"
+    ),
     "optim.shard_plan": "comm.topology",
     "optim.sharded": (
         "comm.gradients comm.zero_shards comm.topology optim.moe_optimizer optim.shard_plan"
@@ -228,7 +230,10 @@ EDGE = {
     "models": (
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
-    "wrapped": (),
+    "wrapped": (
+        "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer "
+        "optim.shard_plan optim.sharded_fp16 run_config shards together"
+    ),
     "train": "comm.topology plugin",
     "run": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",

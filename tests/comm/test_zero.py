@@ -30,10 +30,10 @@ from fairseq_tutel import make_topology
 from fairseq_tutel.comm.balance import update_biases
 from fairseq_tutel.comm.checkpoint import drop_gathered, gather_experts
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
-from fairseq_tutel.comm.zero_shards import MASTER, Shards
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.comm.zero import Share, own_elements, partition, shard_length
 from fairseq_tutel.comm.zero_bytes import Held, held_bytes
+from fairseq_tutel.comm.zero_shards import MASTER, Shards
 
 UPDATES = 8
 

@@ -238,3 +238,15 @@ def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):
     for log in run.logs:
         assert "rank 1 could not write its experts to" in log
     assert load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_state_that_zero_cuts_is_saved_and_read(lm_data, tmp_path, straight, stage):
+    zero = ("--moe-zero-stage", stage, "--moe-offload-optimizer")
+    train_at("4 by 2", lm_data, tmp_path, 3, *zero)
+    state = load(tmp_path)["last_optimizer_state"]["state"].values()
+    assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state)
+    run = train_at("2 full", lm_data, tmp_path, 4)
+    assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[3:4]]
+    run = train_at("4 by 2", lm_data, tmp_path, 5, *zero)
+    assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[4:]]
