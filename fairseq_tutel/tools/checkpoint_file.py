@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,7 @@ from fairseq_tutel.shards import bind, unbind
 
 
 def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
-    """Open a checkpoint; its tensors stay in the file until they are read, but experts in shards are read.
-
-    No pickled code runs: classes that are not on torch's list, or on ours, are refused.
+    """Open a fairseq checkpoint; its tensors stay in the file until they are read, but those in shards.
 
     Args:
         path: of the file.
@@ -22,15 +21,7 @@ def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
     Raises:
         ValueError: the file is missing, torn or no fairseq checkpoint, or its shards are.
     """
-    if not path.is_file():
-        raise ValueError(f"{flag} names {path}, which does not exist.")
-    try:
-        mapped = zipfile.is_zipfile(path)
-        state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except Exception as error:  # torch has no exception of its own for what it can not read
-        raise ValueError(
-            f"{flag} names {path}, which is torn or no checkpoint ({_reason(error)}); leave it out."
-        ) from error
+    state = load_any(path, flag)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
     for key in ("model", "last_optimizer_state"):
@@ -40,23 +31,59 @@ def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
     return state
 
 
+def load_any(path: Path, flag: str) -> Any:
+    """Open what torch.save wrote; its tensors stay in the file until they are read.
+
+    No pickled code runs: classes that are not on torch's list, or on ours, are refused.
+
+    Args:
+        path: of the file.
+        flag: of the command line that names it.
+
+    Raises:
+        ValueError: the file is missing, torn or of another kind.
+    """
+    if not path.is_file():
+        raise ValueError(f"{flag} names {path}, which does not exist.")
+    try:
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:  # torch has no exception of its own for what it can not read
+        raise ValueError(
+            f"{flag} names {path}, which is torn or no checkpoint ({_reason(error)}); leave it out."
+        ) from error
+
+
 def write(state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint under a temporary name and rename it: the file is whole or what it was.
 
     Raises:
         ValueError: it could not be written, for example on a full disk.
     """
-    temporary = _temporary(path)
+    write_all([(path, state)])
+
+
+def write_all(files: Iterable[tuple[Path, Any]]) -> None:
+    """Write files under temporary names, one after the other, and rename them when all are whole.
+
+    Raises:
+        ValueError: one could not be written, for example on a full disk.
+    """
+    written: list[Path] = []
     try:
-        torch.save(state, temporary)
-        os.replace(temporary, path)
+        for path, state in files:
+            written.append(path)
+            torch.save(state, _temporary(path))
+        for path in written:
+            os.replace(_temporary(path), path)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"--output {path} could not be written ({_reason(error)}); make room or give another "
+            f"--output {written[-1]} could not be written ({_reason(error)}); make room or give another "
             "place."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        for path in written:
+            _temporary(path).unlink(missing_ok=True)
 
 
 def refuse_output(output: Path, inputs: list[Path]) -> None:
@@ -85,4 +112,5 @@ def _reason(error: Exception) -> str:
     """Return what went wrong in an error of torch, whose advice around it is not for this tool."""
     text = str(error).split("WeightsUnpickler error: ")[-1]
     lines = text.strip().splitlines()
-    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
+    blocked = [line for line in lines if line.startswith("Trying to load")]
+    return (blocked or lines)[0].split(". ")[0].rstrip(".") if lines else type(error).__name__

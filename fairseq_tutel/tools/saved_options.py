@@ -1,0 +1,60 @@
+"""What a fairseq checkpoint says of the training that wrote it: names and the model's options.
+
+They stand in `cfg`, one part for each of model, task, criterion and optimizer, or, in older files, all
+together in `args`; the options of an encoder-decoder are a flat copy of everything within `cfg`.
+"""
+
+import argparse
+from typing import Any
+
+# A part, and its name's key where everything is flat.
+PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
+
+
+def model_options(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the model's options, to read and to change.
+
+    Raises:
+        ValueError: the checkpoint has none.
+    """
+    args, cfg = state.get("args"), state.get("cfg") or {}
+    found = cfg.get("model") if args is None else args
+    if isinstance(found, argparse.Namespace):
+        return vars(found)
+    if not isinstance(found, dict):
+        raise ValueError(
+            "the checkpoint says nothing of its model (neither args nor cfg); give one of a fairseq "
+            "training."
+        )
+    return found
+
+
+def name_of(state: dict[str, Any], part: str) -> str:
+    """Return the name of the architecture, task, criterion or optimizer; empty where there is none."""
+    args, cfg = state.get("args"), state.get("cfg") or {}
+    if args is not None:
+        return str(getattr(args, PARTS[part], None) or "")
+    options = cfg.get(part)
+    options = vars(options) if isinstance(options, argparse.Namespace) else options or {}
+    return str(options.get("_name") or options.get(PARTS[part]) or "")
+
+
+def rename(state: dict[str, Any], part: str, name: str) -> None:
+    """Set the name of the architecture, task, criterion or optimizer wherever it stands."""
+    cfg = state.get("cfg") or {}
+    own = cfg.get(part)
+    if isinstance(own, argparse.Namespace):
+        own._name = name
+    elif isinstance(own, dict):
+        own["_name"] = name
+    for flat in (state.get("args"), *cfg.values()):
+        if isinstance(flat, argparse.Namespace) and hasattr(flat, PARTS[part]):
+            setattr(flat, PARTS[part], name)
+
+
+def options_of(state: dict[str, Any], part: str) -> dict[str, Any]:
+    """Return a part's own options, to read and to change; of older files all options."""
+    own = (state.get("cfg") or {}).get(part) if state.get("args") is None else state["args"]
+    if isinstance(own, argparse.Namespace):
+        return vars(own)
+    return own if isinstance(own, dict) else {}
