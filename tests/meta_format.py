@@ -6,6 +6,7 @@ weights: those of a name are drawn from a generator of that name.
 """
 
 import argparse
+import functools
 import math
 import zlib
 from dataclasses import dataclass, field
@@ -104,7 +105,9 @@ class Meta:
 
     def expert_of(self, rank, local):
         """Return the number of a rank's local expert among all."""
-        return rank * self.local + local if self.ranks <= self.num_experts else rank % self.num_experts
+        return (
+            rank * self.local + local if self.ranks <= self.num_experts else rank % self.num_experts
+        )
 
 
 def ffn(prefix):
@@ -114,6 +117,7 @@ def ffn(prefix):
     yield f"{prefix}.fc2.bias", (D,)
 
 
+@functools.cache
 def drawn(name, shape, scale=0.4):
     """Return the tensor of a name: the same for every file and test."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -161,14 +165,22 @@ def write(meta, prefix):
             i: {"step": 7, "exp_avg": tensors[name] * 2, "exp_avg_sq": tensors[name] ** 2}
             for i, name in enumerate(trainable)
         }
-        group = {"lr": 0.001, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+        group = {
+            "lr": 0.001,
+            "betas": (0.9, 0.98),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "amsgrad": False,
+        }
         group["params"] = list(range(len(trainable)))
         for kind in (f"rank-{rank}", *["shared"] * (rank == 0)):
             of_experts = kind != "shared"
-            state = _rest(meta)
+            state = rest(meta)
             state["model"] = {k: v for k, v in tensors.items() if (".experts." in k) == of_experts}
             if meta.optimizer:
-                own = {i: s for i, s in moments.items() if (".experts." in trainable[i]) == of_experts}
+                own = {
+                    i: s for i, s in moments.items() if (".experts." in trainable[i]) == of_experts
+                }
                 state["last_optimizer_state"] = {"state": own, "param_groups": [group]}
             path = prefix.with_name(f"{prefix.name}-{kind}.pt")
             torch.save(state, path)
@@ -176,7 +188,7 @@ def write(meta, prefix):
     return written
 
 
-def _rest(meta):
+def rest(meta):
     """Return all but weights and optimizer state."""
     options = meta.model_options()
     names = {
@@ -210,7 +222,12 @@ def _rest(meta):
         ],
         "task_state": {},
         "extra_state": {
-            "metrics": {"default": [(10, "loss", "AverageMeter", {"val": 1, "sum": 1, "count": 1})]},
+            "metrics": {
+                "default": [
+                    (790, "wall", "TimeMeter", {"init": 1.0, "n": 0, "round": 0}),
+                    (10, "cmr_lang_gates_d", "GroupedAverageMeter", {}),  # stock fairseq has it not
+                ]
+            },
             "train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 3, "shuffle": True},
             "val_loss": 1.0,
         },
@@ -226,15 +243,20 @@ def _rest(meta):
 def layer_by_loops(meta, layer, x_TD, training=False):
     """Return what Meta's layer makes of tokens in the order (sentence, time), one after the other."""
     options = meta.model_options()
-    probs_TE = torch.softmax(x_TD @ weight(meta, f"{layer}.moe_layer.gate.wg.weight", (meta.num_experts, D)).T, 1)
+    probs_TE = torch.softmax(
+        x_TD @ weight(meta, f"{layer}.moe_layer.gate.wg.weight", (meta.num_experts, D)).T, 1
+    )
     tokens, experts = probs_TE.shape
     top_1, fraction = options["moe_top1_expert"], options["moe_eval_capacity_token_fraction"]
     capacity = (1 if top_1 else 2) * math.ceil(tokens / experts)
     if fraction > 0 and not training:
         capacity = math.ceil(fraction * tokens)
+    order = list(range(tokens))
+    if options["moe_batch_prioritized_routing"] and not top_1:
+        order.sort(key=lambda t: -float(probs_TE[t].max()))
     chosen, taken = [], [0] * experts
     for choice in range(1 if top_1 else 2):
-        for t in range(tokens):
+        for t in order:
             first = int(probs_TE[t].argmax())
             others = probs_TE[t].clone()
             others[first] = -1
@@ -258,6 +280,6 @@ def layer_by_loops(meta, layer, x_TD, training=False):
 
 def _expert(options, name, x_D):
     w = {key.rpartition(f"{name}.")[2]: drawn(key, shape) for key, shape in ffn(name)}
-    activation = {"gelu": F.gelu, "relu": F.relu}[options["activation_fn"]]
+    activation = {"gelu": F.gelu, "relu": F.relu, "linear": lambda h: h}[options["activation_fn"]]
     hidden = activation(w["fc1.weight"] @ x_D + w["fc1.bias"])
     return w["fc2.weight"] @ hidden + w["fc2.bias"]

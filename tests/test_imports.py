@@ -155,7 +155,34 @@ CORE = {
     "tools.checkpoint_file": "shards",
     "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
     "tools.average": "safe_globals tools.checkpoint_file",
-    "tools.convert": "safe_globals tools.convert_shards",
+    "tools.fairseq_names": "",
+    "tools.saved_options": "",
+    "tools.our_options": "config",
+    "tools.optimizer_state": "",
+    "tools.meta_files": "tools.checkpoint_file tools.optimizer_state",
+    "tools.meta_weights": "tools.meta_files tools.optimizer_state",
+    "tools.meta_options": "tools.our_options",
+    "tools.convert_meta": (
+        "tools.checkpoint_file tools.fairseq_names tools.meta_files tools.meta_options tools.meta_weights "
+        "tools.optimizer_state tools.saved_options"
+    ),
+    "tools.convert_to_meta": (
+        "tools.checkpoint_file tools.fairseq_names tools.meta_files tools.meta_options tools.meta_weights "
+        "tools.optimizer_state tools.our_options tools.saved_options"
+    ),
+    "tools.tutel_layout": "",
+    "tools.tutel_files": "tools.checkpoint_file",
+    "tools.tutel_fairseq": "tools.fairseq_names tools.our_options tools.saved_options",
+    "tools.convert_tutel": (
+        "config tools.checkpoint_file tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
+    ),
+    "tools.convert_to_tutel": (
+        "tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
+    ),
+    "tools.convert": (
+        "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
+        "tools.convert_to_tutel tools.convert_tutel"
+    ),
     "tools.run_log": "",
     "tools.event_files": "tools.run_log",
     "tools.run_files": "tools.event_files tools.run_log",

@@ -6,11 +6,23 @@ from types import ModuleType
 from typing import Any
 
 from fairseq_tutel.safe_globals import let_checkpoints_load
-from fairseq_tutel.tools import convert_meta, convert_shards, convert_to_meta
+from fairseq_tutel.tools import (
+    convert_meta,
+    convert_shards,
+    convert_to_meta,
+    convert_to_tutel,
+    convert_tutel,
+)
 
 # Each is a module with `add_to(kinds)`, which adds its options and, as their default `convert`, a function
 # of the parsed arguments that raises ValueError where the conversion cannot be done.
-KINDS: tuple[ModuleType, ...] = (convert_shards, convert_meta, convert_to_meta)
+KINDS: tuple[ModuleType, ...] = (
+    convert_shards,
+    convert_meta,
+    convert_to_meta,
+    convert_tutel,
+    convert_to_tutel,
+)
 
 
 def add_to(tools: Any) -> None:

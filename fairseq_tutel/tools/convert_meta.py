@@ -31,7 +31,7 @@ from fairseq_tutel.tools.optimizer_state import (
     stacked,
     trained,
 )
-from fairseq_tutel.tools.saved_options import model_options, name_of, rename
+from fairseq_tutel.tools.saved_options import model_options, name_of, options_of, rename
 
 # Stock fairseq's classes of averages in a log; another's state cannot be opened.
 METERS = ("AverageMeter", "ConcatTensorMeter", "StopwatchMeter", "SumMeter", "TimeMeter")
@@ -86,6 +86,8 @@ def converted(files: MetaFiles) -> tuple[dict[str, Any], list[str]]:
     options = model_options(state)
     notes += from_meta(options, *_sizes(state["model"]))
     _check_layers(options, state["model"])
+    if "checkpoint_suffix" in (checkpoint := options_of(state, "checkpoint")):
+        checkpoint["checkpoint_suffix"] = ""  # it was -rank-N
     notes += _keep_optimizer(state, files, sources)
     notes += _keep_training(state, len(files.ranks))
     return state, notes

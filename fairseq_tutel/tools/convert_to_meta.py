@@ -15,7 +15,7 @@ from torch import Tensor
 from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write_all
 from fairseq_tutel.tools.fairseq_names import OPTIMIZERS, TASKS, has_twin
 from fairseq_tutel.tools.meta_files import prefix_of, rank_path, shared_path
-from fairseq_tutel.tools.meta_options import RUN_OPTIONS, to_meta
+from fairseq_tutel.tools.meta_options import to_meta
 from fairseq_tutel.tools.meta_weights import (
     TENSORS,
     meta_expert,
@@ -29,6 +29,7 @@ from fairseq_tutel.tools.optimizer_state import (
     one_group,
     trained,
 )
+from fairseq_tutel.tools.our_options import RUN_OPTIONS
 from fairseq_tutel.tools.saved_options import model_options, name_of, options_of, rename
 
 LAYER = re.compile(r"(.+)\.fc1\.gate\.weight")

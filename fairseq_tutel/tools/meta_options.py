@@ -4,27 +4,21 @@ Many names are the same (flags.py keeps Meta's); what stands here is what differ
 meaning. E experts, K experts per token, T tokens of a micro-batch.
 """
 
-from typing import Any
+from fairseq_tutel.tools.our_options import (
+    RUN_OPTIONS,
+    Options,
+    flag,
+    our_defaults,
+    plain,
+    refuse,
+    refuse_what_only_ours_compute,
+    top_k_of,
+)
 
-from fairseq_tutel.config import options_of_scope
-
-Options = dict[str, Any]
+LAYER = "Meta's"
 
 # Meta's branch: of evaluation, where the file does not say.
 EVAL_FRACTION = 0.25
-
-# What says how experts are computed and logged here: options of our tasks and criterions.
-RUN_OPTIONS = (
-    *(option.metadata["flag"][2:].replace("-", "_") for option in options_of_scope("system")),
-    "moe_expert_parallel_size",
-    "moe_local_size",
-    "moe_use_2dh",
-    "moe_machine_file",
-    "moe_adaptive_file",
-    "moe_adaptive_window",
-    "moe_comm_timeout",
-    "moe_log_layers",
-)
 
 # Option of Meta's -> why a model with it cannot be opened here.
 REFUSED = {
@@ -59,20 +53,6 @@ OF_OTHER_PARTS = (
     "moe_cmr_xgpu",
 )
 
-# Meta's experts have no such options; True where the value computes what Meta's layer does.
-ONLY_HERE = {
-    "moe_gate_type": lambda v: v == "linear",
-    "moe_score_function": lambda v: v == "softmax",
-    "moe_choice": lambda v: v == "tokens",
-    "moe_prescore": lambda v: not v,
-    "moe_expert_groups": lambda v: v == 1,
-    "moe_balance_bias": lambda v: not v,
-    "moe_expert_type": lambda v: v == "ffn",
-    "moe_shared_experts": lambda v: v == 0,
-    "moe_residual": lambda v: not v,
-    "moe_routed_scaling_factor": lambda v: 0 < v <= 1,
-}
-
 # The same, of training alone: said, not refused.
 ONLY_HERE_IN_TRAINING = {
     "moe_capacity_factor": lambda v: abs(v) == 1,
@@ -86,11 +66,6 @@ ONLY_HERE_IN_TRAINING = {
     "moe_input_dropout": lambda v: v == 0,
     "moe_balance_loss": lambda v: v in ("gshard", "gshard:1", "switch", "switch:1"),
 }
-
-
-def flag(key: str) -> str:
-    """Return the option of a key."""
-    return "--" + key.replace("_", "-")
 
 
 def from_meta(options: Options, num_experts: int, hidden_dims: dict[str, int]) -> list[str]:
@@ -113,9 +88,9 @@ def from_meta(options: Options, num_experts: int, hidden_dims: dict[str, int]) -
                 f"the model was trained with {flag(key)} {options[key]}: {reason}; convert one without it."
             )
     notes = [
-        f"{flag(key)} {options[key]} has no counterpart: {reason}."
+        f"{flag(key)} {value} has no counterpart: {reason}."
         for key, reason in LEFT_OUT.items()
-        if options.pop(key, None)
+        if (value := options.pop(key, None))
     ]
     if "encoder_layers" in options and not options.get("use_moe_pad_mask"):
         notes.append(
@@ -203,11 +178,13 @@ def _expert_grad_norm(options: Options) -> str:
 def _frequencies(options: Options) -> Options:
     """Meta takes the larger of a side's own frequency and the common one; ours takes its own if given."""
     common = int(options.get("moe_freq") or 0)
-    sides = {
-        key: max(int(options.get(key) or 0), common)
+    own = {
+        key: max(int(options.pop(key, None) or 0), common)
         for key in ("encoder_moe_freq", "decoder_moe_freq")
     }
-    return {"moe_freq": common, **sides} if "encoder_layers" in options else {"moe_freq": common}
+    if "encoder_layers" in options:
+        return {"moe_freq": common, **own}
+    return {"moe_freq": own["decoder_moe_freq"]}
 
 
 def _expert_ffn_dim(options: Options, hidden_dims: dict[str, int]) -> int:
@@ -237,28 +214,26 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         ValueError: an option without which the model would compute something else.
     """
     ours = {**our_defaults(), **options}
-    top_k = 1 if ours["moe_top1_expert"] else int(ours["moe_top_k"])
-    for key, is_meta_s in ONLY_HERE.items():
-        if not is_meta_s(_plain(ours[key])):
-            _refuse(flag(key), ours[key])
+    top_k = top_k_of(ours)
+    refuse_what_only_ours_compute(ours, LAYER)
     if top_k > 2:
-        _refuse("--moe-top-k", top_k)
-    normalize = _plain(ours["moe_normalize_gate"])
+        refuse("--moe-top-k", top_k, LAYER)
+    normalize = plain(ours["moe_normalize_gate"])
     if normalize == "none" and top_k == 2:
-        _refuse("--moe-normalize-gate", normalize)
+        refuse("--moe-normalize-gate", normalize, LAYER)
     counts = sorted(set(str(ours["moe_expert_count"]).split(",")))
     if len(counts) > 1:
-        _refuse("--moe-expert-count", ours["moe_expert_count"])
+        refuse("--moe-expert-count", ours["moe_expert_count"], LAYER)
     for side, dim in hidden_dims.items():
         if options.get(f"{side}_ffn_embed_dim") != dim:
-            _refuse("--moe-expert-ffn-dim", dim)
+            refuse("--moe-expert-ffn-dim", dim, LAYER)
     notes = [
-        f"{flag(key)} {_plain(ours[key])} has no counterpart in Meta's branch; it counts in training alone."
+        f"{flag(key)} {plain(ours[key])} has no counterpart in Meta's branch; it counts in training alone."
         for key, is_meta_s in ONLY_HERE_IN_TRAINING.items()
-        if not is_meta_s(_plain(ours[key]))
+        if not is_meta_s(plain(ours[key]))
     ]
     fraction = _meta_eval_fraction(ours)
-    bpr = ours["moe_batch_prioritized_routing"] or _plain(ours["moe_drop_policy"]) == "bpr"
+    bpr = ours["moe_batch_prioritized_routing"] or plain(ours["moe_drop_policy"]) == "bpr"
     meta = {
         "moe_freq": int(ours["moe_freq"]),
         "moe_expert_count": int(counts[0]),
@@ -266,9 +241,9 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         "moe_gating_use_fp32": not ours["no_moe_gating_use_fp32"],
         "moe_normalize_gate_prob_before_dropping": normalize == "before",
         "moe_batch_prioritized_routing": bool(bpr) and top_k == 2,
-        "moe_second_expert_policy": _plain(ours["moe_second_expert_policy"]),
+        "moe_second_expert_policy": plain(ours["moe_second_expert_policy"]),
         "moe_eval_capacity_token_fraction": fraction,
-        "moe_normalize_expert_grad": _plain(ours["moe_normalize_expert_grad"]),
+        "moe_normalize_expert_grad": plain(ours["moe_normalize_expert_grad"]),
         "use_moe_pad_mask": True,
     }
     if ours["moe_routed_scaling_factor"] != 1:
@@ -279,40 +254,6 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         options.pop(key, None)
     options.update(meta)
     return notes
-
-
-def _refuse(option: str, value: Any) -> None:
-    raise ValueError(
-        f"the model was trained with {option} {value}, which Meta's layer has no counterpart of; convert "
-        "a model without it."
-    )
-
-
-def _plain(value: Any) -> Any:
-    return getattr(value, "value", value)  # fairseq's choices are enumerations
-
-
-def our_defaults() -> Options:
-    """Return our options of a model with their defaults, those of flags.py that MoEConfig lacks too."""
-    generated = {
-        option.metadata["flag"][2:].replace("-", "_"): option.default
-        for option in options_of_scope("model")
-    }
-    return {
-        **generated,
-        "moe_freq": 2,
-        "moe_expert_count": "8",
-        "moe_expert_ffn_dim": 0,
-        "moe_top1_expert": False,
-        "moe_gating_use_fp32": False,
-        "no_moe_gating_use_fp32": False,
-        "moe_batch_prioritized_routing": False,
-        "moe_normalize_gate_prob_before_dropping": False,
-        "use_moe_pad_mask": False,
-        "num_workers_valid": -1,
-        "encoder_moe_freq": -1,
-        "decoder_moe_freq": -1,
-    }
 
 
 def _meta_eval_fraction(ours: Options) -> float:
@@ -327,7 +268,7 @@ def _meta_eval_fraction(ours: Options) -> float:
     key = "moe_capacity_factor" if fraction < 0 else "moe_eval_capacity_factor"
     factor = abs(float(ours[key]))
     if factor not in (0, 1):
-        _refuse(f"{flag(key)}, which its evaluation goes by,", ours[key])
+        refuse(f"{flag(key)}, which its evaluation goes by,", ours[key], LAYER)
     return 1.0 if factor == 0 else -1.0
 
 
@@ -342,5 +283,5 @@ def _meta_frequencies(ours: Options) -> Options:
     own = {key: common if freq == -1 else freq for key, freq in own.items()}
     for key, freq in own.items():
         if freq == 0:
-            _refuse(flag(key), freq)
+            refuse(flag(key), freq, LAYER)
     return {"moe_freq": min(own.values()), **own}

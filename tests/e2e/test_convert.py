@@ -1,24 +1,23 @@
-"""Checkpoints of other systems through the real commands: evaluated, translated with, trained on."""
+"""Checkpoints of other systems through the real commands: evaluated, translated with, trained on.
 
-import subprocess
-import sys
+Covered: language models and a translation model in Meta's layout, whose MoE layers compute what Meta's
+do, drops included; a training that goes on from a file that was Meta's for a while, bit for bit, and one
+from Meta's own moments on another number of ranks; Tutel's fairseq example.
+"""
+
+import dataclasses
+import math
 from pathlib import Path
 
 import meta_format
 import pytest
 import torch
-from cli import ROOT, fairseq, tail
-from meta_format import Meta
+from cli import fairseq
+from converting import convert
+from meta_format import D, Meta
+from models import lm_args
 
 WATCHING = str(Path(__file__).parent / "watching_user_dir")
-
-
-def convert(*words):
-    """Run `python -m fairseq_tutel convert`; return what it printed."""
-    command = [sys.executable, "-m", "fairseq_tutel", "convert", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, tail(done.stderr)
-    return done.stdout
 
 
 def words_of(data, language):
@@ -27,69 +26,168 @@ def words_of(data, language):
     return (lines + 4 + 7) // 8 * 8
 
 
-def equals_meta_s_layer(meta, path):
-    """Compare what layers made with Meta's layer by loops, for tokens that are no padding."""
-    dropped = 0
-    for name, x_TBD, mask, y_TBD in torch.load(path):
-        layer = name.removesuffix(".fc1")
-        x, y = (tensor.transpose(0, 1).reshape(-1, meta_format.D) for tensor in (x_TBD, y_TBD))
+def evaluated(data, path, folder):
+    """Evaluate a language model; returns where its MoE layers' calls are written."""
+    watched = folder / "watched.pt"
+    run = fairseq(
+        "eval-lm", data, "--user-dir", WATCHING, "--path", path, "--gen-subset", "valid",
+        "--tokens-per-sample", 16, "--batch-size", 2, env={"WATCHED": str(watched)},
+    )  # fmt: skip
+    assert math.isfinite(float(run.output.split("Perplexity: ")[1].split()[0]))
+    return watched
+
+
+def equals_the_layer_by_loops(meta, path):
+    """Compare what layers made with Meta's layer, for tokens that are no padding; count the drops."""
+    dropped, calls = 0, torch.load(path)
+    assert {name.removesuffix(".fc1") for name, *_ in calls} == set(meta.moe_layers())
+    for name, x_TBD, mask, y_TBD in calls:
+        x, y = (tensor.transpose(0, 1).reshape(-1, D) for tensor in (x_TBD, y_TBD))
         real = torch.ones(len(x), dtype=bool) if mask is None else ~mask.reshape(-1)
-        expected, count = meta_format.layer_by_loops(meta, layer, x[real])
+        expected, count = meta_format.layer_by_loops(meta, name.removesuffix(".fc1"), x[real])
         torch.testing.assert_close(y[real], expected, rtol=1e-5, atol=1e-5, msg=name)
         dropped += count
     return dropped
 
 
 LANGUAGE_MODELS = {
-    "top-2": ({}, True),
-    "top-2, normalised before dropping, relu": (
-        {
-            "options": {
-                "moe_normalize_gate_prob_before_dropping": True,
-                "activation_fn": "relu",
-                "moe_eval_capacity_token_fraction": -1.0,
-            }
-        },
-        True,
-    ),
-    "top-1 of two experts on four ranks, from args": (
-        {
-            "num_experts": 2,
-            "ranks": 4,
-            "moe_freq": 2,
-            "args_alone": True,
-            "options": {"moe_top1_expert": True, "moe_eval_capacity_token_fraction": 0.4},
-        },
-        True,
-    ),
+    "top-2, 4 experts on 2 ranks": {},
+    "top-2, batch-prioritised, normalised before dropping, training's capacity, relu": {
+        "options": {
+            "moe_batch_prioritized_routing": True,
+            "moe_normalize_gate_prob_before_dropping": True,
+            "moe_eval_capacity_token_fraction": -1.0,
+            "activation_fn": "relu",
+        }
+    },
+    "top-1, 2 experts on 4 ranks, from args": {
+        "num_experts": 2,
+        "ranks": 4,
+        "moe_freq": 2,
+        "args_alone": True,
+        "options": {"moe_top1_expert": True, "moe_eval_capacity_token_fraction": 0.4},
+    },
 }
 
 
 @pytest.mark.parametrize("case", LANGUAGE_MODELS)
-def test_convert_of_meta_s_language_models_evaluates_as_meta_s_layer(case, lm_data, tmp_path):
-    fields, drops = LANGUAGE_MODELS[case]
-    meta = Meta(words_of(lm_data, ""), **fields)
-    meta_format.write(meta, tmp_path / "checkpoint_best")
-    print(convert("meta", "--input", tmp_path / "checkpoint_best.pt", "--output", tmp_path / "ours.pt"))
-    watched = tmp_path / "watched.pt"
-    run = fairseq(
-        "eval-lm", lm_data, "--user-dir", WATCHING, "--path", tmp_path / "ours.pt", "--gen-subset",
-        "valid", "--tokens-per-sample", 16, "--batch-size", 2, env={"WATCHED": str(watched)},
-    )  # fmt: skip
-    assert "Perplexity" in run.output
-    dropped = equals_meta_s_layer(meta, watched)
-    assert (dropped > 0) == drops
+def test_convert_of_meta_s_language_model_evaluates_as_meta_s_layer(case, lm_data, tmp_path):
+    meta = Meta(words_of(lm_data, ""), optimizer=False, **LANGUAGE_MODELS[case])
+    meta_format.write(meta, tmp_path / "best")
+    convert("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "ours.pt")
+    watched = evaluated(lm_data, tmp_path / "ours.pt", tmp_path)
+    assert equals_the_layer_by_loops(meta, watched) > 0
 
 
 def test_convert_of_meta_s_translation_model_translates_as_meta_s_layer(mt_data, tmp_path):
     options = {"moe_eval_capacity_token_fraction": 1.0, "use_moe_pad_mask": True}
-    meta = Meta(words_of(mt_data, ".en"), translates=True, options=options)
+    words = words_of(mt_data, ".en")
+    meta = Meta(words, translates=True, options=options, optimizer=False)
     meta_format.write(meta, tmp_path / "model")
     convert("meta", "--input", tmp_path / "model", "--output", tmp_path / "ours.pt")
     watched = tmp_path / "watched.pt"
     run = fairseq(
         "generate", mt_data, "--user-dir", WATCHING, "--path", tmp_path / "ours.pt", "--beam", 2,
-        "--max-len-b", 5, "--max-tokens", 60, env={"WATCHED": str(watched)},
+        "--max-len-b", 3, "--max-tokens", 60, env={"WATCHED": str(watched)},
     )  # fmt: skip
     assert "H-0" in run.output
-    assert equals_meta_s_layer(meta, watched) == 0
+    assert equals_the_layer_by_loops(meta, watched) == 0
+
+
+def test_convert_there_and_back_trains_on_bit_for_bit(lm_data, tmp_path):
+    flags = ("--share-decoder-input-output-embed", "--save-interval-updates", 4)
+    fairseq("train", *lm_args(lm_data, tmp_path / "a", *flags, updates=6))
+    theirs, back = tmp_path / "theirs", tmp_path / "back.pt"
+    convert(
+        "to-meta", "--input", tmp_path / "a" / "checkpoint_1_4.pt", "--output", theirs, "--ranks", 2
+    )
+    convert("meta", "--input", theirs, "--output", back)
+    words = lm_args(lm_data, tmp_path / "b", *flags, "--restore-file", back, updates=6)
+    fairseq("train", *words)
+    whole, resumed = (torch.load(tmp_path / run / "checkpoint_last.pt") for run in "ab")
+    for name, tensor in whole["model"].items():
+        assert torch.equal(resumed["model"][name], tensor), name
+    for i, moments in whole["last_optimizer_state"]["state"].items():
+        for key, value in moments.items():
+            found = resumed["last_optimizer_state"]["state"][i][key]
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), (i, key)
+
+
+def test_convert_of_meta_s_checkpoint_trains_on_with_its_moments(lm_data, tmp_path):
+    meta = Meta(words_of(lm_data, ""), ranks=4)
+    meta_format.write(meta, tmp_path / "last")
+    convert("meta", "--input", tmp_path / "last.pt", "--output", tmp_path / "ours.pt")
+    flags = ("--arch", "moe_transformer_lm_gpt", "--max-target-positions", 64, "--lr", 0)
+    flags = (*flags, "--share-decoder-input-output-embed", "--restore-file", tmp_path / "ours.pt")
+    words = lm_args(lm_data, tmp_path, *flags, updates=8)
+    run = fairseq("train", *words, ranks=2)
+    assert [record["num_updates"] for record in run.stats("train_inner")] == ["8"]
+    before, after = (torch.load(tmp_path / name) for name in ("ours.pt", "checkpoint_last.pt"))
+    for name, tensor in after["model"].items():  # the learning rate is 0
+        assert torch.equal(before["model"][name], tensor), name
+    old, new = (state["last_optimizer_state"]["state"] for state in (before, after))
+    for i, moments in old.items():
+        assert new[i]["step"] == 8
+        # exp_avg is 0.9 of the old one and a tenth of a gradient of norm 0.5 at most
+        change = new[i]["exp_avg"] - 0.9 * moments["exp_avg"]
+        assert change.norm() <= 0.051, i
+
+
+def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_path):
+    options = {"activation_fn": "gelu", "share_decoder_input_output_embed": True}
+    meta = Meta(words_of(lm_data, ""), ranks=4, options=options)
+    for rank in range(4):
+        torch.save(tutel_state(meta, rank), tmp_path / f"last-{rank}-of-4")
+    words = (
+        "--input-prefix",
+        tmp_path / "last-",
+        "--input-size",
+        4,
+        "--output",
+        tmp_path / "ours.pt",
+    )
+    printed = convert("tutel", *words)
+    assert "note: the optimizer state is left out" in printed and "L_AUX_WT" in printed
+    watched = evaluated(lm_data, tmp_path / "ours.pt", tmp_path)
+    computed = {
+        "activation_fn": "linear",  # the example's experts have none
+        "moe_normalize_gate_prob_before_dropping": True,
+        "moe_eval_capacity_token_fraction": 1.0,
+    }
+    assert equals_the_layer_by_loops(dataclasses.replace(meta, options=computed), watched) == 0
+    again = ("--output", tmp_path / "again-", "--ranks", 4)
+    printed = convert("to-tutel", "--input", tmp_path / "ours.pt", *again)
+    assert "activation" not in printed
+    for rank in range(4):
+        theirs, back = (
+            torch.load(tmp_path / f"{n}-{rank}-of-4")["model"] for n in ("last", "again")
+        )
+        assert theirs.keys() == back.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(back[name], tensor), name
+
+
+def tutel_state(meta, rank):
+    """Return what a rank of Tutel's fairseq example saves: one expert of each layer, in a `moe_ffn`."""
+    state = meta_format.rest(meta)
+    state["cfg"]["model"] = {
+        key: value for key, value in state["cfg"]["model"].items() if "moe" not in key
+    }
+    state["cfg"]["criterion"] = {"_name": "cross_entropy", "sentence_avg": False}
+    state["last_optimizer_state"] = {"state": {}, "param_groups": []}
+    weights = {}
+    for name, shape in meta.names():
+        tensor = meta_format.weight(meta, name, shape, rank)
+        layer, found, rest = name.partition(".moe_layer.")
+        if not found:
+            weights[name] = tensor
+        elif rest == "gate.wg.weight":
+            weights[f"{layer}.moe_ffn._num_global_experts"] = torch.tensor(meta.num_experts)
+            weights[f"{layer}.moe_ffn.gates.0.wg.weight"] = tensor
+        else:
+            part, kind = rest.split(".")[-2:]
+            tensor = tensor.T if rest.endswith("fc2.weight") else tensor
+            key = f"batched_{part}_{'w' if kind == 'weight' else 'bias'}"
+            weights[f"{layer}.moe_ffn.experts.{key}"] = tensor[None].contiguous()
+    state["model"] = weights
+    return state

@@ -7,6 +7,7 @@ import pytest
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 
 from fairseq_tutel.config import MoEConfig, options_of_scope
+from fairseq_tutel.criterions.gate_loss import GateLossOptions
 from fairseq_tutel.flags import (
     EncoderDecoderOptions,
     ModelOptions,
@@ -16,6 +17,7 @@ from fairseq_tutel.flags import (
     key_of,
     layer_config,
 )
+from fairseq_tutel.tools.our_options import RUN_OPTIONS, our_defaults
 
 LAYER = {"model_dim": 8, "hidden_dim": 16, "activation": "relu"}
 
@@ -101,3 +103,14 @@ def test_no_key_is_in_two_option_sets():
         {f.name for f in dataclasses.fields(o)} - {"_name"} for o in (ModelOptions, SystemOptions)
     ]
     assert not fields[0] & fields[1]
+
+
+def test_convert_knows_every_flag_without_importing_them():
+    assert our_defaults() == defaults(EncoderDecoderOptions)
+    of_runs = {*defaults(SystemOptions), *defaults(GateLossOptions)} - {
+        "record_a2a_perf_stats",
+        "moe_gate_loss_wt",
+        "moe_gate_loss_combine_method",
+        "moe_gate_loss_transform",
+    }  # which Meta has too
+    assert set(RUN_OPTIONS) == of_runs

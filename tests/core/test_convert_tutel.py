@@ -1,0 +1,385 @@
+"""`convert tutel` and `convert to-tutel`: files of ranks with Tutel's moe_layer, in Tutel's own layout.
+
+Covered: ffn, llama_ffn and custom experts, whole and in slices, biases and an output of another width;
+linear, cosine, several and custom gates; what the layer computes, against Tutel's formula by loops; round
+trips bit for bit; patterns and namespaces; what is missing, of another size, or differs between ranks.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from converting import convert, refusal
+from torch import nn
+
+import fairseq_tutel as ft
+
+D, H, O = 6, 8, 5  # noqa: E741 - the output dimension
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+
+
+def ffn(experts, hidden=H, out=D, biases=("fc1", "fc2")):
+    """Return all experts of Tutel's ffn: both weights are [E, H, …]."""
+    whole = {
+        "batched_fc1_w": drawn(experts, hidden, D),
+        "batched_fc2_w": drawn(experts, hidden, out) / 2,
+    }
+    if "fc1" in biases:
+        whole["batched_fc1_bias"] = drawn(experts, hidden)
+    if "fc2" in biases:
+        whole["batched_fc2_bias"] = drawn(experts, out)
+    return whole
+
+
+def llama(experts, hidden=H):
+    shapes = {"W_fc1": (D, hidden), "W_fc2": (D, hidden), "W_fc3": (hidden, D)}
+    return {name: drawn(experts, *shape) * 0.1 for name, shape in shapes.items()}
+
+
+def part_of(name, whole, ranks, rank):
+    """Return what a rank of Tutel's holds of a tensor [E, …]."""
+    experts = whole.shape[0]
+    if ranks <= experts:
+        local = experts // ranks
+        own = whole[rank * local : (rank + 1) * local]
+        return own.flatten() if name.startswith("W_") else own.clone()
+    share = ranks // experts
+    own, piece = whole[rank // share], rank % share
+    width = -(-(own.numel() if name.startswith("W_") else own.shape[0]) // share)
+    flat = own.flatten() if name.startswith("W_") else own
+    flat = torch.cat([flat, flat.new_zeros(width * share - flat.shape[0], *flat.shape[1:])])
+    flat = flat[piece * width : (piece + 1) * width]
+    return flat if name.startswith("W_") else flat[None]
+
+
+def write(
+    folder, experts, ranks, whole, gates, name="m-{rank}-of-{size}", wrapped=lambda weights: weights
+):
+    """Write the files of a model that has a dense layer, and Tutel's under the name `moe`."""
+    for rank in range(ranks):
+        weights = {
+            "dense.weight": drawn(3, 3),
+            "moe._num_global_experts": torch.tensor(experts),
+            **{f"moe.experts.{key}": part_of(key, t, ranks, rank) for key, t in whole.items()},
+            **{f"moe.{key}": tensor for key, tensor in gates.items()},
+        }
+        path = name.replace("{rank}", str(rank)).replace("{size}", str(ranks))
+        torch.save(wrapped(weights), folder / path)
+
+
+def linear(experts):
+    return {"gates.0.wg.weight": drawn(experts, D)}
+
+
+def model(gate, **experts):
+    """Return a model of ours whose weights are all drawn anew."""
+    holder = nn.Module()
+    holder.dense = nn.Linear(3, 3, bias=False)
+    gate = [
+        {"k": 2, "capacity_factor": 0.0, **g} for g in (gate if isinstance(gate, list) else [gate])
+    ]
+    holder.moe = ft.moe_layer(gate_type=gate, model_dim=D, experts=experts)
+    return holder
+
+
+def by_loops(logits_TE, expert, x_TD):
+    """Return Tutel's output for k = 2 and no limit: weights normalised over the chosen."""
+    y = []
+    for t, probs_E in enumerate(torch.softmax(logits_TE, 1)):
+        first, second = probs_E.topk(2).indices.tolist()
+        total = probs_E[first] + probs_E[second]
+        y.append(sum(probs_E[e] / total * expert(e, x_TD[t]) for e in (first, second)))
+    return torch.stack(y)
+
+
+def ffn_expert(whole):
+    def run(e, x_D):
+        w = {key: tensor[e] for key, tensor in whole.items()}
+        hidden = F.relu(w["batched_fc1_w"] @ x_D + w.get("batched_fc1_bias", 0))
+        return hidden @ w["batched_fc2_w"] + w.get("batched_fc2_bias", 0)
+
+    return run
+
+
+def llama_expert(whole):
+    def run(e, x_D):
+        w = {key: tensor[e] for key, tensor in whole.items()}
+        return (F.silu(x_D @ w["W_fc1"]) * (x_D @ w["W_fc2"])) @ w["W_fc3"]
+
+    return run
+
+
+FFN_OF = {"type": "ffn", "hidden_size_per_expert": H}
+KINDS = {
+    "ffn, 4 experts on 2 ranks": (4, 2, ffn(4), FFN_OF),
+    "ffn, 3 on 1": (3, 1, ffn(3), FFN_OF),
+    "ffn, 2 on 4": (2, 4, ffn(2), FFN_OF),
+    "ffn without the first bias, to 5 features, 2 on 4": (
+        2, 4, ffn(2, out=O, biases=("fc2",)), {**FFN_OF, "has_fc1_bias": False, "output_dim": O},
+    ),
+    "ffn without biases": (
+        4, 4, ffn(4, biases=()), {**FFN_OF, "has_fc1_bias": False, "has_fc2_bias": False},
+    ),
+    "llama_ffn, 4 on 2": (4, 2, llama(4), {"type": "llama_ffn", "hidden_size_per_expert": H}),
+    "llama_ffn padded, 2 on 8": (
+        2, 8, llama(2, 7), {"type": "llama_ffn", "hidden_size_per_expert": 7},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_convert_of_tutel_s_layer_computes_tutel_s_formula_and_goes_back(case, tmp_path):
+    experts, ranks, whole, kind = KINDS[case]
+    write(tmp_path, experts, ranks, whole, linear(experts))
+    convert(
+        "tutel",
+        "--input-prefix",
+        tmp_path / "m-",
+        "--input-size",
+        ranks,
+        "--output",
+        tmp_path / "o",
+    )
+    holder = model({"type": "top"}, num_experts_per_device=experts, **kind)
+    holder.load_state_dict(load(tmp_path / "o"))
+    assert torch.equal(holder.dense.weight, drawn(3, 3))
+    x_TD = drawn(11, D)
+    expert = llama_expert(whole) if kind["type"] == "llama_ffn" else ffn_expert(whole)
+    expected = by_loops(x_TD @ linear(experts)["gates.0.wg.weight"].T, expert, x_TD)
+    torch.testing.assert_close(holder.moe(x_TD), expected, rtol=1e-5, atol=1e-6)
+    goes_back(tmp_path, ranks)
+
+
+def goes_back(folder, ranks):
+    """Convert the file `o` back, and fail unless the ranks' files are as they were."""
+    convert("to-tutel", "--input", folder / "o", "--output", folder / "again-", "--ranks", ranks)
+    for rank in range(ranks):
+        theirs, again = (load(folder / f"{name}-{rank}-of-{ranks}") for name in ("m", "again"))
+        assert theirs.keys() == again.keys()
+        for key, tensor in theirs.items():
+            assert torch.equal(again[key], tensor) and again[key].is_contiguous(), key
+
+
+def test_convert_of_tutel_s_cosine_gate_and_of_a_second_one(tmp_path):
+    gates = {
+        "gates.0.temperature": torch.tensor([0.7]),
+        "gates.0.sim_matrix": drawn(4, 3),
+        "gates.0.cosine_projector.weight": drawn(4, D),
+        "gates.0.cosine_projector.bias": drawn(4),
+        "gates.1.wg.weight": drawn(3, D),
+    }
+    write(tmp_path, 3, 3, ffn(3), gates)
+    convert(
+        "tutel", "--input-prefix", tmp_path / "m-", "--input-size", 3, "--output", tmp_path / "o"
+    )
+    kinds = [{"type": "cosine_top", "proj_dim": 4}, {"type": "top"}]
+    holder = model(kinds, num_experts_per_device=3, **FFN_OF)
+    holder.load_state_dict(load(tmp_path / "o"))
+    x_TD = drawn(11, D)
+    projected = F.normalize(
+        F.linear(x_TD, gates["gates.0.cosine_projector.weight"], drawn(4)), dim=1
+    )
+    cosine = projected @ F.normalize(gates["gates.0.sim_matrix"], dim=0)
+    logits = (cosine * torch.tensor(0.7).exp(), x_TD @ gates["gates.1.wg.weight"].T)
+    for index, logits_TE in enumerate(logits):
+        expected = by_loops(logits_TE, ffn_expert(ffn(3)), x_TD)
+        got = holder.moe(x_TD, gate_index=index)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    goes_back(tmp_path, 3)
+
+
+class OwnExperts(nn.Module):
+    def __init__(self, model_dim, num_experts_per_device, sharded_count):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.scale = nn.Parameter(torch.ones(num_experts_per_device, 1, model_dim))
+
+    def forward(self, x, ctx):
+        return x * self.inner.scale
+
+
+class OwnGate(nn.Module):
+    def __init__(self, model_dim, num_global_experts):
+        super().__init__()
+        self.map = nn.Linear(model_dim, num_global_experts)
+        self.top_k = 2
+
+    def forward(self, x):
+        return self.map(x)
+
+
+def test_convert_of_classes_of_one_s_own(tmp_path):
+    scale = drawn(4, 1, D)
+    gates = {"gates.0.map.weight": drawn(4, D), "gates.0.map.bias": drawn(4)}
+    write(tmp_path, 4, 2, {"inner.scale": scale}, gates)
+    convert(
+        "tutel", "--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o"
+    )
+    gate = {"type": "custom", "module": OwnGate}
+    holder = nn.Module()
+    holder.dense = nn.Linear(3, 3, bias=False)
+    own = {"type": "custom", "module": OwnExperts, "num_experts_per_device": 4}
+    holder.moe = ft.moe_layer(gate_type=gate, model_dim=D, experts=own)
+    holder.load_state_dict(load(tmp_path / "o"))
+    x_TD = drawn(11, D)
+    logits = F.linear(x_TD, gates["gates.0.map.weight"], gates["gates.0.map.bias"])
+    expected = by_loops(logits, lambda e, x: x * scale[e, 0], x_TD)
+    torch.testing.assert_close(holder.moe(x_TD, capacity_factor=0), expected, rtol=1e-5, atol=1e-6)
+    goes_back(tmp_path, 2)
+
+
+def test_convert_for_a_moe_layer_of_ours_by_its_own_class(tmp_path):
+    write(tmp_path, 4, 2, ffn(4), linear(4))
+    kind = ("--layer", "MoELayer")
+    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
+    convert("tutel", *words, *kind)
+    config = ft.MoEConfig(model_dim=D, hidden_dim=H, num_experts=4)
+    layer = ft.MoELayer(config)
+    state = {key.removeprefix("moe."): tensor for key, tensor in load(tmp_path / "o").items()}
+    del state["dense.weight"]
+    layer.load_state_dict(state)
+    x_TD = drawn(11, D)
+    expected = by_loops(x_TD @ linear(4)["gates.0.wg.weight"].T, ffn_expert(ffn(4)), x_TD)
+    torch.testing.assert_close(layer(x_TD)[0], expected, rtol=1e-5, atol=1e-6)
+    convert("to-tutel", "--input", tmp_path / "o", "--output", tmp_path / "n-", "--ranks", 2, *kind)
+    assert load(tmp_path / "n-1-of-2").keys() == load(tmp_path / "m-1-of-2").keys()
+
+
+def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
+    def wrapped(weights):
+        return {"net": {"ema": weights, "step": 3}, "optimizer": [{"m": drawn(2)}], "epoch": 4}
+
+    write(tmp_path, 4, 2, ffn(4), linear(4), "{rank}/of{size}.ckpt".replace("/", "-"), wrapped)
+    printed = convert(
+        "tutel", "--input-prefix", tmp_path / "{rank}-of{size}.ckpt", "--input-size", 2, "--namespace",
+        "net/ema", "--output", tmp_path / "o",
+    )  # fmt: skip
+    assert "note: optimizer is left out" in printed
+    found = load(tmp_path / "o")
+    assert (found["epoch"], found["net"]["step"]) == (4, 3)
+    assert "optimizer" not in found
+    assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)
+
+
+def test_convert_of_files_that_do_not_say_the_number_of_experts(tmp_path):
+    def older(weights):
+        del weights["moe._num_global_experts"]
+        return weights
+
+    write(tmp_path, 4, 2, ffn(4), linear(4), wrapped=older)
+    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
+    assert "need --default-num-global-experts" in refusal("tutel", *words)
+    convert("tutel", *words, "--default-num-global-experts", 4)
+    assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
+
+
+def test_convert_says_when_weights_differ_that_ranks_should_have_alike(tmp_path):
+    write(tmp_path, 4, 2, ffn(4), linear(4))
+    state = load(tmp_path / "m-1-of-2")
+    state["dense.weight"] += 1
+    torch.save(state, tmp_path / "m-1-of-2")
+    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
+    assert "note: 1 weights differ between ranks, such as dense.weight" in convert("tutel", *words)
+
+
+def changed(name, change):
+    def apply(folder):
+        state = load(folder / name)
+        change(state)
+        torch.save(state, folder / name)
+
+    return apply
+
+
+def all_changed(change):
+    return lambda folder: [changed(f"m-{rank}-of-2", change)(folder) for rank in (0, 1)]
+
+
+LAST = "m-1-of-2"
+REFUSED = {
+    "a rank's file is missing": (
+        lambda folder: (folder / LAST).unlink(),
+        f"--input-prefix names FOLDER/{LAST}, which does not exist",
+    ),
+    "torn": (
+        lambda folder: (folder / LAST).write_bytes(b"PK half"),
+        f"--input-prefix names FOLDER/{LAST}, which is torn or no checkpoint",
+    ),
+    "no weights": (
+        lambda folder: torch.save({"epoch": 3}, folder / LAST),
+        f"--input-prefix names FOLDER/{LAST}, which holds no weights; give --namespace",
+    ),
+    "a weight is missing on one rank": (
+        changed(LAST, lambda s: s.pop("moe.experts.batched_fc1_bias")),
+        f"--input-prefix names FOLDER/{LAST}, which lacks moe.experts.batched_fc1_bias",
+    ),
+    "a weight is missing on all": (
+        all_changed(lambda s: s.pop("moe.experts.batched_fc2_w")),
+        "--input-prefix has the layer moe that lacks experts.batched_fc2_w",
+    ),
+    "another size on one rank": (
+        changed(LAST, lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
+        "that has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks",
+    ),
+    "another size on all": (
+        all_changed(lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
+        "that has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)",
+    ),
+    "another number of experts": (
+        changed(LAST, lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
+        "--input-prefix has ranks that differ in moe._num_global_experts",
+    ),
+    "experts that the files do not hold": (
+        all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
+        "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which are not 8 experts",
+    ),
+    "experts that so many ranks cannot hold": (
+        all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
+        "--input-size is 2, but moe has 3 experts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_convert_tutel_refuses_in_one_sentence(case, tmp_path):
+    change, sentence = REFUSED[case]
+    write(tmp_path, 4, 2, ffn(4), linear(4))
+    change(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
+    assert sentence.replace("FOLDER", str(tmp_path)) in refusal("tutel", *words)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_convert_tutel_refuses_no_ranks(tmp_path):
+    words = ("--input-prefix", tmp_path / "m-", "--input-size", 0, "--output", tmp_path / "o")
+    assert "--input-size is 0; give" in refusal("tutel", *words)
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_convert_to_tutel_refuses_ranks_that_cannot_hold_the_experts(ranks, tmp_path):
+    torch.save(
+        model({"type": "top"}, num_experts_per_device=4, **FFN_OF).state_dict(), tmp_path / "o"
+    )
+    words = ("--input", tmp_path / "o", "--output", tmp_path / "m-", "--ranks", ranks)
+    assert f"--ranks is {ranks}, but moe.moe has 4 experts" in refusal("to-tutel", *words)
+
+
+def test_convert_to_tutel_refuses_what_tutel_s_layer_has_not(tmp_path):
+    config = ft.MoEConfig(model_dim=D, hidden_dim=H, num_experts=4, shared_experts=1)
+    torch.save(ft.MoELayer(config).state_dict(), tmp_path / "o")
+    words = ("--input", tmp_path / "o", "--output", tmp_path / "m-", "--ranks", 2)
+    assert "give --layer the class of the layers" in refusal("to-tutel", *words)
+    message = refusal("to-tutel", *words, "--layer", "MoELayer")
+    assert "--input has beside." in message and "which Tutel's layer has not" in message
+    config = ft.MoEConfig(model_dim=D, hidden_dim=7, num_experts=2)
+    torch.save(ft.MoELayer(config).state_dict(), tmp_path / "o")
+    message = refusal("to-tutel", *words[:-1], 4, "--layer", "MoELayer")
+    assert "which cannot be cut for 2 ranks of an expert" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]
