@@ -1,4 +1,5 @@
-"""Checkpoints in the layout of Meta's moe branch of fairseq, and its MoE layer token by token.
+"""Checkpoints in the layout of Meta's moe branch of fairseq, and its MoE layer token by token; and those of
+Tutel's fairseq example, with the same weights.
 
 Written from what the branch documents: X-shared.pt holds all that is no expert's; X-rank-N.pt the experts
 of rank N under local numbers; where there are more ranks than experts, rank N has expert N mod E. Known
@@ -237,6 +238,33 @@ def rest(meta):
         state["cfg"]["model"] = flat
     if meta.args_alone:
         state |= {"args": flat, "cfg": None}
+    return state
+
+
+def tutel_state(meta, rank):
+    """Return what a rank of Tutel's fairseq example saves: one expert of each layer, in a `moe_ffn`."""
+    state = rest(meta)
+    options = state["cfg"]["model"]
+    options = vars(options) if meta.translates else options
+    for key in [key for key in options if "moe" in key]:
+        del options[key]
+    state["cfg"]["criterion"] = {"_name": "cross_entropy", "sentence_avg": False}
+    state["last_optimizer_state"] = {"state": {}, "param_groups": []}
+    weights = {}
+    for name, shape in meta.names():
+        tensor = weight(meta, name, shape, rank)
+        layer, found, own = name.partition(".moe_layer.")
+        if not found:
+            weights[name] = tensor
+        elif own == "gate.wg.weight":
+            weights[f"{layer}.moe_ffn._num_global_experts"] = torch.tensor(meta.num_experts)
+            weights[f"{layer}.moe_ffn.gates.0.wg.weight"] = tensor
+        else:
+            part, kind = own.split(".")[-2:]
+            tensor = tensor.T if own.endswith("fc2.weight") else tensor
+            key = f"batched_{part}_{'w' if kind == 'weight' else 'bias'}"
+            weights[f"{layer}.moe_ffn.experts.{key}"] = tensor[None].contiguous()
+    state["model"] = weights
     return state
 
 

@@ -5,6 +5,7 @@ linear, cosine, several and custom gates; what the layer computes, against Tutel
 trips bit for bit; patterns and namespaces; what is missing, of another size, or differs between ranks.
 """
 
+import meta_format
 import pytest
 import torch
 import torch.nn.functional as F
@@ -383,3 +384,66 @@ def test_convert_to_tutel_refuses_what_tutel_s_layer_has_not(tmp_path):
     message = refusal("to-tutel", *words[:-1], 4, "--layer", "MoELayer")
     assert "which cannot be cut for 2 ranks of an expert" in message
     assert [path.name for path in tmp_path.iterdir()] == ["o"]
+
+
+def write_example(folder, **fields):
+    meta = meta_format.Meta(24, ranks=4, **fields)
+    for rank in range(4):
+        torch.save(meta_format.tutel_state(meta, rank), folder / f"m-{rank}-of-4")
+    return ("--input-prefix", folder / "m-", "--input-size", 4, "--output", folder / "o")
+
+
+def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path):
+    words = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
+    message = refusal("tutel", *words)
+    assert "--expert-activation is linear, as Tutel's example leaves its experts, but" in message
+    assert "give --expert-activation gelu if" in message
+    convert("tutel", *words, "--expert-activation", "gelu")
+    options = load(tmp_path / "o")["cfg"]["model"]
+    expected = {
+        "_name": "moe_transformer_lm_gpt", "activation_fn": "gelu", "moe_freq": 2, "moe_expert_count": "4",
+        "moe_top_k": 2, "moe_capacity_factor": 0.0, "moe_gate_noise": 1.0,
+    }  # fmt: skip
+    assert expected.items() <= options.items()
+    back = ("--input", tmp_path / "o", "--output", tmp_path / "n-", "--ranks")
+    assert "Tutel's example has one expert on each; give 4." in refusal("to-tutel", *back, 2)
+    printed = convert("to-tutel", *back, 4)
+    assert "note: --activation-fn is gelu; Tutel's example has linear" in printed
+    options = load(tmp_path / "n-0-of-4")["cfg"]["model"]
+    assert options["_name"] == "transformer_lm_gpt"
+    assert not [key for key in options if "moe" in key]
+
+
+def test_convert_of_tutel_s_fairseq_example_of_translation(tmp_path):
+    words = write_example(tmp_path, translates=True, options={"activation_fn": "relu"})
+    assert "has the MoE layer encoder.layers.0.moe_ffn" in refusal("tutel", *words)
+    for rank in range(4):
+        path = tmp_path / f"m-{rank}-of-4"
+        state = load(path)
+        norms = {f"decoder.layers.{i}.ffn_layernorm.weight": drawn(meta_format.H) for i in (0, 1)}
+        kept = {k: v for k, v in state["model"].items() if "encoder" not in k or "moe_ffn" not in k}
+        torch.save({**state, "model": {**kept, **norms}}, path)
+    convert("tutel", *words, "--expert-activation", "relu")
+    found = load(tmp_path / "o")
+    options = vars(found["cfg"]["model"])
+    assert (options["encoder_moe_freq"], options["decoder_moe_freq"]) == (0, 1)
+    assert (options["arch"], options["task"]) == ("moe_transformer", "moe_translation")
+    norm = "decoder.layers.1.fc1.experts.hidden_layer_norm.weight"
+    assert torch.equal(found["model"][norm], drawn(meta_format.H))
+    convert("to-tutel", "--input", tmp_path / "o", "--output", tmp_path / "n-", "--ranks", 4)
+    for rank in range(4):
+        theirs, back = (load(tmp_path / f"{n}-{rank}-of-4")["model"] for n in ("m", "n"))
+        assert theirs.keys() == back.keys()
+        assert all(torch.equal(back[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("moe_top_k", 1), ("moe_normalize_gate", "after"), ("moe_choice", "experts")]
+)
+def test_convert_to_tutel_refuses_what_its_fairseq_example_cannot_compute(key, value, tmp_path):
+    convert("tutel", *write_example(tmp_path))
+    state = load(tmp_path / "o")
+    state["cfg"]["model"][key] = value
+    torch.save(state, tmp_path / "o")
+    words = ("--input", tmp_path / "o", "--output", tmp_path / "n-", "--ranks", 4)
+    assert f"--{key.replace('_', '-')} {value}, which Tutel's layer" in refusal("to-tutel", *words)

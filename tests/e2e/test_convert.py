@@ -137,7 +137,7 @@ def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_
     options = {"activation_fn": "gelu", "share_decoder_input_output_embed": True}
     meta = Meta(words_of(lm_data, ""), ranks=4, options=options)
     for rank in range(4):
-        torch.save(tutel_state(meta, rank), tmp_path / f"last-{rank}-of-4")
+        torch.save(meta_format.tutel_state(meta, rank), tmp_path / f"last-{rank}-of-4")
     words = (
         "--input-prefix",
         tmp_path / "last-",
@@ -165,29 +165,3 @@ def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_
         assert theirs.keys() == back.keys()
         for name, tensor in theirs.items():
             assert torch.equal(back[name], tensor), name
-
-
-def tutel_state(meta, rank):
-    """Return what a rank of Tutel's fairseq example saves: one expert of each layer, in a `moe_ffn`."""
-    state = meta_format.rest(meta)
-    state["cfg"]["model"] = {
-        key: value for key, value in state["cfg"]["model"].items() if "moe" not in key
-    }
-    state["cfg"]["criterion"] = {"_name": "cross_entropy", "sentence_avg": False}
-    state["last_optimizer_state"] = {"state": {}, "param_groups": []}
-    weights = {}
-    for name, shape in meta.names():
-        tensor = meta_format.weight(meta, name, shape, rank)
-        layer, found, rest = name.partition(".moe_layer.")
-        if not found:
-            weights[name] = tensor
-        elif rest == "gate.wg.weight":
-            weights[f"{layer}.moe_ffn._num_global_experts"] = torch.tensor(meta.num_experts)
-            weights[f"{layer}.moe_ffn.gates.0.wg.weight"] = tensor
-        else:
-            part, kind = rest.split(".")[-2:]
-            tensor = tensor.T if rest.endswith("fc2.weight") else tensor
-            key = f"batched_{part}_{'w' if kind == 'weight' else 'bias'}"
-            weights[f"{layer}.moe_ffn.experts.{key}"] = tensor[None].contiguous()
-    state["model"] = weights
-    return state
