@@ -3,7 +3,16 @@
 import argparse
 
 from fairseq_tutel import __version__
-from fairseq_tutel.tools import average, convert, environment, plan, report, tune, user_dir
+from fairseq_tutel.tools import (
+    average,
+    convert,
+    environment,
+    inspect_file,
+    plan,
+    report,
+    tune,
+    user_dir,
+)
 
 
 def main() -> None:
@@ -11,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fairseq_tutel", description=__doc__)
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
     tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
-    for tool in (average, convert, environment, plan, report, tune, user_dir):
+    for tool in (average, convert, environment, inspect_file, plan, report, tune, user_dir):
         tool.add_to(tools)
     arguments = parser.parse_args()
     arguments.run(arguments)

@@ -156,9 +156,7 @@ CORE = {
     "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
     "tools.average": "safe_globals tools.checkpoint_file",
     "tools.fairseq_names": "",
-    "tools.saved_options": "",
     "tools.our_options": "config",
-    "tools.optimizer_state": "",
     "tools.meta_files": "tools.checkpoint_file tools.optimizer_state",
     "tools.meta_weights": "tools.meta_files tools.optimizer_state",
     "tools.meta_options": "tools.our_options",
@@ -181,8 +179,13 @@ CORE = {
     ),
     "tools.convert": (
         "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
-        "tools.convert_to_tutel tools.convert_tutel"
+        "tools.convert_to_tutel tools.convert_tutel tools.dense tools.late_parser tools.merge "
+        "tools.prune tools.upcycle"
     ),
+    "tools.saved_options": "",
+    "tools.optimizer_state": "",
+    "tools.late_parser": "",
+    "tools.new_start": "",
     "tools.run_log": "",
     "tools.event_files": "tools.run_log",
     "tools.run_files": "tools.event_files tools.run_log",
@@ -257,6 +260,43 @@ EDGE = {
     "models": (
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
+    "tools.ffn_layers": "ffn_step",
+    "tools.by_layer": "tools.ffn_layers",
+    "tools.expert_load": "config tools.by_layer tools.ffn_layers tools.run_files tools.run_log",
+    "tools.moe_file": (
+        "config flags tools.checkpoint_file tools.ffn_layers tools.new_start tools.saved_options"
+    ),
+    "tools.mixed_experts": "config tools.ffn_layers tools.moe_file",
+    "tools.upcycle_layer": "comm.slices config experts gates initial moe_layer",
+    "tools.upcycle_optimizer": (
+        "config tools.average tools.ffn_layers tools.optimizer_state tools.upcycle_layer"
+    ),
+    "tools.upcycle_model": (
+        "config ffn_step flags models.build tools.ffn_layers tools.new_start tools.saved_options "
+        "tools.upcycle_layer tools.upcycle_optimizer"
+    ),
+    "tools.upcycle": (
+        "config flags plugin tools.checkpoint_file tools.ffn_layers tools.late_parser tools.moe_file "
+        "tools.saved_options tools.upcycle_layer tools.upcycle_model"
+    ),
+    "tools.merge": (
+        "config flags tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
+        "tools.mixed_experts tools.moe_file"
+    ),
+    "tools.prune": (
+        "config tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
+        "tools.mixed_experts tools.moe_file"
+    ),
+    "tools.dense_layer": "config tools.ffn_layers tools.mixed_experts tools.moe_file tools.upcycle_layer",
+    "tools.dense": (
+        "criterions.gate_loss flags tools.by_layer tools.checkpoint_file tools.dense_layer "
+        "tools.ffn_layers tools.moe_file tools.saved_options"
+    ),
+    "tools.inspected": "config shards tools.expert_load tools.ffn_layers tools.saved_options",
+    "tools.inspected_text": "tools.inspected",
+    "tools.inspect_file": (
+        "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
+    ),
     "wrapped": (
         "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer "
         "optim.shard_plan optim.sharded_fp16 run_config shards together"
@@ -265,8 +305,8 @@ EDGE = {
     "run": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "__main__": (
-        "fairseq_tutel tools.average tools.convert tools.environment tools.plan tools.report tools.tune "
-        "tools.user_dir"
+        "fairseq_tutel tools.average tools.convert tools.environment tools.inspect_file tools.plan "
+        "tools.report tools.tune tools.user_dir"
     ),
 }
 TABLE = {**CORE, **EDGE}

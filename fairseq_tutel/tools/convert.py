@@ -12,12 +12,21 @@ from fairseq_tutel.tools import (
     convert_to_meta,
     convert_to_tutel,
     convert_tutel,
+    dense,
+    merge,
+    prune,
+    upcycle,
 )
+from fairseq_tutel.tools.late_parser import LateParser
 
 # Each is a module with `add_to(kinds)`, which adds its options and, as their default `convert`, a function
 # of the parsed arguments that raises ValueError where the conversion cannot be done.
 KINDS: tuple[ModuleType, ...] = (
     convert_shards,
+    upcycle,
+    merge,
+    prune,
+    dense,
     convert_meta,
     convert_to_meta,
     convert_tutel,
@@ -32,7 +41,9 @@ def add_to(tools: Any) -> None:
         help="convert checkpoints from and to other systems and models",
         description=__doc__,
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    kinds = parser.add_subparsers(
+        dest="kind", required=True, metavar="KIND", parser_class=LateParser
+    )
     for kind in KINDS:
         kind.add_to(kinds)
     parser.set_defaults(run=run)

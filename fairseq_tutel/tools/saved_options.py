@@ -5,6 +5,7 @@ together in `args`; the options of an encoder-decoder are a flat copy of everyth
 """
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 # A part, and its name's key where everything is flat.
@@ -58,3 +59,10 @@ def options_of(state: dict[str, Any], part: str) -> dict[str, Any]:
     if isinstance(own, argparse.Namespace):
         return vars(own)
     return own if isinstance(own, dict) else {}
+
+
+def drop(state: dict[str, Any], keys: Collection[str]) -> None:
+    """Take options out of every part, and out of what is flat."""
+    for options in (model_options(state), *(options_of(state, part) for part in PARTS)):
+        for key in keys:
+            options.pop(key, None)

@@ -1,0 +1,96 @@
+"""convert prune: drop experts, by id or because hardly a token chooses them.
+
+What is left computes what it did: where the weights of a token's experts are divided by their sum, which is
+the default for two and more, a token that chose none of the dropped experts has the same output.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.tools import expert_load
+from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
+from fairseq_tutel.tools.checkpoint_file import refuse_output, write
+from fairseq_tutel.tools.ffn_layers import Layer
+from fairseq_tutel.tools.mixed_experts import mixed_config, mixed_tensors
+from fairseq_tutel.tools.moe_file import open_moe
+
+
+def add_to(kinds: Any) -> None:
+    """Add the conversion to the command line."""
+    parser = kinds.add_parser(
+        "prune", help="drop experts, by id or by their load", description=__doc__
+    )
+    parser.add_argument("--input", required=True, metavar="FILE", help="a checkpoint with experts")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--drop",
+        nargs="+",
+        metavar="IDS",
+        help="the experts to drop, as 3,5, in all layers, or as decoder_1=3,5 encoder_3=0",
+    )
+    which.add_argument(
+        "--below",
+        type=float,
+        metavar="LOAD",
+        help="drop experts with less load than this by --log or --load; an even share is 1",
+    )
+    parser.add_argument(
+        "--moe-top-k",
+        type=int,
+        metavar="K",
+        help="experts per token afterwards; as before if not given",
+    )
+    expert_load.add_to(parser)
+    parser.set_defaults(convert=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prune as the command line says.
+
+    Raises:
+        ValueError: it cannot be done.
+    """
+    path, output = Path(arguments.input), Path(arguments.output)
+    refuse_output(output, [path])
+    file = open_moe(path)
+    dropped = _dropped(arguments, file.layers)
+    model, counts = dict(file.model), []
+    for layer, config in file.layers.items():
+        gone = dropped.get(layer, [])
+        kept = [[i] for i in range(config.num_experts) if i not in gone]
+        mixed_config(config, layer, kept, arguments.moe_top_k)
+        if gone:
+            model |= mixed_tensors(file.model, layer, config, kept)
+        counts.append(len(kept))
+        without = f", without {', '.join(map(str, gone))}" if gone else ""
+        print(f"{layer.label}: {config.num_experts} -> {len(kept)} experts{without}")
+    file.set_counts(counts, arguments.moe_top_k)
+    write(file.with_model(model), output)
+    print(f"wrote {output}; a training begins anew with it")
+
+
+def _dropped(
+    arguments: argparse.Namespace, layers: dict[Layer, MoEConfig]
+) -> dict[Layer, list[int]]:
+    """Return the experts to drop.
+
+    Raises:
+        ValueError: experts that there are not, or no loads to go by.
+    """
+    load = expert_load.loads(arguments, layers)
+    if arguments.drop is not None:
+        found = by_layer("--drop", arguments.drop, list(layers), ids)
+        for layer, of_layer in found.items():
+            refuse_unknown("--drop", layer, of_layer, layers[layer].num_experts)
+        return found
+    if not load:
+        raise ValueError(
+            f"--below is {arguments.below:g}, but there are no loads to go by; add --log or --load."
+        )
+    return {
+        layer: [i for i, share in enumerate(of_layer) if share < arguments.below]
+        for layer, of_layer in load.items()
+    }
