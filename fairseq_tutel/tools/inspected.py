@@ -144,6 +144,10 @@ def _not_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
     """Add each layer's mean loads over the last records of a training."""
+    if not layers:
+        raise ValueError(
+            f"--log is given, but FILE names {facts['file']}, which has no experts; leave it out."
+        )
     loads = of_log(log, layers, LAST)
     for layer, entry in zip(layers, facts.get("layers", []), strict=True):
         if len(loads[layer]) != entry["experts"]:

@@ -92,9 +92,9 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
     Raises:
         ValueError: a negative frequency, or no layer.
     """
-    found, two = [], _has_two_sides(layers)
-    for side in ("encoder", "decoder"):
-        own = getattr(args, f"{side}_moe_freq") if two else -1
+    found: list[Layer] = []
+    for side in dict.fromkeys(layer.side for layer in layers):
+        own = getattr(args, f"{side}_moe_freq") if _has_two_sides(layers) else -1
         freq = args.moe_freq if own == -1 else own
         if freq < 0:
             raise ValueError(
@@ -120,7 +120,7 @@ def _config_of(args: argparse.Namespace, ffn: Mapping[str, Tensor], num_experts:
         num_experts,
         model_dim=model_dim,
         hidden_dim=hidden_dim,
-        activation=str(args.activation_fn),
+        activation=str(getattr(args, "activation_fn", "relu")),
         hidden_layer_norm=LAYER_NORM[0] in ffn,
     )
 

@@ -1,0 +1,151 @@
+"""`inspect` on files of every kind: what it says, as text and as JSON.
+
+Covered: layers, experts, shapes, dtypes and bytes of ours, in one file and in shards; options other than
+the defaults; updates and epoch; loads by a log; dense files; files of Meta's moe branch and of Tutel,
+and others; what is refused.
+"""
+
+import json
+import sys
+
+import pytest
+import torch
+from moe_files import D, E, H, save
+
+from fairseq_tutel.__main__ import main
+
+
+@pytest.fixture
+def inspect(monkeypatch, capsys):
+    """Run the tool in this process; return what it printed, or with --json the facts."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", "inspect", *map(str, words)])
+        main()
+        text = capsys.readouterr().out
+        return json.loads(text) if "--json" in words else text
+
+    return run
+
+
+EXPERT = {"fc1_weight": [H, D], "fc1_bias": [H], "fc2_weight": [D, H], "fc2_bias": [D]}
+BYTES = 4 * E * sum(torch.Size(shape).numel() for shape in EXPERT.values())
+
+
+def test_inspect_says_what_a_file_of_ours_holds_to_convert(inspect, tmp_path):
+    path = save(tmp_path / "a.pt", top_k=1, gate_type="cosine", balance_bias=True)
+    facts = inspect(path, "--json")
+    assert facts["kind"] == "fairseq_tutel, with experts"
+    assert facts["names"]["model"] == "moe_transformer_lm"
+    assert (facts["updates"], facts["epoch"]) == (9, 3)
+    assert facts["bytes_of_file"] == path.stat().st_size
+    beside = 4 * (1 + 5 * D + 2 * (D + 256 * D + 256 + E * 256 + 1 + E))
+    assert facts["bytes"] == {"experts": 2 * BYTES, "other weights": beside, "optimizer state": 0}
+    assert facts["options"] == {
+        "--moe-top-k": 1,
+        "--moe-gate-type": "cosine",
+        "--moe-balance-bias": True,
+        "--moe-expert-ffn-dim": H,
+    }
+    assert [layer["layer"] for layer in facts["layers"]] == ["decoder_0", "decoder_1"]
+    layer = facts["layers"][0]
+    assert (layer["experts"], layer["shapes"], layer["bytes"]) == (E, EXPERT, BYTES)
+    assert layer["beside"]["gate.directions"] == [E, 256]
+    assert layer["beside"]["balance_bias.bias"] == [E]
+    of_experts = {t["name"]: t["number"] for t in facts["tensors"] if ".experts." in t["name"]}
+    assert of_experts == {f"decoder.layers.N.fc1.experts.{name}": 2 for name in EXPERT}
+    text = inspect(path)
+    assert "9 updates, epoch 3\n" in text
+    assert "--moe-top-k 1, " in text or "--moe-top-k 1\n" in text
+    assert (
+        "decoder_1  4        fc1_weight 6x8 fc1_bias 6 fc2_weight 8x6 fc2_bias 8  float32" in text
+    )
+    assert "decoder.layers.N" not in text
+    assert "decoder.layers.N" in inspect(path, "--tensors")
+
+
+def test_inspect_counts_tied_weights_once_and_moments_by_themselves(inspect, tmp_path):
+    def tie(model):
+        model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
+
+    plain, tied = save(tmp_path / "a.pt"), save(tmp_path / "b.pt", change=tie)
+    sizes = [inspect(path, "--json")["bytes"]["other weights"] for path in (plain, tied)]
+    assert sizes[0] == sizes[1]
+    state = torch.load(plain, weights_only=True)
+    state["last_optimizer_state"] = {"state": {0: {"step": 3, "exp_avg": torch.ones(10, 3)}}}
+    torch.save(state, plain)
+    assert inspect(plain, "--json")["bytes"]["optimizer state"] == 120
+
+
+def test_inspect_says_of_shards_what_it_says_of_one_file(inspect, monkeypatch, tmp_path):
+    path = save(tmp_path / "a.pt")
+    whole = inspect(path, "--json")
+    words = ["convert", "sharded", "--input", path, "--output", tmp_path / "b.pt"]
+    monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
+    main()
+    inspect(tmp_path / "b.pt")
+    sharded = inspect(tmp_path / "b.pt", "--json")
+    for facts in (whole, sharded):
+        del facts["file"], facts["bytes_of_file"]
+    assert sharded == whole
+
+
+def test_inspect_adds_the_loads_of_a_log(inspect, tmp_path):
+    path = save(tmp_path / "a.pt")
+    log = tmp_path / "train.log"
+    loads = {"moe_load_decoder_0": [0.0, 2.0, 1.5, 0.5], "moe_load_decoder_1": [1.0] * 4}
+    stats = {"epoch": 1, "num_updates": "5", **loads}
+    log.write_text(json.dumps(stats) + "\n")
+    facts = inspect(path, "--log", log, "--json")
+    assert [layer["load"] for layer in facts["layers"]] == list(loads.values())
+    assert "0.00, 2.00, 1\n" in inspect(path, "--log", log)
+    other = save(tmp_path / "b.pt", num_experts=2)
+    with pytest.raises(
+        SystemExit, match="decoder_0 has 4 experts, and FILE has 2; give the log of this"
+    ):
+        inspect(other, "--log", log)
+    dense = save(tmp_path / "c.pt", ("decoder.layers.0!",))
+    with pytest.raises(
+        SystemExit, match=r"--log is given, but FILE names .*c.pt, which has no experts"
+    ):
+        inspect(dense, "--log", log)
+    log.write_text(json.dumps({"epoch": 1, "num_updates": "5", "loss": "3"}) + "\n")
+    with pytest.raises(SystemExit, match="has no moe_load_decoder_0; give the log of a training"):
+        inspect(path, "--log", log)
+
+
+KINDS = {
+    "fairseq, dense": {"model": {"decoder.layers.0.fc1.weight": torch.ones(3, 2)}},
+    "Meta's moe branch, one rank's experts": {
+        "model": {"decoder.layers.1.moe_layer.experts.0.fc1.weight": torch.ones(3, 2)}
+    },
+    "Meta's moe branch, what all ranks share": {
+        "model": {"decoder.layers.1.moe_layer.gate.wg.weight": torch.ones(3, 2)}
+    },
+    "Tutel, one rank's part": {
+        "moe.experts.batched_fc1_w": torch.ones(1, 3, 2), "moe._num_global_experts": torch.tensor(2),
+    },
+    "fairseq_tutel, the state dict of a layer or model": {"experts.fc1_weight": torch.ones(2, 3, 2)},
+    "tensors": {"a": [torch.ones(3, 2)], "b": "text"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_knows_the_kind_of_other_files_that_convert_reads(kind, inspect, tmp_path):
+    torch.save(KINDS[kind], tmp_path / "a.pt")
+    facts = inspect(tmp_path / "a.pt", "--json")
+    assert facts["kind"] == kind
+    assert [3, 2] in [t["shape"][-2:] for t in facts["tensors"]]
+    text = inspect(tmp_path / "a.pt")
+    assert kind in text and "3x2" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"), [({"a": "b"}, "which holds no tensors"), (3, "which holds no tensors")]
+)
+def test_inspect_refuses_what_has_no_tensors_to_convert(value, sentence, inspect, tmp_path):
+    torch.save(value, tmp_path / "a.pt")
+    with pytest.raises(SystemExit, match=sentence):
+        inspect(tmp_path / "a.pt")
+    with pytest.raises(SystemExit, match=r"b\.pt, which does not exist"):
+        inspect(tmp_path / "b.pt")

@@ -1,0 +1,375 @@
+"""`convert merge`, `prune` and `dense` on small files: tensors, options, what they say, what they refuse.
+
+Covered: which experts stay, are averaged (evenly, by load) or become dense, in every tensor that has an
+entry per expert; loads from a log and from the command line; outputs as the tools say, both ways; the
+place in the data and moments begin anew; groups, hash gates, several gates, gates of one's own, balance
+bias; bad files and options in one sentence; no pickled code runs.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from moe_files import D, E, H, load, outputs, save
+
+from fairseq_tutel.__main__ import main
+
+STEP = "decoder.layers.{}.fc1."
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """Run the tool's command line in this process; return what it printed."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def convert(tool, tmp_path):
+    """Run `convert KIND` from a.pt into b.pt; return what it printed."""
+
+    def run(kind, *words):
+        return tool(
+            "convert", kind, "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *words
+        )
+
+    return run
+
+
+def tokens(count=200):
+    return torch.randn(count, D, generator=torch.Generator().manual_seed(4))
+
+
+def same_outputs(tmp_path):
+    x = tokens()
+    a, b = outputs(tmp_path / "a.pt", x), outputs(tmp_path / "b.pt", x)
+    assert a.keys() == b.keys()
+    return all(torch.allclose(a[label], b[label], rtol=1e-5, atol=1e-5) for label in a)
+
+
+PER_EXPERT = {
+    "plain": ({}, ["gate.weight"]),
+    "cosine": ({"gate_type": "cosine"}, ["gate.directions"]),
+    "two gates": (
+        {"gate_type": "linear,cosine,linear", "gate_index": 2},
+        ["gate.weight", "other_gates.0.directions", "other_gates.1.weight"],
+    ),
+    "bias": ({"balance_bias": True}, ["gate.weight", "balance_bias.bias"]),
+    "glu": ({"expert_type": "glu"}, ["gate.weight", "experts.fc3_weight", "experts.fc3_bias"]),
+    "shared and residual": ({"shared_experts": 1, "residual": True}, ["gate.weight"]),
+    "layer norm": ({"hidden_layer_norm": True}, ["gate.weight"]),
+}
+FFN = [f"experts.fc{i}_{kind}" for i in (1, 2) for kind in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("name", PER_EXPERT)
+def test_convert_prune_keeps_the_other_experts_in_every_tensor(name, convert, tmp_path):
+    options, per_expert = PER_EXPERT[name]
+    save(tmp_path / "a.pt", **options)
+    text = convert("prune", "--drop", "decoder_1=0,2")
+    a, b = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
+    assert list(a) == list(b)
+    changed = [f"{STEP.format(1)}{key}" for key in (*per_expert, *FFN)]
+    for key in a:
+        expected = a[key][[1, 3]] if key in changed else a[key]
+        assert torch.equal(b[key], expected), key
+    assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "4,2"
+    assert "decoder_0: 4 -> 4 experts\n" in text
+    assert "decoder_1: 4 -> 2 experts, without 0, 2\n" in text
+    outputs(tmp_path / "b.pt", tokens())  # it opens
+
+
+@pytest.mark.parametrize("name", PER_EXPERT)
+@pytest.mark.parametrize("load_", [None, (1, 3, 0, 0)])
+def test_convert_merge_averages_every_tensor_evenly_or_by_load(name, load_, convert, tmp_path):
+    options, per_expert = PER_EXPERT[name]
+    save(tmp_path / "a.pt", **options)
+    by_load = () if load_ is None else ("--load", ",".join(map(str, load_)))
+    convert("merge", "--groups", "decoder_0=0,1/2,3", *by_load)
+    a, b = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
+    first = 0.5 if load_ is None else 0.25
+    for key in a:
+        expected = a[key]
+        if key in [f"{STEP.format(0)}{key}" for key in (*per_expert, *FFN)]:
+            # Without any load the mean is even.
+            expected = torch.stack(
+                [first * a[key][0] + (1 - first) * a[key][1], 0.5 * a[key][2] + 0.5 * a[key][3]]
+            )
+        torch.testing.assert_close(b[key], expected, msg=key)
+    assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "2,4"
+    outputs(tmp_path / "b.pt", tokens())
+
+
+def test_convert_begins_a_training_anew(convert, tmp_path):
+    save(tmp_path / "a.pt")
+    for kind, words in (
+        ("merge", ("--moe-expert-count", 2)),
+        ("prune", ("--drop", 0)),
+        ("dense", ("--experts", 1)),
+    ):
+        convert(kind, *words)
+        made = load(tmp_path / "b.pt")
+        assert "last_optimizer_state" not in made
+        assert made["extra_state"]["train_iterator"]["iterations_in_epoch"] == 0
+        assert made["extra_state"]["train_iterator"]["epoch"] == 1
+        assert made["optimizer_history"] == [{"num_updates": 9}]
+
+
+def no_token_chooses_the_last(model):
+    """Make the last expert's gate row that of two others before it: of equals the first are chosen."""
+    for i in range(2):
+        rows = model[f"{STEP.format(i)}gate.weight"]
+        rows[2:] = rows[1]
+
+
+def test_convert_prune_of_a_dead_expert_changes_no_output(convert, tmp_path):
+    save(tmp_path / "a.pt", change=no_token_chooses_the_last)
+    convert("prune", "--drop", 3)
+    assert same_outputs(tmp_path)
+    convert("prune", "--drop", 0)
+    assert not same_outputs(tmp_path)
+
+
+def test_convert_prune_below_a_load_takes_it_from_a_log(convert, tmp_path):
+    save(tmp_path / "a.pt")
+    loads = {"decoder_0": [2.0, 0.05, 0.95, 1.0], "decoder_1": [1.0, 1.0, 1.0, 1.0]}
+    early = {"decoder_0": [0.0, 4.0, 0.0, 0.0], "decoder_1": [4.0, 0.0, 0.0, 0.0]}
+    with open(tmp_path / "train.log", "w") as log:
+        for update in range(1, 41):
+            lists = early if update <= 20 else loads
+            stats = {"epoch": 1, "loss": "2", "num_updates": str(update)}
+            stats |= {f"moe_load_{label}": load for label, load in lists.items()}
+            log.write(f"2026-01-01 00:00:00 | INFO | train_inner | {json.dumps(stats)}\n")
+    convert("prune", "--below", 0.1, "--log", tmp_path / "train.log")
+    assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "3,4"
+    convert("prune", "--below", 1.5, "--log", tmp_path / "train.log", "--last-records", 40,
+            "--moe-top-k", 1)  # fmt: skip
+    options = load(tmp_path / "b.pt")["cfg"]["model"]
+    # Over all records the means are (1, 2.03, 0.48, 0.5) and (2.5, 0.5, 0.5, 0.5).
+    assert (options["moe_expert_count"], options["moe_top_k"]) == ("1", 1)
+    gates = [
+        load(tmp_path / f"{name}.pt")["model"][f"{STEP.format(0)}gate.weight"] for name in "ab"
+    ]
+    assert torch.equal(gates[1], gates[0][[1]])
+
+
+def test_convert_merge_makes_neighbours_one_by_default(convert, tmp_path):
+    save(tmp_path / "a.pt", num_experts=5)
+    text = convert("merge", "--moe-expert-count", "2,3")
+    assert "decoder_0: 5 -> 2 experts, 0,1/2,3,4\n" in text
+    assert "decoder_1: 5 -> 3 experts, 0/1,2/3,4\n" in text
+
+
+def equal_experts(model):
+    for key in model:
+        if ".experts.fc" in key:
+            model[key] = model[key][:1].repeat(E, *(1 for _ in model[key].shape[1:]))
+
+
+def test_convert_merge_of_equal_experts_changes_no_output(convert, tmp_path):
+    save(tmp_path / "a.pt", change=equal_experts)
+    convert("merge", "--moe-expert-count", 2)
+    assert same_outputs(tmp_path)
+
+
+def test_convert_keeps_even_groups_of_experts(convert, tmp_path):
+    save(tmp_path / "a.pt", num_experts=6, expert_groups=2, groups_per_token=2)
+    convert("prune", "--drop", "1,5")
+    outputs(tmp_path / "b.pt", tokens())
+    convert("merge", "--groups", "0,1/2/3/4,5")
+    outputs(tmp_path / "b.pt", tokens())
+    for kind, words in (
+        ("prune", ("--drop", "0,1")),
+        ("merge", ("--groups", "0/1/2,3/4,5")),
+        ("merge", ("--moe-expert-count", 3)),
+    ):
+        with pytest.raises(SystemExit, match="has 2 groups of 3 neighbouring experts"):
+            convert(kind, *words)
+
+
+def test_convert_prune_of_a_hash_gate_drops_the_last_alone(convert, tmp_path):
+    save(tmp_path / "a.pt", gate_type="hash", top_k=1)
+    convert("prune", "--drop", "2,3")
+    x = tokens()
+    a, b = outputs(tmp_path / "a.pt", x), outputs(tmp_path / "b.pt", x)
+    stays = (a["decoder_0"] == b["decoder_0"]).all(dim=1)
+    assert 0.3 < stays.float().mean() < 0.7  # tokens of the experts that stay have the same ones
+    for kind, words in (("prune", ("--drop", 0)), ("merge", ("--moe-expert-count", 2))):
+        with pytest.raises(SystemExit, match=r"has a hash gate .* drop the last experts alone"):
+            convert(kind, *words)
+
+
+def repeating(period):
+    """Return a change by which experts, and gate rows in runs, repeat every `period`."""
+
+    def change(model):
+        for key, tensor in model.items():
+            if ".experts." in key:
+                tensor[:] = tensor[[i % period for i in range(E)]]
+            elif key.endswith("gate.weight"):
+                tensor[:] = tensor[[i - i % period for i in range(E)]]
+
+    return change
+
+
+DENSE = {
+    "equal experts, one": ({"change": equal_experts}, "3", True),
+    "equal experts, three": ({"change": equal_experts}, "0,2,3", True),
+    "equal experts, all": ({"change": equal_experts}, "all", True),
+    "equal experts, scaled": (
+        {"change": equal_experts, "routed_scaling_factor": 2.5, "shared_experts": 2}, "1", True),
+    "equal experts, layer norm": ({"change": equal_experts, "hidden_layer_norm": True}, "0", True),
+    "one expert": ({"num_experts": 1, "top_k": 1}, "0", True),
+    "runs of two": ({"change": repeating(2)}, "0,1", True),
+    "runs of two, all": ({"change": repeating(2)}, "all", True),
+    "hash, all of all": ({"gate_type": "hash", "top_k": E}, "all", True),
+    "hash, all of all, not in order": ({"gate_type": "hash", "top_k": E}, "2,0,3,1", True),
+    "hash, half of all": ({"gate_type": "hash", "top_k": E}, "0,1", False),
+    "hash": ({"gate_type": "hash", "top_k": 2}, "all", False),
+    "drawn apart": ({}, "0", False),
+    "drawn apart, all": ({"top_k": E}, "all", False),
+    "runs of two, one of them": ({"change": repeating(2)}, "0", False),
+    "runs of two, not alike": ({"change": repeating(2)}, "0,1,3", False),
+    "runs of two, odd top-k": ({"change": repeating(2), "top_k": 3}, "0,1", False),
+    "equal experts, top-1": ({"change": equal_experts, "top_k": 1}, "0", False),
+    "equal experts, prescored": ({"change": equal_experts, "prescore": True}, "0", False),
+    "equal experts, capacity": ({"change": equal_experts, "eval_capacity_factor": 0.5}, "0", False),
+    "equal experts, who choose": ({"change": equal_experts, "choice": "experts"}, "0", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_convert_dense_says_whether_the_outputs_are_the_same(name, convert, tmp_path):
+    options, chosen, is_same = DENSE[name]
+    save(tmp_path / "a.pt", **options)
+    text = convert("dense", "--experts", chosen)
+    assert same_outputs(tmp_path) == is_same
+    assert ("its outputs are the MoE model's, to rounding" in text) == is_same
+    assert ("the gate makes a difference in decoder_0, decoder_1" in text) != is_same
+
+
+def test_convert_dense_takes_one_expert_bit_for_bit_and_stock_s_names(convert, tmp_path):
+    save(tmp_path / "a.pt")
+    convert("dense", "--experts", "decoder_0=2", "decoder_1=0")
+    a, b = load(tmp_path / "a.pt"), load(tmp_path / "b.pt")
+    for i, expert in ((0, 2), (1, 0)):
+        for key in FFN:
+            dense = f"decoder.layers.{i}.{key.removeprefix('experts.').replace('_', '.')}"
+            assert torch.equal(b["model"][dense], a["model"][STEP.format(i) + key][expert])
+    assert not [key for key in b["model"] if "expert" in key or "gate" in key]
+    assert b["cfg"] == {
+        "model": {"_name": "transformer_lm", "decoder_ffn_embed_dim": H, "scale_fc": False},
+        "task": {"_name": "language_modeling"},
+        "criterion": {"_name": "cross_entropy", "sentence_avg": False},
+        "optimizer": {"_name": "adam"},
+    }
+
+
+def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
+    layers = ("decoder.layers.0!", "decoder.layers.1", "decoder.layers.2")
+    save(tmp_path / "a.pt", layers, equal_experts)
+    text = convert("dense", "--experts", "decoder_1=0,1,2", "decoder_2=0")
+    assert "decoder_0: hidden units of 0 are added, 18 in all" in text
+    assert "decoder_2: hidden units of 0 are added, 18 in all" in text
+    made = load(tmp_path / "b.pt")
+    assert made["cfg"]["model"]["decoder_ffn_embed_dim"] == 3 * H
+    assert {t.shape for key, t in made["model"].items() if key.endswith("fc1.weight")} == {(18, D)}
+    assert same_outputs(tmp_path)
+
+
+REFUSED = {
+    "missing": ("a.pt", {}, ("prune", "--drop", 0, "--input", "none.pt"), "none.pt, which does not exist"),
+    "torn": ("a.pt", {}, ("prune", "--drop", 0, "--input", "torn.pt"), "torn.pt, which is torn or no"),
+    "dense": ("a.pt", {}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
+              "dense.pt, whose model has no experts; give one that has"),
+    "output is input": ("a.pt", {}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
+    "no such expert": ("a.pt", {}, ("prune", "--drop", "1,4"),
+                       "--drop names expert 4, but decoder_0 has 4; give ids from 0 to 3"),
+    "no number": ("a.pt", {}, ("prune", "--drop", "x"), "--drop has x, which cannot be read"),
+    "twice": ("a.pt", {}, ("prune", "--drop", "1,1"), "--drop has 1,1, which cannot be read"),
+    "no such layer": ("a.pt", {}, ("prune", "--drop", "decoder_2=1"),
+                      "no layer with experts; there are decoder_0, decoder_1"),
+    "two for all": ("a.pt", {}, ("prune", "--drop", "1", "2"), "give one for all layers, or LAYER="),
+    "too few left": ("a.pt", {}, ("prune", "--drop", "0,1,2"),
+                     "decoder_0: top_k (--moe-top-k) is 2 but there are 1 experts"),
+    "none left": ("a.pt", {}, ("prune", "--drop", "0,1,2,3"), "is 0; give a whole number, at least 1"),
+    "no loads": ("a.pt", {}, ("prune", "--below", 0.1), "--below is 0.1, but there are no loads to go by"),
+    "too few loads": ("a.pt", {}, ("prune", "--below", 0.1, "--load", "1,2"),
+                      "has 2 loads for decoder_0, which has 4 experts; give one per expert"),
+    "negative load": ("a.pt", {}, ("prune", "--below", 0.1, "--load", "1,2,-1,0"), "cannot be read"),
+    "no log": ("a.pt", {}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),
+    "no records": ("a.pt", {}, ("prune", "--below", 1, "--load", "1,1,1,1", "--last-records", 0),
+                   "--last-records is 0; give a number of at least 1"),
+    "missing from groups": ("a.pt", {}, ("merge", "--groups", "0,1/3"),
+                            "--groups names 3 of the 4 experts of decoder_0; name every one once"),
+    "twice in groups": ("a.pt", {}, ("merge", "--groups", "0,1/1,2,3"), "name every one once"),
+    "more experts": ("a.pt", {}, ("merge", "--moe-expert-count", 5),
+                     "--moe-expert-count is 5, but decoder_0 has 4 experts; give no more"),
+    "no count": ("a.pt", {}, ("merge", "--moe-expert-count", "x"), "--moe-expert-count is 'x'; give"),
+    "counts": ("a.pt", {}, ("merge", "--moe-expert-count", "2,2,2"), "3 numbers for 2 MoE layers"),
+    "a gate of one's own": ("a.pt", {"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
+                            "has a gate of your own, custom_parts.CalmGate"),
+    "not every layer": ("a.pt", {}, ("dense", "--experts", "decoder_1=0"),
+                        "--experts names none for decoder_0; add decoder_0=0"),
+    "glu": ("a.pt", {"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
+    "residual": ("a.pt", {"residual": True}, ("dense", "--experts", 0), "which no dense layer can"),
+    "layer norm, two": ("a.pt", {"hidden_layer_norm": True}, ("dense", "--experts", "0,1"),
+                        "normalises each expert's hidden layer by itself (--scale-fc)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_path):
+    name, options, (kind, *words), sentence = REFUSED[case]
+    save(tmp_path / name, **options)
+    (tmp_path / "torn.pt").write_bytes((tmp_path / name).read_bytes()[:2000])
+    save(tmp_path / "dense.pt", ("decoder.layers.0!",))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    words = [
+        tmp_path / word if re.search(r"\.(pt|log)$", str(word)) else word
+        for word in map(str, words)
+    ]
+    with pytest.raises(SystemExit) as end:
+        convert(kind, *words)
+    message = end.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    assert sentence in message
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("convert", "upcycle"),
+        ("convert", "merge", "--moe-expert-count", 2),
+        ("convert", "prune", "--drop", 0),
+        ("convert", "dense", "--experts", 0),
+        ("inspect",),
+    ],
+    ids=lambda words: words[min(1, len(words) - 1)],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_convert_and_inspect_run_no_pickled_code(words, zipped, tool, tmp_path):
+    hostile, trace = tmp_path / "a.pt", tmp_path / "trace"
+    torch.save({"model": {}, "x": Hostile(trace)}, hostile, _use_new_zipfile_serialization=zipped)
+    files = ("--input", hostile, "--output", tmp_path / "b.pt")
+    with pytest.raises(SystemExit) as end:
+        tool(*words, *([hostile] if words == ("inspect",) else files))
+    assert str(end.value.code).startswith("error: ") and "\n" not in end.value.code
+    assert "a.pt, which is torn or no checkpoint" in end.value.code
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]

@@ -1,0 +1,308 @@
+"""`convert upcycle` and back, over real dense trainings: losses, trainings that go on, stock fairseq.
+
+Covered: a language model and a translation model (also as files of older fairseq), roberta and bart give
+the dense model's outputs to 1e-5, and its validation loss; parts of a step and top-1; a training goes
+on by --finetune-from-model, by --restore-file on two ranks, and with copied moments where the dense one
+stopped; then prune, merge and dense, which stock fairseq opens; what cannot be upcycled is refused.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+
+import pytest
+import torch
+from cli import USER_DIR, fairseq
+from models import lm_args, mt_args
+
+from fairseq_tutel.__main__ import main
+
+SMALL = ("--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32,
+         "--encoder-attention-heads", 2, "--dropout", 0, "--attention-dropout", 0)  # fmt: skip
+SMALL_DECODER = ("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32,
+                 "--decoder-attention-heads", 2)  # fmt: skip
+OTHERS = {
+    "roberta": ("--task", "masked_lm", "--arch", "roberta_base", "--criterion", "masked_lm", *SMALL),
+    "bart": (
+        "--task", "denoising", "--arch", "bart_base", "--criterion", "cross_entropy", *SMALL,
+        *SMALL_DECODER, "--mask", 0.3, "--mask-random", 0.1, "--poisson-lambda", 3.0,
+        "--permute-sentences", 1, "--replace-length", 1,
+    ),
+}  # fmt: skip
+
+
+def dense_args(args):
+    """Return a MoE training's arguments as those of its dense twin."""
+    dense, words = [], iter(map(str, args))
+    for word in words:
+        if word.startswith("--moe-"):
+            next(words)
+        else:
+            dense.append(word.replace("moe_", "") if word != USER_DIR else word)
+    return dense
+
+
+def convert(kind, source, target, *words):
+    """Run `convert KIND`; return what it printed."""
+    files = ("--input", source, "--output", target)
+    return tool("convert", kind, *map(str, (*files, *words)))
+
+
+def tool(*words):
+    argv, sys.argv = sys.argv, ["fairseq_tutel", *words]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main()
+    finally:
+        sys.argv = argv
+    return out.getvalue()
+
+
+def outputs(path, data):
+    """Return the model's scores, in evaluation, of fixed tokens."""
+    from fairseq import checkpoint_utils
+
+    from fairseq_tutel import plugin
+
+    plugin.register()
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], arg_overrides={"data": str(data)}
+    )
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(5, len(task.source_dictionary), (4, 12), generator=generator)
+    tokens[1, 8:] = task.source_dictionary.pad()
+    inputs = (tokens,)
+    if hasattr(model, "decoder") and hasattr(model, "encoder"):
+        inputs = (tokens, torch.full((4,), 12), tokens)
+    with torch.no_grad():
+        scores = model.eval()(*inputs)[0]
+    return scores[[0, 2, 3]]  # what stands at padding is anything
+
+
+def same_outputs(a, b, data, tolerance=1e-5):
+    torch.testing.assert_close(outputs(b, data), outputs(a, data), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def lm(lm_data, tmp_path_factory):
+    """A dense language model after six updates."""
+    folder = tmp_path_factory.mktemp("lm")
+    fairseq("train", *dense_args(lm_args(lm_data, folder)))
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def mt(mt_data, tmp_path_factory):
+    """A dense translation model after six updates."""
+    folder = tmp_path_factory.mktemp("mt")
+    fairseq("train", *dense_args(mt_args(mt_data, folder)))
+    return folder / "checkpoint_last.pt"
+
+
+EQUAL = {
+    "default": (),
+    "every layer": ("--moe-freq", 1, "--moe-expert-count", "4,8", "--moe-top-k", 4),
+    "parts": ("--moe-freq", 1, "--moe-expert-ffn-dim", 16),
+    "all kinds": (
+        "--moe-gate-type", "hash,cosine", "--moe-top-k", 1, "--moe-residual", "--moe-shared-experts", 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_upcycle_gives_the_outputs_of_the_dense_language_model(name, lm, lm_data, tmp_path):
+    text = convert("upcycle", lm, tmp_path / "moe.pt", *EQUAL[name])
+    assert "its first output is the dense model's, to rounding" in text
+    same_outputs(lm, tmp_path / "moe.pt", lm_data)
+
+
+def test_upcycle_evaluates_to_the_dense_loss_and_top_1_says_that_it_does_not(lm, lm_data, tmp_path):
+    def loss(path):
+        run = fairseq(
+            "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", path, "--tokens-per-sample", 16,
+            "--batch-size", 8, "--gen-subset", "valid", "--required-batch-size-multiple", 1,
+        )  # fmt: skip
+        return float(re.search(r"Loss \(base 2\): ([\d.]+)", run.output)[1])
+
+    convert("upcycle", lm, tmp_path / "moe.pt")
+    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # its last digit
+    text = convert("upcycle", lm, tmp_path / "one.pt", "--moe-top-k", 1)
+    assert "is not the dense model's: the weight of a token's one expert is its probability" in text
+    difference = outputs(tmp_path / "one.pt", lm_data) - outputs(lm, lm_data)
+    assert difference.abs().max() > 0.01
+
+
+def older(path, target):
+    """Write a checkpoint in the form of fairseq before hydra: all options in one namespace."""
+    state = torch.load(path, weights_only=False)
+    cfg = state.pop("cfg")
+    model = cfg["model"]
+    if isinstance(model, dict):
+        names = {"arch": "_name", "task": "_name", "criterion": "_name", "optimizer": "_name"}
+        parts = {"arch": cfg["model"], **{part: cfg[part] for part in list(names)[1:]}}
+        named = {part: parts[part]["_name"] for part in names}
+        model = argparse.Namespace(**{**cfg["task"], **model, **named})
+        del model._name
+    torch.save({**state, "args": model}, target)
+    return target
+
+
+@pytest.mark.parametrize("form", ["new", "older"])
+def test_upcycle_gives_the_outputs_of_the_dense_translation_model(form, mt, mt_data, tmp_path):
+    source = mt if form == "new" else older(mt, tmp_path / "older.pt")
+    words = ("--encoder-moe-freq", 2, "--decoder-moe-freq", 1, "--moe-expert-count", "2,3,4")
+    text = convert("upcycle", source, tmp_path / "moe.pt", *words)
+    assert "2,3,4 experts of 32, top-2, in encoder_1, decoder_0, decoder_1" in text
+    same_outputs(mt, tmp_path / "moe.pt", mt_data)
+    if form == "new":
+        losses = []
+        for path in (mt, tmp_path / "moe.pt"):
+            run = fairseq(
+                "validate", mt_data, "--user-dir", USER_DIR, "--task", "moe_translation", "--path", path,
+                "--max-tokens", 400, "--log-format", "json",
+            )  # fmt: skip
+            losses.append(run.stats("valid")[-1]["valid_nll_loss"])
+        assert losses[0] == losses[1]
+
+
+def test_upcycle_reads_an_older_language_model(lm, lm_data, tmp_path):
+    convert("upcycle", older(lm, tmp_path / "older.pt"), tmp_path / "moe.pt")
+    same_outputs(lm, tmp_path / "moe.pt", lm_data)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_upcycle_gives_the_outputs_of_roberta_and_bart(kind, lm_data, tmp_path):
+    fairseq(
+        "train", lm_data, "--user-dir", USER_DIR, *OTHERS[kind], "--tokens-per-sample", 32,
+        "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01, "--max-update", 2, "--save-dir",
+        tmp_path, "--no-epoch-checkpoints", "--num-workers", 0, "--required-batch-size-multiple", 1,
+        "--disable-validation",
+    )  # fmt: skip
+    dense = tmp_path / "checkpoint_last.pt"
+    convert("upcycle", dense, tmp_path / "moe.pt", "--moe-expert-count", 4)
+    same_outputs(dense, tmp_path / "moe.pt", lm_data)
+    convert("dense", tmp_path / "moe.pt", tmp_path / "back.pt", "--experts", 2)
+    same_outputs(dense, tmp_path / "back.pt", lm_data, tolerance=0)
+
+
+ON = ("--moe-freq", 2, "--moe-expert-count", 4)
+
+
+def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp_path):
+    convert("upcycle", lm, tmp_path / "moe.pt", *ON)
+    ways = {
+        "finetune": ("--finetune-from-model", tmp_path / "moe.pt"),
+        "restore": ("--restore-file", tmp_path / "moe.pt", "--reset-optimizer"),
+    }
+    found = {}
+    for name, (words, ranks) in {n: (w, 1 + (n == "restore")) for n, w in ways.items()}.items():
+        run = fairseq(
+            "train", *lm_args(lm_data, tmp_path / name, *ON, *words, "--update-freq", 2 // ranks),
+            ranks=ranks,
+        )  # fmt: skip
+        found[name] = [float(s["nll_loss"]) for s in run.stats("train_inner")]
+        assert "the checkpoint was trained with" not in run.output
+        valid = float(run.stats("valid")[-1]["valid_nll_loss"])
+        assert valid < torch.load(lm, weights_only=False)["extra_state"]["val_loss"] - 0.1
+    assert len(found["finetune"]) == 6
+    assert found["finetune"] == pytest.approx(found["restore"], rel=1e-3)
+    saved = torch.load(tmp_path / "finetune" / "checkpoint_last.pt", weights_only=False)["model"]
+    stack = saved["decoder.layers.1.fc1.experts.fc1_weight"]
+    assert (stack[0] - stack[1]).abs().max() > 1e-4
+
+
+def test_upcycle_with_moments_goes_on_where_the_dense_training_stopped(lm, lm_data, tmp_path):
+    # One expert computes what the dense step does, so the training must be the dense one's, to rounding.
+    one = ("--moe-freq", 1, "--moe-expert-count", 1, "--moe-top-k", 1)
+    convert("upcycle", lm, tmp_path / "moe.pt", *one, "--copy-optimizer-state")
+    moe = fairseq(
+        "train", *lm_args(lm_data, tmp_path / "moe", *one, "--restore-file", tmp_path / "moe.pt",
+                          "--moe-gate-loss-wt", 0, updates=9),
+    )  # fmt: skip
+    dense = fairseq(
+        "train", *dense_args(lm_args(lm_data, tmp_path / "dense", updates=9)),
+        "--restore-file", lm,
+    )  # fmt: skip
+    losses = [
+        {s["num_updates"]: float(s[key]) for s in run.stats("train_inner")}
+        for run, key in ((dense, "loss"), (moe, "nll_loss"))
+    ]
+    assert list(losses[0]) == ["7", "8", "9"]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)  # three digits are logged
+
+
+def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
+    words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
+    convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--perturb", 0.1)
+    run = fairseq(
+        "train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log"
+    )
+    trained = tmp_path / "checkpoint_last.pt"
+    busy = run.stats("train_inner")[-1]["moe_load_decoder_1"]
+    assert len(busy) == 4
+    log = ("--log", tmp_path / "t.log")
+    text = tool("inspect", *map(str, (trained, *log)))
+    assert "decoder_1  4 " in text and "below 0.1" in text
+    made = {}
+    for name, kind, options in (
+        ("merged", "merge", ("--moe-expert-count", 2, *log)),
+        ("pruned", "prune", ("--drop", 0)),
+        ("dense", "dense", ("--experts", 1)),
+    ):
+        made[name] = tmp_path / f"{name}.pt"
+        convert(kind, trained, made[name], *options)
+        outputs(made[name], lm_data)
+    # A dense result is stock fairseq's: it opens without the plugin.
+    run = fairseq(
+        "eval-lm", lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8
+    )
+    assert "Perplexity" in run.output
+    fairseq(
+        "train", *lm_args(lm_data, tmp_path / "on", "--moe-freq", 2, "--moe-expert-count", 3,
+                          "--finetune-from-model", made["pruned"], updates=2),
+    )  # fmt: skip
+
+
+REFUSED = {
+    "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings 2"),
+    "no layer": (("--moe-freq", 3), "--moe-freq is 3, by which none of 2 layers gets experts"),
+    "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a whole number"),
+    "one side": (("--encoder-moe-freq", 1), "--encoder-moe-freq is given, but moe_transformer_lm has one"),
+    "counts": (("--moe-expert-count", "2,2"), "2 numbers for 1 MoE layers"),
+    "top-k": (("--moe-top-k", 9), "top_k (--moe-top-k) is 9 but there are 8 experts"),
+    "noise": (("--perturb", -1), "--perturb is -1; give a finite number, at least 0"),
+    "share": (("--reinitialize", 2), "--reinitialize is 2; give a number from 0 to 1"),
+    "scale": (("--gate-scale", 0), "--gate-scale is 0; give a number above 0"),
+    "folder": (("--output", "/none/moe.pt"), "--output is /none/moe.pt; give the name of a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_upcycle_refuses_in_one_sentence(case, lm, tmp_path, capsys):
+    words, sentence = REFUSED[case]
+    with pytest.raises(SystemExit) as end:
+        convert("upcycle", lm, tmp_path / "moe.pt", *words)
+    message = str(end.value.code) if end.value.code != 2 else capsys.readouterr().err
+    assert sentence in message
+    assert not (tmp_path / "moe.pt").exists()
+
+
+def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
+    convert("upcycle", lm, tmp_path / "moe.pt")
+    with pytest.raises(
+        SystemExit, match="--input has experts already; give the checkpoint of a dense"
+    ):
+        convert("upcycle", tmp_path / "moe.pt", tmp_path / "two.pt")
+    state = torch.load(lm, weights_only=False)
+    state["cfg"]["model"]["_name"] = "lightconv_lm"
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(SystemExit, match="of the architecture lightconv_lm, which has no twin"):
+        convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
+    state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(
+        SystemExit, match=r"--quant-noise-pq is 0.1: quantization noise does not reach"
+    ):
+        convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
