@@ -157,9 +157,11 @@ CORE = {
     "tools.average": "safe_globals tools.checkpoint_file",
     "tools.fairseq_names": "",
     "tools.our_options": "config",
+    "tools.optimizer_state": "",
     "tools.meta_files": "tools.checkpoint_file tools.optimizer_state",
     "tools.meta_weights": "tools.meta_files tools.optimizer_state",
     "tools.meta_options": "tools.our_options",
+    "tools.saved_options": "",
     "tools.convert_meta": (
         "tools.checkpoint_file tools.fairseq_names tools.meta_files tools.meta_options tools.meta_weights "
         "tools.optimizer_state tools.saved_options"
@@ -177,14 +179,12 @@ CORE = {
     "tools.convert_to_tutel": (
         "tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
     ),
+    "tools.late_parser": "",
     "tools.convert": (
         "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
         "tools.convert_to_tutel tools.convert_tutel tools.dense tools.late_parser tools.merge "
         "tools.prune tools.upcycle"
     ),
-    "tools.saved_options": "",
-    "tools.optimizer_state": "",
-    "tools.late_parser": "",
     "tools.new_start": "",
     "tools.run_log": "",
     "tools.event_files": "tools.run_log",
