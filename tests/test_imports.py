@@ -180,11 +180,6 @@ CORE = {
         "tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
     ),
     "tools.late_parser": "",
-    "tools.convert": (
-        "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
-        "tools.convert_to_tutel tools.convert_tutel tools.dense tools.late_parser tools.merge "
-        "tools.prune tools.upcycle"
-    ),
     "tools.new_start": "",
     "tools.run_log": "",
     "tools.event_files": "tools.run_log",
@@ -304,6 +299,11 @@ EDGE = {
     "train": "comm.topology plugin",
     "run": "comm.topology plugin",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
+    "tools.convert": (
+        "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
+        "tools.convert_to_tutel tools.convert_tutel tools.dense tools.late_parser tools.merge "
+        "tools.prune tools.upcycle"
+    ),
     "__main__": (
         "fairseq_tutel tools.average tools.convert tools.environment tools.inspect_file tools.plan "
         "tools.report tools.tune tools.user_dir"
