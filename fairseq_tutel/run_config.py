@@ -258,3 +258,5 @@ def _use_twin_optimizer(root: Any) -> None:
     if twin != name and twin in OPTIMIZER_REGISTRY:
         logger.info("optimizer %s becomes %s, which knows experts", name, twin)
         root.optimizer._name = twin
+        if hasattr(root.optimizer, "optimizer"):  # fairseq's older ones have the whole command line
+            root.optimizer.optimizer = twin

@@ -29,6 +29,9 @@ from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.shards import ShardedTensor, unbind
 
+# In a checkpoint's optimizer state that other ranks have parts of.
+ONLY_OF_RANK = "only_of_rank"
+
 
 class MoEOptimizerMixin:
     """Goes before a FairseqOptimizer class; with one rank, or no experts, it changes nothing."""
@@ -142,7 +145,17 @@ class MoEOptimizerMixin:
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None
     ) -> None:
-        """Load a state of all experts, keeping this rank's slice; masters go into the parameters."""
+        """Load a state of all experts, keeping this rank's slice; masters go into the parameters.
+
+        Raises:
+            ValueError: it is a part of a state.
+        """
+        if ONLY_OF_RANK in state_dict:
+            raise ValueError(
+                f"the checkpoint holds the optimizer's state of rank {state_dict[ONLY_OF_RANK]} alone, as "
+                "a crash file of a run with --moe-zero-stage does; give an older checkpoint, or "
+                "--reset-optimizer to go on from its weights."
+            )
         place = topology.in_use()
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fairseq_tutel.comm import topology
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.zero_shards import Shards
-from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin
 from fairseq_tutel.optim.shard_plan import plan_of
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,13 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
             whole = self._whole_tensors(index)
             if self._gathered_state is not None:
                 self._gathered_state[index] = {key: value.cpu() for key, value in whole.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state; marked where it is a part, which was not gathered."""
+        state_dict = super().state_dict()
+        if self.is_apart and self._gathered_state is None:
+            state_dict[ONLY_OF_RANK] = topology.in_use().rank
+        return state_dict
 
     def _whole_tensors(self, index: int) -> dict[str, Tensor]:
         assert self.shards is not None

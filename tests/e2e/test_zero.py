@@ -5,11 +5,12 @@ fairseq's own; files of stage 2 on 4 ranks read by stage 0 on 1, and the other w
 ranks, bit for bit; refusals; the recipes of configs/.
 """
 
+import re
 import shlex
 
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, refused, tail
+from cli import ROOT, USER_DIR, fairseq, refused, start, tail, wait
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
@@ -69,7 +70,11 @@ LONG = ("offload, zero 0, one rank", "offload, zero 1, stock optimizer")
 )
 def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tmp_path):
     optimizer, flags, ranks = CASES[case]
-    _train(lm_data, tmp_path, *optimizer, *flags, ranks=ranks)
+    run = _train(lm_data, tmp_path, *optimizer, *flags, ranks=ranks)
+    kept, elements = re.search(
+        r"keeps the state of (\d+) of (\d+) parameters", run.logs[0]
+    ).groups()
+    assert (int(kept) < int(elements)) == ("--moe-zero-stage" in flags)
     expected, found = plain(*optimizer), _load(tmp_path)
     _same_training(expected, found, adam=not optimizer)
     # The state is an ordinary one.
@@ -147,6 +152,24 @@ def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
     run = _train(lm_data, tmp_path, *ZERO_2, *OFFLOAD, updates=1)
     assert "--moe-zero-stage 2 has no effect on one rank" in run.output
     assert "--moe-offload-optimizer: this rank keeps the state of" in run.output
+
+
+@pytest.mark.long
+def test_zero_after_a_nan_ends_on_every_rank_and_its_crash_file_gives_weights_alone(
+    lm_data, tmp_path
+):
+    flags = ("--save-interval-updates", 2, "--moe-expert-parallel-size", 1)
+    faulty = ("--user-dir", ROOT / "tests" / "e2e" / "faulty_user_dir")
+    words = lm_args(lm_data, tmp_path, *faulty, *ZERO_2, *flags)
+    run = wait(start("train", *words, ranks=2, env={"FAULT": "step:4:nan", "FAULT_RANK": "1"}))
+    for log in run.logs:
+        assert "became NaN or infinite at update 3" in log.splitlines()[-1]
+    resume = ("--restore-file", tmp_path / "crash.pt")
+    sentence = "holds the optimizer's state of rank 0 alone"
+    for more, ranks in ((ZERO_2, 2), ((), 1)):
+        words = lm_args(lm_data, tmp_path / "on", *resume, *more)
+        assert sentence in refused("train", *words, ranks=ranks)
+    fairseq("train", *lm_args(lm_data, tmp_path / "on", *resume, "--reset-optimizer"))
 
 
 FORMS = ("e", "e_d", "e_z", "e_d_m", "e_z_offload")

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel.comm import topology
 from fairseq_tutel.comm.zero_bytes import held_bytes
-from fairseq_tutel.optim.shard_plan import plan_of, refuse_with_shards
+from fairseq_tutel.optim import sharded
+from fairseq_tutel.optim.shard_plan import ShardPlan, plan_of, refuse_with_shards
 from fairseq_tutel.optim.sharded import ShardedOptimizerMixin
 from fairseq_tutel.plugin import register
 
@@ -143,6 +144,18 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale():
         assert torch.equal(before, after)
     update(optimizer, parameters, 0)
     assert not torch.equal(parameters[0], parameters_of(torch.float16)[0])
+
+
+def test_a_part_of_a_state_is_marked_and_refused(monkeypatch):
+    """As a crash file has it, since the other ranks may be gone."""
+    place = topology.Topology(world_size=2, rank=1)
+    monkeypatch.setattr(topology, "in_use", lambda: place)
+    monkeypatch.setattr(sharded, "plan_of", lambda cfg: ShardPlan(1, False))
+    part = optim.build_optimizer(root_of().optimizer, parameters_of()).state_dict()
+    monkeypatch.undo()
+    whole = optim.build_optimizer(root_of().optimizer, parameters_of())
+    with pytest.raises(ValueError, match="holds the optimizer's state of rank 1 alone"):
+        whole.load_state_dict(part)
 
 
 def test_the_formula_counts_what_fairseq_s_own_wrapper_holds():
