@@ -8,13 +8,15 @@
    the middle leaves a torn file.
 4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
    trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
-   reads ranks and devices by that before it builds anything of ours; where one of fairseq's own
-   collectives fails, no code of ours is nearer that could say who is missing; and where models are used,
-   ranks that share experts serve each other until all are done, which no one function of theirs knows.
+   reads ranks and devices by that before it builds anything of ours; where ranks do not find each other,
+   or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing; and
+   where models are used, ranks that share experts serve each other until all are done, which no one
+   function of theirs knows.
 5. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
    of ours, which may be there to keep a shard of them.
 """
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -32,8 +34,9 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.comm import checkpoint, topology
+from fairseq_tutel.comm import checkpoint, guard, topology
 from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.comm.meeting import meeting
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.optim.shard_plan import plan_of
@@ -187,11 +190,32 @@ def call_main(original: Any) -> Any:
                 if OmegaConf.is_dict(section) and "tpu" in section:
                     section.tpu = False
         _join_torchrun(cfg)
-        with guarded("a collective of fairseq's own", timed=False):
-            uses_models = cfg.common_eval.path is not None
-            return original(cfg, OnSeveralRanks(main) if uses_models else main, **kwargs)
+        if cfg.distributed_training.distributed_init_method is None:
+            distributed_utils.infer_init_method(cfg.distributed_training)
+        on_each = main if cfg.common_eval.path is None else OnSeveralRanks(main)
+        with guarded("a collective of fairseq's own", timed=False), _meeting(cfg) as met:
+
+            def met_main(*args: Any, **kwargs: Any) -> Any:
+                met()
+                return on_each(*args, **kwargs)
+
+            # Processes that fairseq itself spawns get `main` by its name.
+            return original(cfg, met_main if met else on_each, **kwargs)
 
     return wrapper
+
+
+def _meeting(cfg: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return what this process meets the others in; nothing where it is alone, or spawns them."""
+    distributed = cfg.distributed_training
+    if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
+        return contextlib.nullcontext()
+    seconds = getattr(cfg.task, "moe_comm_timeout", 0)
+    return meeting(
+        distributed.distributed_rank,
+        distributed.distributed_world_size,
+        seconds if guard.is_time(seconds) else 0,  # refused later, by its name
+    )
 
 
 def _no_tpu() -> bool:

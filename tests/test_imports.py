@@ -89,6 +89,7 @@ CORE = {
     "metrics": "routing",
     "dispatch": "kernels routing",
     "comm.fingerprint": "comm.guard",
+    "comm.meeting": "comm.guard",
     "comm.slices": "",
     "shards": "comm.slices",
     "shard_folder": "",
@@ -293,8 +294,8 @@ EDGE = {
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
     ),
     "wrapped": (
-        "comm.checkpoint comm.guard comm.topology expert_stack optim.moe_optimizer "
-        "optim.shard_plan optim.sharded_fp16 run_config shards together"
+        "comm.checkpoint comm.guard comm.meeting comm.topology expert_stack "
+        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config shards together"
     ),
     "train": "comm.topology plugin",
     "run": "comm.topology plugin",

@@ -23,6 +23,7 @@ from fairseq_tutel.comm.guard import (
     name_ranks,
     timeout_of_groups,
     wait_for,
+    watched,
 )
 
 # Where no time-out is set: as long as torch waits for ranks that start.
@@ -57,7 +58,8 @@ def agree(facts: Mapping[str, Any]) -> None:
     place = f"fairseq_tutel/agree/{next(numbers)}"
     timeout = timeout_of_groups() or DEFAULT_TIMEOUT
     text = json.dumps(facts, sort_keys=True, default=str)
-    with guarded("the comparison of all ranks' options"):
+    operation = "the comparison of all ranks' options"
+    with watched(operation), guarded(operation):
         store.set(f"{place}/facts/{rank}", text)
         store.set(f"{place}/digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
         if rank == 0:

@@ -1,14 +1,17 @@
 """Guard: a collective that fails says on which rank, in which operation, and who is missing.
 
 torch's own error names a socket at most. After one, every rank that met it answers a roll call over
-the store by which the ranks found each other, and names those that did not answer.
+the store by which the ranks found each other, and names those that did not answer. Where torch would wait
+for that store for ever, a watch ends the process.
 """
 
 import contextlib
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +24,18 @@ logger = logging.getLogger(__name__)
 LONGEST_ROLL_CALL = 3.0
 # What may come on top: a store that hangs is given up, and the rank that keeps it leaves last.
 GRACE_SECONDS = 1.0
+# What an operation at start may take beyond the time-out: the margin of an agreement, and a roll call.
+WATCH_SECONDS = 16.0
 LONGEST_SECONDS = 365 * 24 * 3600
 ROLL = "fairseq_tutel/roll_call"
 # gloo raises plain RuntimeErrors; these name its source file. The last is a file store's.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
+
+
+_NO_STORE = (
+    "the store by which ranks find each other does not answer either, so rank 0 or the launcher, which "
+    "keeps it, has ended or stopped; look at the log of that first."
+)
 
 
 class CommunicationError(RuntimeError):
@@ -32,6 +43,11 @@ class CommunicationError(RuntimeError):
 
 
 _timeout: list[timedelta] = []
+
+
+def is_time(seconds: Any) -> bool:
+    """Whether this can be a time-out: whole seconds, at most a year, or 0 for torch's own."""
+    return type(seconds) is int and 0 <= seconds <= LONGEST_SECONDS
 
 
 def set_timeout(seconds: int) -> None:
@@ -43,7 +59,7 @@ def set_timeout(seconds: int) -> None:
     Raises:
         ValueError: no whole number from 0 to a year's.
     """
-    if not (type(seconds) is int and 0 <= seconds <= LONGEST_SECONDS):
+    if not is_time(seconds):
         raise ValueError(
             f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
             "year), or 0 for torch's own limits."
@@ -94,6 +110,36 @@ class guarded:  # noqa: N801 - reads as a sentence at its use
             )
             what = f"could not finish {self.operation}{after}"
             raise CommunicationError(_explain(what, self.group)) from error
+
+
+@contextlib.contextmanager
+def watched(operation: str, rank: int | None = None) -> Iterator[None]:
+    """End this process where torch waits in the block for a store for ever, with a sentence.
+
+    A store's client has a time-out for what others did not write yet, and none for a store whose process
+    is stopped. No exception reaches a thread that waits in there.
+
+    Args:
+        operation: as `guarded` takes it.
+        rank: of this process, where it is in no group yet.
+    """
+    timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
+    seconds = timeout.total_seconds() + WATCH_SECONDS
+    watch = threading.Timer(seconds, _end, (operation, rank, seconds))
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+def _end(operation: str, rank: int | None, seconds: float) -> None:
+    rank = dist.get_rank() if rank is None else rank
+    what = f"rank {rank} could not finish {operation} and gave up after {seconds:.0f} s"
+    name = f"{CommunicationError.__module__}.{CommunicationError.__name__}"
+    print(f"{name}: {what}: {_NO_STORE}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def is_of_communication(error: BaseException) -> bool:
@@ -148,10 +194,7 @@ def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     missing = _call_the_roll(rank, sorted(members), wait)
     now = f"--moe-comm-timeout (now {_timeout[0].total_seconds() if _timeout else 0:g})"
     if missing is None:
-        return (
-            f"{start}the store by which ranks find each other does not answer either, so rank 0 or the "
-            "launcher, which keeps it, has ended or stopped; look at the log of that first."
-        )
+        return start + _NO_STORE
     if not missing:
         return (
             f"{start}{name_ranks(sorted(members))} all answered a roll call, so a connection broke or "

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fairseq_tutel.comm.fingerprint import agree
-from fairseq_tutel.comm.guard import guarded, name_ranks, timeout_of_groups
+from fairseq_tutel.comm.guard import guarded, name_ranks, timeout_of_groups, watched
 from fairseq_tutel.comm.slices import Part
 
 
@@ -288,5 +288,6 @@ def _new_group(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
 def _new(
     ranks: Sequence[int], callers: dist.ProcessGroup | None = None, **options: Any
 ) -> dist.ProcessGroup:
-    with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
+    operation = f"the creation of the group of {name_ranks(ranks)}"
+    with watched(operation), guarded(operation, callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)

@@ -64,7 +64,10 @@ def set_timeout(task_cfg: Any) -> None:
 def limit_fairseqs_own() -> None:
     """Give fairseq's groups the time-out too. Collective."""
     # fairseq makes a group of its own for gradients and logs, later, with torch's own time-out.
-    for group in (None, distributed_utils.get_global_group()):
+    operation = "the creation of fairseq's group of all ranks"
+    with guard.watched(operation), guard.guarded(operation):
+        of_fairseq = distributed_utils.get_global_group()
+    for group in (None, of_fairseq):
         guard.limit(group)
 
 
