@@ -4,10 +4,10 @@ While the model is built, the root of the task's configuration is the FairseqCon
 will use.
 """
 
+import glob
 import logging
 import os
 import sys
-import zipfile
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.ffn_step import named_stacks
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.shard_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
+from fairseq_tutel.whole_files import has_an_end, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def complete(
         if plan.stage:
             # torch's own would all-reduce whole gradients during the backward.
             _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
-    path = _checkpoint_to_load(root.checkpoint)
+    path = _checkpoint_to_load(root.checkpoint, topology.rank)
     _use_twin_optimizer(root)
     if root.common.fp16:
         # One flat tensor of all gradients would lose which of them are experts'.
@@ -221,7 +222,7 @@ def _refuse_for_shared_experts(root: Any, sliced: bool) -> None:
         )
 
 
-def _checkpoint_to_load(cfg: Any) -> str | None:
+def _checkpoint_to_load(cfg: Any, rank: int) -> str | None:
     suffix = f"{cfg.checkpoint_suffix or ''}.pt"
     last = os.path.join(cfg.save_dir, "checkpoint_last" + suffix)
     if cfg.restore_file != "checkpoint_last.pt":
@@ -241,15 +242,37 @@ def _checkpoint_to_load(cfg: Any) -> str | None:
     if os.path.isdir(path):
         raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
     if not os.path.isfile(path):
+        if rank == 0:
+            _warn_of_checkpoints_beside(path)
         return None
-    with open(path, "rb") as file:
-        zipped = file.read(2) == b"PK"
-    if os.path.getsize(path) == 0 or (zipped and not zipfile.is_zipfile(path)):
+    # All of it is read once on every node: the other ranks hear of it by who is missing.
+    check = is_whole if int(os.environ.get("LOCAL_RANK", 0)) == 0 else has_an_end
+    if not check(path):
+        others = _checkpoints_beside(path)
+        such_as = f", such as --restore-file {others[0]}" if others else ""
         raise ValueError(
-            f"{flag} is {path}, which is torn (cut off while it was written); remove it and give "
-            "an older checkpoint."
+            f"{flag} is {path}, which is torn (cut off while it was written, or changed on its disk); "
+            f"remove it and give an older checkpoint{such_as}."
         )
     return path
+
+
+def _warn_of_checkpoints_beside(path: str) -> None:
+    others = _checkpoints_beside(path)
+    if others:
+        logger.warning(
+            "there is no %s, but %d other checkpoints beside: the training starts from the beginning; give "
+            "--restore-file %s to go on",
+            path,
+            len(others),
+            others[0],
+        )
+
+
+def _checkpoints_beside(path: str) -> list[str]:
+    """Return the other checkpoints of a folder, the newest first."""
+    found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
+    return sorted(found, key=os.path.getmtime, reverse=True)
 
 
 def _use_twin_optimizer(root: Any) -> None:

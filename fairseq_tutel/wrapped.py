@@ -1,4 +1,4 @@
-"""All that is wrapped in fairseq: five functions, each because no registry or override reaches it.
+"""All that is wrapped in fairseq: six functions, each because no registry or override reaches it.
 
 1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
    --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all.
@@ -14,6 +14,8 @@
    function of theirs knows.
 5. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
    of ours, which may be there to keep a shard of them.
+6. `checkpoint_utils._torch_persistent_save`: after a write that failed stock goes on behind what that one
+   left in the file, which then gets a checkpoint's name and cannot be opened.
 """
 
 import contextlib
@@ -44,6 +46,7 @@ from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
 from fairseq_tutel.run_config import saves_shards
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
+from fairseq_tutel.whole_files import TEMPORARY, save, unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -167,15 +170,30 @@ def copy(original: Any) -> Any:
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
         if not PathManager.supports_rename(dst_path):
             return original(src_path, dst_path, overwrite)
-        temporary = dst_path + ".tmp"
+        temporary = dst_path + TEMPORARY
         try:
             copied = original(src_path, temporary, True)
             os.replace(temporary, dst_path)
-        except BaseException:
+        except BaseException as error:
+            explained = unwritten(dst_path, error) if isinstance(error, OSError) else error
             if os.path.exists(temporary):
                 os.remove(temporary)
-            raise
+            raise explained from error
         return dst_path if isinstance(copied, str) else copied
+
+    return wrapper
+
+
+def persistent_save(original: Any) -> Any:
+    """Write local files so that a second try begins at the first byte."""
+
+    @functools.wraps(original)
+    def wrapper(obj: Any, f: Any) -> None:
+        path = getattr(f, "name", None)
+        if isinstance(path, str) and os.path.isfile(path):
+            save(obj, path)
+        else:
+            original(obj, f)
 
     return wrapper
 
@@ -241,6 +259,7 @@ def install() -> None:
     _guard(PathManager.copy, ("src_path", "dst_path", "overwrite"))
     _guard(distributed_utils.call_main, ("cfg", "main", "kwargs"))
     _guard(FP16Optimizer.build_optimizer, ("cfg", "params", "kwargs"))
+    _guard(checkpoint_utils._torch_persistent_save, ("obj", "f"))
     Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu(
         checkpoint_utils.load_checkpoint_to_cpu
@@ -249,6 +268,9 @@ def install() -> None:
     distributed_utils.call_main = call_main(distributed_utils.call_main)
     stock = FP16Optimizer.build_optimizer.__func__
     FP16Optimizer.build_optimizer = classmethod(build_optimizer(stock))
+    checkpoint_utils._torch_persistent_save = persistent_save(
+        checkpoint_utils._torch_persistent_save
+    )
 
 
 install()

@@ -152,6 +152,7 @@ CORE = {
         "update_tuner"
     ),
     "safe_globals": "",
+    "whole_files": "",
     "tools": "",
     "tools.checkpoint_file": "shards",
     "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
@@ -212,17 +213,17 @@ EDGE = {
     "perplexity": "comm.guard",
     "together": "comm.lockstep ffn_step perplexity",
     "inference_mixin": "together",
+    "optim.shard_plan": "comm.topology",
     "optim.moe_optimizer": (
         "comm.checkpoint comm.gradients comm.slices comm.topology comm.zero_shards shards"
     ),
-    "optim.shard_plan": "comm.topology",
     "optim.sharded": (
         "comm.gradients comm.zero_shards comm.topology optim.moe_optimizer optim.shard_plan"
     ),
     "optim.sharded_fp16": "",
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
-    "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan",
+    "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan whole_files",
     "task_mixin": (
         "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
         "inference_mixin optim.moe_optimizer run_config update_tuner"
@@ -295,7 +296,8 @@ EDGE = {
     ),
     "wrapped": (
         "comm.checkpoint comm.guard comm.meeting comm.topology expert_stack "
-        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config shards together"
+        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config shards together "
+        "whole_files"
     ),
     "train": "comm.topology plugin",
     "run": "comm.topology plugin",

@@ -1,11 +1,14 @@
-"""The wrappers: each refuses a fairseq it was not written for, and copies are whole or absent."""
+"""The wrappers: each refuses a fairseq it was not written for, copies and files are whole or absent."""
 
+import errno
 import os
 
 import pytest
+import torch
+from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from fairseq_tutel import plugin, wrapped
+from fairseq_tutel import plugin, whole_files, wrapped
 
 plugin.register()
 
@@ -18,15 +21,14 @@ def test_a_function_of_another_signature_is_refused():
         wrapped._guard(newer, ("self",))
 
 
-def test_all_five_wrappers_are_installed_once():
-    from fairseq import checkpoint_utils
+def test_all_six_wrappers_are_installed_once():
     from fairseq.distributed import utils
     from fairseq.optim import FP16Optimizer
     from fairseq.trainer import Trainer
 
     wrapped_functions = (
         Trainer.consolidate_optimizer, checkpoint_utils.load_checkpoint_to_cpu, PathManager.copy,
-        utils.call_main, FP16Optimizer.build_optimizer,
+        utils.call_main, FP16Optimizer.build_optimizer, checkpoint_utils._torch_persistent_save,
     )  # fmt: skip
     for function in wrapped_functions:
         assert not hasattr(function.__wrapped__, "__wrapped__")
@@ -48,6 +50,36 @@ def test_a_failed_copy_leaves_the_destination_as_it_was(tmp_path):
         PathManager.copy(str(tmp_path / "missing.pt"), str(b), overwrite=True)
     assert b.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["b.pt"]
+
+
+def test_a_copy_on_a_full_disk_says_which_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    a.write_bytes(b"new")
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match=r"b\.pt could not be written: No space left .* MB are free"):
+        PathManager.copy(str(a), str(b), overwrite=True)
+
+
+def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
+    """Stock goes on behind the half that is there, and gives that file the checkpoint's name."""
+    original, tries = torch.save, []
+
+    def fails_once(content, file):
+        tries.append(file)
+        if len(tries) == 1:
+            file.write(b"half a checkpoint")
+            raise OSError(errno.EIO, "Input/output error")
+        original(content, file)
+
+    monkeypatch.setattr(torch, "save", fails_once)
+    monkeypatch.setattr(whole_files, "PAUSE_SECONDS", 0)
+    checkpoint_utils.torch_persistent_save({"x": torch.ones(3)}, str(tmp_path / "a.pt"))
+    assert len(tries) == 2
+    assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_another_fairseq_version_is_refused(monkeypatch):

@@ -1,0 +1,94 @@
+"""Whole files: a checkpoint is written anew in every try, and known to be whole before it is read."""
+
+import contextlib
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# As often as stock fairseq tries, and as long as it waits for a disk to come back.
+TRIES, PAUSE_SECONDS = 3, 2.5
+TEMPORARY = ".tmp"
+DOS_FOLDER = 0x10
+
+
+def save(content: Any, path: str) -> None:
+    """Write a file by torch.save; one that failed is removed, so that its bytes are free.
+
+    Args:
+        content: what torch.save takes.
+        path: of a local file; a name that ends in TEMPORARY is another's that will be renamed.
+
+    Raises:
+        OSError: in one sentence, which file could not be written and why.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            with open(path, "wb") as file:
+                torch.save(content, file)
+            return
+        except Exception as error:
+            if left == 0:
+                explained = unwritten(path.removesuffix(TEMPORARY), error)
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+                raise explained from error
+            time.sleep(PAUSE_SECONDS)
+
+
+def unwritten(path: str, error: BaseException) -> OSError:
+    """Return an error that says which file could not be written, why, and what to do."""
+    cause: BaseException | None = error
+    # torch's own error, of a zip that is not as it should be, hides the disk's.
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    number, reason = None, str(error).partition("\n")[0]
+    if isinstance(cause, OSError):
+        number, reason = cause.errno, str(cause.strerror)
+    free = shutil.disk_usage(os.path.dirname(path) or ".").free
+    message = (
+        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free there); earlier checkpoints "
+        "are as they were; see to the disk, and start again to go on from the newest."
+    )
+    return OSError(number, message) if number else OSError(message)
+
+
+def is_whole(path: str) -> bool:
+    """Whether a file is one that torch.save finished, bit for bit; reads all of it.
+
+    torch.load itself compares no check sums. Of the format from before torch 1.6, which has none, only the
+    beginning is looked at.
+    """
+    return _is_old(path) or _passes(path, _holds_what_was_written)
+
+
+def has_an_end(path: str) -> bool:
+    """Whether a file was not cut off, by its directory, which is its end; reads little."""
+    return _is_old(path) or _passes(path, lambda archive: True)
+
+
+def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
+    try:
+        torch._C.PyTorchFileReader(path)  # refuses what Python's reader passes over
+        with zipfile.ZipFile(path) as archive:
+            return test(archive)
+    except Exception:  # a name, a size or a flag is no longer what it was
+        return False
+
+
+def _holds_what_was_written(archive: zipfile.ZipFile) -> bool:
+    return all(map(_is_plain, archive.infolist())) and archive.testzip() is None
+
+
+def _is_plain(entry: zipfile.ZipInfo) -> bool:
+    # torch compresses nothing and writes no folders; its reader goes by the other of the two sizes.
+    return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
+
+
+def _is_old(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == b"\x80"  # a pickle
