@@ -284,7 +284,7 @@ EDGE = {
         "config tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
         "tools.mixed_experts tools.moe_file"
     ),
-    "tools.dense_layer": "config tools.ffn_layers tools.mixed_experts tools.moe_file tools.upcycle_layer",
+    "tools.dense_layer": "config tools.ffn_layers tools.moe_file tools.upcycle_layer",
     "tools.dense": (
         "criterions.gate_loss flags tools.by_layer tools.checkpoint_file tools.dense_layer "
         "tools.ffn_layers tools.moe_file tools.saved_options"

@@ -54,5 +54,5 @@ def run(arguments: argparse.Namespace) -> None:
     let_checkpoints_load()
     try:
         arguments.convert(arguments)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.tools.ffn_layers import Layer
-from fairseq_tutel.tools.mixed_experts import ROWS
-from fairseq_tutel.tools.moe_file import experts_of
+from fairseq_tutel.tools.moe_file import ROWS, experts_of
 from fairseq_tutel.tools.upcycle_layer import sums_to_1
 
 

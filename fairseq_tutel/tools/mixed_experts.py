@@ -11,11 +11,9 @@ from torch import Tensor
 
 from fairseq_tutel.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.tools.ffn_layers import Layer
-from fairseq_tutel.tools.moe_file import experts_of
+from fairseq_tutel.tools.moe_file import experts_of, gate_rows
 
 Members = Sequence[Sequence[int]]
-# Of a gate of ours, the tensor with a row per expert.
-ROWS = {"linear": "weight", "cosine": "directions"}
 
 
 def mixed_config(config: MoEConfig, layer: Layer, members: Members, top_k: int | None) -> MoEConfig:
@@ -77,9 +75,7 @@ def _mean(stack: Tensor, ids: Sequence[int], load: Sequence[float] | None) -> Te
 
 def _names(model: Mapping[str, Tensor], layer: Layer, config: MoEConfig) -> list[str]:
     names = [f"{layer.step}.experts.{name}" for name in experts_of(model, layer)]
-    for i, kind in enumerate(config.gate_types):
-        gate = "gate" if i == 0 else f"other_gates.{i - 1}"
-        names += [f"{layer.step}.{gate}.{ROWS[kind]}"] if kind in ROWS else []
+    names += gate_rows(config, layer)
     bias = f"{layer.step}.balance_bias.bias"
     return [*names, bias] if bias in model else names
 

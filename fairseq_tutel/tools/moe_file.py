@@ -14,6 +14,9 @@ from fairseq_tutel.tools.ffn_layers import Layer, layers_of
 from fairseq_tutel.tools.new_start import begun_anew
 from fairseq_tutel.tools.saved_options import model_options
 
+# Of a gate of ours, the tensor with a row per expert.
+ROWS = {"linear": "weight", "cosine": "directions"}
+
 
 @dataclass(frozen=True)
 class MoEFile:
@@ -63,21 +66,43 @@ def config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Laye
     """Return what a layer's experts are, by the saved options and the tensors' shapes.
 
     Raises:
-        ValueError: options that do not go together.
+        ValueError: options that do not go together, or tensors that are not of one layer.
     """
     from fairseq_tutel.flags import EncoderDecoderOptions, defaults, layer_config
 
     first = next(iter(experts_of(model, layer).values()))
     hidden = model.get(f"{layer.step}.experts.fc1_weight")
-    return layer_config(
+    norm = model.get(f"{layer.name}.final_layer_norm.weight")
+    if norm is None:
+        raise ValueError(
+            f"--input lacks {layer.name}.final_layer_norm.weight; give a whole checkpoint of a transformer."
+        )
+    config = layer_config(
         argparse.Namespace(**{**defaults(EncoderDecoderOptions), **saved}),
         None,
         len(first),
-        model_dim=len(model[f"{layer.name}.final_layer_norm.weight"]),
+        model_dim=len(norm),
         # A class of the user's own has tensors of its own, and its width where it says.
         hidden_dim=1 if hidden is None else hidden.shape[1],
         hidden_layer_norm=f"{layer.step}.experts.hidden_layer_norm.weight" in model,
     )
+    for name in gate_rows(config, layer):
+        if name not in model or len(model[name]) != len(first):
+            raise ValueError(
+                f"--input has {len(first)} experts in {layer.label}, but its {name} is not of as many, as in "
+                "a crash file, which holds one rank's experts alone; give a whole checkpoint."
+            )
+    return config
+
+
+def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
+    """Return the names of the tensors that hold a row per expert in gates of ours."""
+    places = ["gate", *(f"other_gates.{i}" for i in range(len(config.gate_types) - 1))]
+    return [
+        f"{layer.step}.{place}.{ROWS[kind]}"
+        for place, kind in zip(places, config.gate_types, strict=True)
+        if kind in ROWS
+    ]
 
 
 def experts_of(model: Mapping[str, Tensor], layer: Layer) -> dict[str, Tensor]:

@@ -116,8 +116,8 @@ def _given_model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from fairseq_tutel.flags import EncoderDecoderOptions, defaults
 
     values = {key: getattr(arguments, key) for key in defaults(EncoderDecoderOptions)}
-    # A flag that is not given is None or, of a switch, False.
-    return {key: value for key, value in values.items() if value not in (None, False)}
+    # A flag that is not given is None or, of a switch, False; 0 is a value.
+    return {key: value for key, value in values.items() if value is not None and value is not False}
 
 
 def _described(layers: Mapping[Layer, MoEConfig]) -> str:

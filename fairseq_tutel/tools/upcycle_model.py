@@ -187,6 +187,6 @@ def _with_classes_of_twins(entry: Mapping[str, Any], state: dict[str, Any]) -> d
     for part, registry in (("criterion", CRITERION_REGISTRY), ("optimizer", OPTIMIZER_REGISTRY)):
         twin, key = name_of(state, part), f"{part}_name"
         stock = registry.get(twin.removeprefix("moe_"))
-        if stock is not None and renamed[key] == stock.__name__:
+        if stock is not None and renamed.get(key) == stock.__name__:
             renamed[key] = registry[twin].__name__
     return renamed

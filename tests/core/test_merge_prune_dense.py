@@ -289,6 +289,14 @@ REFUSED = {
     "torn": ("a.pt", {}, ("prune", "--drop", 0, "--input", "torn.pt"), "torn.pt, which is torn or no"),
     "dense": ("a.pt", {}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
               "dense.pt, whose model has no experts; give one that has"),
+    "a crash file": (
+        "a.pt", {"change": lambda m: m.update({k: t[:2] for k, t in m.items() if ".experts." in k})},
+        ("prune", "--drop", 0), "has 2 experts in decoder_0, but its decoder.layers.0.fc1.gate.weight",
+    ),
+    "half a layer": (
+        "a.pt", {"change": lambda m: m.pop("decoder.layers.1.final_layer_norm.weight")},
+        ("prune", "--drop", 0), "lacks decoder.layers.1.final_layer_norm.weight; give a whole",
+    ),
     "output is input": ("a.pt", {}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
     "no such expert": ("a.pt", {}, ("prune", "--drop", "1,4"),
                        "--drop names expert 4, but decoder_0 has 4; give ids from 0 to 3"),

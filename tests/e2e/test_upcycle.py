@@ -156,6 +156,8 @@ def test_upcycle_gives_the_outputs_of_the_dense_translation_model(form, mt, mt_d
     text = convert("upcycle", source, tmp_path / "moe.pt", *words)
     assert "2,3,4 experts of 32, top-2, in encoder_1, decoder_0, decoder_1" in text
     same_outputs(mt, tmp_path / "moe.pt", mt_data)
+    text = convert("upcycle", source, tmp_path / "one.pt", "--encoder-moe-freq", 0)
+    assert "8 experts of 32, top-2, in decoder_1\n" in text
     if form == "new":
         losses = []
         for path in (mt, tmp_path / "moe.pt"):
