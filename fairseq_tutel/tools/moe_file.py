@@ -89,8 +89,8 @@ def config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Laye
     for name in gate_rows(config, layer):
         if name not in model or len(model[name]) != len(first):
             raise ValueError(
-                f"--input has {len(first)} experts in {layer.label}, but its {name} is not of as many, as in "
-                "a crash file, which holds one rank's experts alone; give a whole checkpoint."
+                f"--input has {len(first)} experts in {layer.label}, but its {name} is not of as many, as "
+                "in a crash file, which holds one rank's experts alone; give a whole checkpoint."
             )
     return config
 
