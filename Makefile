@@ -8,7 +8,7 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo test test-long lint format clean
+.PHONY: help setup link demo test test-long test-faults lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: setup ## run the quick tests
 
 test-long: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
+
+test-faults: setup ## hit 200 trainings by one random fault each (half an hour)
+	$(BIN)/python -m tests.faults
 
 lint: setup ## check style and types
 	$(BIN)/ruff check

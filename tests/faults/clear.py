@@ -1,0 +1,58 @@
+"""Whether the ranks of a job that ended say what happened, in one sentence each."""
+
+import re
+
+from .job import Job
+from .plan import Fault
+
+LAST_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit|Interrupt))(?:: (.*))?$")
+# What a user can act on. All other errors are torch's, or Python's, own.
+CLEAR = (
+    r"CommunicationError: rank \d+ could not ",
+    r"CommunicationError: ranks? [\d, -]+ did not come ",
+    r"an injected fault",
+    r"MemoryError: rank \d+ had too little memory in ",
+    r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
+    r"ValueError: --\S+ is \S+, which is torn",
+    r"Error: (\[Errno \d+\] )?\S+ could not be written: ",
+)
+MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|come)")
+
+
+def last_error(log: str) -> str:
+    """Return the line in which the last error of a log stands, or "" without one."""
+    found = [line for line in log.splitlines() if LAST_LINE.match(line)]
+    return found[-1] if found else ""
+
+
+def unclear(job: Job, fault: Fault) -> list[str]:
+    """Return what is wrong with how a job ended: nothing where it is right, or was told clearly."""
+    problems = [f"rank {rank} hung" for rank in job.hung]
+    struck = {fault.rank} if job.fired and fault.what in ("kill", "stop") else set()
+    told = []
+    for rank, code in enumerate(job.exit_codes):
+        if code == 0 or rank in struck or rank in job.hung:
+            continue
+        line = last_error(job.logs[rank])
+        told.append(line)
+        if code < 0:
+            problems.append(f"rank {rank} was ended by signal {-code}")
+        elif not any(re.search(pattern, line) for pattern in CLEAR):
+            problems.append(f"rank {rank} ended with: {line or job.logs[rank][-200:]!r}")
+    # Ranks that never came are counted alone.
+    strangers = any("could not meet the other ranks" in line for line in told)
+    if told and struck and not strangers and not any(fault.rank in missing(t) for t in told):
+        problems.append(f"no rank names rank {fault.rank}: {told}")
+    if told and fault.what == "error" and "an injected fault" not in job.logs[fault.rank]:
+        problems.append(f"rank {fault.rank} does not say its error: {told}")
+    return problems
+
+
+def missing(line: str) -> set[int]:
+    """Return the ranks that a sentence says are missing; rank 0 keeps the store."""
+    found = {0} if "the store by which ranks find each other does not answer" in line else set()
+    for names in MISSING.findall(line):
+        for part in names.split(","):
+            first, _, last = part.strip().partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,214 @@
+"""A --user-dir that loads the plugin and lets a fault happen where a training comes by.
+
+FAULT holds a `plan.Fault` as JSON, and two paths beside: `marker`, which is written just before the fault
+happens, so that it happens once where a launcher starts ranks again, and `save_dir`. PLACES in plan.py has the places.
+"""
+
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks.fairseq_task import FairseqTask
+from fairseq.trainer import Trainer
+
+from fairseq_tutel.plugin import register
+
+register()
+
+_fault = json.loads(os.environ["FAULT"])
+_rank = int(os.environ.get("RANK", "0"))
+_happened = Path(_fault["marker"]).exists()
+_times: dict[str, int] = {}
+
+LIMIT = 120_000
+ERRORS = {
+    "sample": lambda: KeyError("an injected fault: a broken sample"),
+    "disk": lambda: OSError(5, "an injected fault: Input/output error"),
+    "memory": lambda: RuntimeError(
+        "an injected fault: CUDA out of memory. Tried to allocate 2 GiB"
+    ),
+}
+
+
+def is_due(place):
+    """Count a rank's visit of a place; return whether the fault is to happen now, and mark that."""
+    _times[place] = _times.get(place, 0) + 1
+    here = _fault["place"] == place and _rank == _fault["rank"] and not _happened
+    due = here and _times[place] == _fault["when"]
+    if due:
+        Path(_fault["marker"]).write_text(f"{_fault['what']} in {place} {_fault['when']}\n")
+    return due
+
+
+def reach(place):
+    """Come by a place where a process may be killed, stopped, delayed or fail."""
+    if is_due(place):
+        happen()
+
+
+def happen():
+    """Let the fault happen in this process."""
+    what = _fault["what"]
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "delay":
+        time.sleep(_fault["seconds"])
+    elif what == "error":
+        raise ERRORS[_fault["detail"]]()
+    elif what == "full":  # for every file, so for the log too: above that, below a checkpoint
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+
+
+def before(owner, name, place):
+    """Let `owner.name` come by a place before it begins."""
+    original = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        reach(place)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def after(owner, name, place):
+    """Let `owner.name` come by a place when it has ended."""
+    original = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        result = original(*args, **kwargs)
+        reach(place)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def break_numbers(original):
+    """Wrap a task's training step: one number after another becomes NaN or infinite."""
+
+    def wrapper(self, sample, model, *args, **kwargs):
+        if _fault["what"] not in ("nan", "inf"):
+            reach("train")
+        elif is_due("train"):
+            value = float(_fault["what"])
+            if _fault["detail"] == "input":
+                embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
+                hook = embedding.register_forward_hook(lambda _m, _i, y: y.fill_(value))
+                try:
+                    return original(self, sample, model, *args, **kwargs)
+                finally:
+                    hook.remove()
+            parameters = list(model.parameters())
+            with torch.no_grad():
+                parameters[int(_fault["fraction"] * len(parameters))].fill_(value)
+        return original(self, sample, model, *args, **kwargs)
+
+    return wrapper
+
+
+def break_batches(original):
+    """Wrap Trainer.train_step: an update's last micro-batch is empty or has one sentence."""
+
+    def wrapper(self, samples, *args, **kwargs):
+        if is_due("samples"):
+            if _fault["what"] == "empty":
+                samples = [*samples[:-1], {}]
+            else:
+                ids = samples[-1]["id"][:1].tolist()
+                dataset = self.task.dataset("train")
+                samples = [*samples[:-1], dataset.collater([dataset[i] for i in ids])]
+        return original(self, samples, *args, **kwargs)
+
+    return wrapper
+
+
+def write_in_two(original):
+    """Wrap torch.save into an open file: the fault happens when a part of the bytes has been written."""
+
+    def wrapper(obj, file, *args, **kwargs):
+        if isinstance(file, io.BytesIO) or not is_due("write"):
+            return original(obj, file, *args, **kwargs)
+        whole = io.BytesIO()
+        original(obj, whole, *args, **kwargs)
+        content = whole.getvalue()
+        part = int(_fault["fraction"] * len(content))
+        file.write(content[:part])
+        file.flush()
+        happen()
+        file.write(content[part:])
+        return None
+
+    return wrapper
+
+
+def copy_in_two(original):
+    """Wrap shutil.copyfile: the fault happens when a part of the bytes has been copied."""
+
+    def wrapper(source, destination, **kwargs):
+        ours = str(destination).startswith(_fault["save_dir"])
+        if not ours or not is_due("copy"):
+            return original(source, destination, **kwargs)
+        content = Path(source).read_bytes()
+        with open(destination, "wb") as file:
+            file.write(content[: int(_fault["fraction"] * len(content))])
+            file.flush()
+            happen()
+        return original(source, destination, **kwargs)
+
+    return wrapper
+
+
+def around_rename(original):
+    """Wrap os.rename and os.replace: places before and after a file of the save dir gets its name."""
+
+    def wrapper(source, destination, **kwargs):
+        ours = str(destination).startswith(_fault["save_dir"])
+        if ours:
+            reach("rename")
+        original(source, destination, **kwargs)
+        if ours:
+            reach("renamed")
+
+    return wrapper
+
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "barrier",
+)
+
+for name in COLLECTIVES:
+    before(dist, name, "collective")
+after(distributed_utils, "distributed_init", "joined")
+before(Trainer, "__init__", "built")
+before(checkpoint_utils, "load_checkpoint_to_cpu", "read")
+before(Trainer, "_build_optimizer", "restore")
+after(Trainer, "load_checkpoint", "loaded")
+FairseqTask.train_step = break_numbers(FairseqTask.train_step)
+before(torch.Tensor, "backward", "backward")
+before(Trainer, "clip_grad_norm", "clip")
+before(FairseqTask, "optimizer_step", "update")
+before(FairseqTask, "valid_step", "valid")
+Trainer.train_step = break_batches(Trainer.train_step)
+before(checkpoint_utils, "save_checkpoint", "gather")
+torch.save = write_in_two(torch.save)
+shutil.copyfile = copy_in_two(shutil.copyfile)
+os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
+after(checkpoint_utils, "save_checkpoint", "saved")
+reach("import")

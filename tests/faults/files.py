@@ -1,0 +1,92 @@
+"""The files of a save dir: which checkpoints are whole, what they hold, and how one of them gets torn."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EXPERT = re.compile(r"\.experts\.fc\d_(?:weight|bias)$")
+
+
+def checkpoints(save_dir: Path) -> list[Path]:
+    """Return the checkpoint files; what is half written has another ending, and crash.pt is one rank's."""
+    return sorted(p for p in save_dir.glob("*.pt") if p.name != "crash.pt")
+
+
+def problem_of(path: Path, num_experts: int) -> str | None:
+    """Return what is wrong with a checkpoint, or None: it opens, is finite and holds every expert."""
+    try:
+        content = torch.load(path, weights_only=False)
+        tensors = weights(path, content)
+    except Exception as error:
+        return f"{path.name} does not open: {type(error).__name__}: {error}".splitlines()[0]
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            return f"{path.name} has NaN or infinite numbers in {name}"
+    experts = {n: t for n, t in tensors.items() if EXPERT.search(n)}
+    if not experts:
+        return f"{path.name} has no experts"
+    if not _shards(path) and any(len(t) != num_experts for t in experts.values()):
+        return f"{path.name} does not hold {num_experts} experts"
+    return None
+
+
+def updates_of(path: Path) -> int:
+    """Return after how many updates a checkpoint was saved."""
+    return torch.load(path, weights_only=False)["optimizer_history"][-1]["num_updates"]
+
+
+def newest(paths: Iterator[Path] | list[Path]) -> Path | None:
+    """Return the checkpoint with the most updates."""
+    return max(paths, key=updates_of, default=None)
+
+
+def weights(path: Path, content: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's model and optimizer tensors by name, those of its shards included."""
+    content = torch.load(path, weights_only=False) if content is None else content
+    tensors = dict(content["model"])
+    states = content.get("last_optimizer_state", {}).get("state", {})
+    for index, state in states.items():
+        tensors |= {f"{index}.{k}": v for k, v in state.items() if torch.is_tensor(v)}
+    for shard in _shards(path):
+        from safetensors.torch import load_file
+
+        tensors |= {f"{shard.name}{name}": tensor for name, tensor in load_file(shard).items()}
+    return tensors
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return the files that --moe-checkpoint sharded writes beside one."""
+    return sorted((path.parent / "experts" / path.stem).glob("*.safetensors"))
+
+
+def tear(how: str, save_dir: Path, seed: int) -> Path:
+    """Break one file of a folder, or of the folders in it; return which.
+
+    Args:
+        how: truncate, flip (one bit), empty or remove.
+        save_dir: the folder.
+        seed: decides which file, and where.
+    """
+    rng = random.Random(seed)
+    files = sorted(p for p in save_dir.rglob("*") if p.is_file() and not p.is_symlink())
+    # Half of the trials hit what the next training reads.
+    read = [p for p in files if "checkpoint_last" in str(p.relative_to(save_dir))]
+    path = rng.choice(read if read and rng.random() < 0.5 else files)
+    content = bytearray(path.read_bytes())
+    if how == "remove":
+        path.unlink()
+        return path
+    if how == "truncate":
+        del content[rng.randrange(len(content)) :]
+    elif how == "flip":
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    elif how == "empty":
+        content.clear()
+    # A new file: copies on one disk may share their bytes.
+    path.unlink()
+    path.write_bytes(content)
+    return path

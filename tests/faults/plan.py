@@ -1,0 +1,196 @@
+"""What a trial does, drawn from its seed alone: a training, one fault, and how it goes on afterwards.
+
+W ranks.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+# Of the whole training: updates, and how often it saves (and validates).
+UPDATES = 8
+SAVE_EVERY = 2
+# A checkpoint that a trial may start from was saved after so many.
+BEGUN = 4
+MICRO_BATCHES = 4  # of an update, over all ranks, where their number divides it
+
+# Where a rank can be hit, in faulty_places; the number is how often a rank comes by in a whole training
+# of two ranks, about. Some are of the ranks that write files alone.
+PLACES = {
+    "start-up": {"import": 1, "joined": 1, "built": 1},
+    "a load": {"read": 1, "restore": 1, "loaded": 1},
+    "a step": {"train": 14, "backward": 14, "clip": 8, "update": 8},
+    "a validation": {"valid": 10},
+    "a save": {"gather": 5, "write": 5, "rename": 10, "renamed": 10, "copy": 5, "saved": 5},
+    "any collective": {"collective": 300},
+}
+OF_WRITERS = {"write", "rename", "renamed", "copy"}
+
+# What trials have beside the tiny language model; one is drawn for each.
+FLAGS = (
+    (),
+    ("--moe-expert-parallel-size", "1"),
+    (
+        "--moe-expert-count",
+        "2",
+        "--moe-expert-parallel-size",
+        "{most}",
+    ),  # four hold slices of experts
+    ("--moe-expert-count", "6", "--moe-exchange", "padded"),
+    ("--moe-a2a-ffn-overlap-degree", "2"),
+    ("--moe-capacity-factor", "1", "--moe-balance-bias"),
+    ("--moe-drop-policy", "rts", "--moe-capacity-factor", "1", "--moe-gate-noise", "1"),
+    ("--checkpoint-activations", "--dropout", "0.1"),
+    ("--bf16",),
+    ("--optimizer", "moe_adam", "--lr", "0.01"),
+    ("--keep-interval-updates", "1"),
+)
+# With these another number of ranks gives other numbers: random ones, rounded ones, or Adam's of noise.
+OF_ONE_W = {"--moe-drop-policy", "--dropout", "--bf16", "--optimizer"}
+
+TEARS = ("truncate", "flip", "empty", "remove")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank of the first training.
+
+    Attributes:
+        what: kill, stop, delay, error, nan, inf, empty or short (a batch); "none" for nothing.
+        place: of PLACES, "samples", or "time": the parent strikes `seconds` after the start.
+        when: at the how-many-th visit of the place.
+        rank: which rank.
+        seconds: of a delay, or to the parent's strike.
+        detail: which error; NaN in "input" or "weights".
+        fraction: how much of a file is written, which of the weights.
+    """
+
+    what: str = "none"
+    place: str = "none"
+    when: int = 1
+    rank: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+    fraction: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial.
+
+    Attributes:
+        seed: of all that is random in it.
+        kind: what the table counts it under.
+        ranks: W of the training that is hit.
+        ranks_after: W of the training that goes on from what it left.
+        flags: of both.
+        begun: starts from a checkpoint.
+        fault: what happens to a rank.
+        tear: of TEARS: what happens to a file of the save dir before the training starts.
+        disk: how many checkpoint files the disk holds; 0 for any number.
+        compared: the weights at the end are compared with those of an undisturbed training.
+    """
+
+    seed: int
+    kind: str
+    ranks: int
+    ranks_after: int
+    flags: tuple[str, ...] = ()
+    begun: bool = False
+    fault: Fault = field(default_factory=Fault)
+    tear: str = ""
+    disk: float = 0.0
+    compared: bool = False
+
+
+def kinds() -> list[str]:
+    """Return the kinds of trials; a seed's is the one that it is modulo their number."""
+    struck = [f"{what} in {phase}" for what in ("kill", "stop") for phase in PLACES]
+    late = [f"delay in {phase}" for phase in PLACES]
+    failing = [f"error in {phase}" for phase in PLACES]
+    torn = [f"{tear} a file" for tear in TEARS]
+    others = ["nan", "inf", "full disk", "empty batch", "short batch", "other ranks"]
+    timed = ["kill at any time", "stop at any time"]
+    # In turns, so that a few trials in a row differ.
+    columns = [struck[:6], torn, failing, others, struck[6:], timed, late]
+    longest = max(map(len, columns))
+    return [column[i] for i in range(longest) for column in columns if i < len(column)]
+
+
+def draw(seed: int, timeout: float, formats: tuple[str, ...] = ()) -> Trial:
+    """Return the trial of a seed.
+
+    Args:
+        seed: any whole number from 0.
+        timeout: --moe-comm-timeout in seconds.
+        formats: values of --moe-checkpoint to draw from; none leaves the option out.
+    """
+    rng = random.Random(seed)
+    every = kinds()
+    kind = every[seed % len(every)]
+    ranks = rng.choice((1, 2, 2, 3, 4) if _may_be_alone(kind) else (2, 2, 3, 4))
+    flags = rng.choice(FLAGS)
+    if formats:
+        flags = (*flags, "--moe-checkpoint", rng.choice(formats))
+    same = rng.random() < 0.6 and kind != "other ranks"
+    after = ranks if same else rng.choice([w for w in (1, 2, 3, 4) if w != ranks])
+    what, _, where = kind.partition(" ")
+    begun = where in ("in a load", "a file") or (kind != "full disk" and rng.random() < 0.3)
+    return Trial(
+        seed=seed,
+        kind=kind,
+        ranks=ranks,
+        ranks_after=after,
+        flags=flags,
+        begun=begun,
+        fault=_fault(rng, what, where, ranks, timeout, begun, "sharded" in flags),
+        tear=what if where == "a file" else "",
+        disk=rng.uniform(0.5, 5.0) if kind == "full disk" else 0.0,
+        compared=_is_comparable(kind, ranks, after, flags),
+    )
+
+
+def _may_be_alone(kind: str) -> bool:
+    """Whether it says something where there is one rank: nobody waits for that one."""
+    return not kind.startswith(("stop", "delay")) and "collective" not in kind
+
+
+def _is_comparable(kind: str, ranks: int, after: int, flags: tuple[str, ...]) -> bool:
+    if kind in ("empty batch", "short batch"):
+        return False  # trains on other data
+    if ranks == after:
+        return True
+    return not OF_ONE_W & set(flags) and MICRO_BATCHES % ranks == MICRO_BATCHES % after == 0
+
+
+def _fault(
+    rng: random.Random,
+    what: str,
+    where: str,
+    ranks: int,
+    timeout: float,
+    begun: bool,
+    sharded: bool,
+) -> Fault:
+    rank = rng.randrange(ranks)
+    common = {"what": what, "rank": rank, "fraction": rng.random()}
+    phase = where.removeprefix("in ")
+    if phase in PLACES:
+        place = rng.choice(list(PLACES[phase]))
+        most = PLACES[phase][place]
+        when = rng.randint(1, max(1, most // 2 if begun else most))
+        if place in OF_WRITERS and not sharded:
+            common["rank"] = 0
+        # Well below the time-out, or so far above that it has gone by.
+        seconds = rng.choice((rng.uniform(0.1, 0.4) * timeout, timeout + rng.uniform(2, 3)))
+        errors = ["sample", "disk"] + ["memory"] * (phase in ("a step", "a validation"))
+        return Fault(place=place, when=when, seconds=seconds, detail=rng.choice(errors), **common)
+    if what in ("nan", "inf"):
+        detail = rng.choice(("input", "weights"))
+        return Fault(place="train", when=rng.randint(1, 4 if begun else 8), detail=detail, **common)
+    if where == "batch":
+        return Fault(place="samples", when=rng.randint(1, 4 if begun else 8), **common)
+    if where == "at any time":
+        return Fault(place="time", seconds=rng.uniform(0, 1.2), **common)
+    if what == "other":
+        return Fault(**{**common, "what": "kill"}, place="train", when=rng.randint(3, 8))
+    return Fault()

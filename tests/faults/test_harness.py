@@ -1,0 +1,116 @@
+"""The trials themselves: the same from the same seed, of every kind, and able to fail.
+
+Covered: what is drawn; ranks that hang, end by a signal, with a bare error, without naming who is missing;
+files that are torn, lack experts or hold NaN.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from . import files, plan
+from .clear import unclear
+from .job import Job
+from .plan import Fault
+
+COMMUNICATION = "fairseq_tutel.comm.guard.CommunicationError: rank 0 could not finish a step: "
+MISSES_1 = f"{COMMUNICATION}rank 1 did not answer a roll call of 3 s; look at the log of rank 1."
+
+
+def test_a_seed_says_all_and_all_kinds_come_in_turn():
+    kinds = plan.kinds()
+    assert len(kinds) == len(set(kinds)) > 30
+    trials = [plan.draw(seed, 5) for seed in range(4 * len(kinds))]
+    random.seed(1)
+    assert trials == [plan.draw(seed, 5) for seed in range(4 * len(kinds))]
+    assert set(Counter(trial.kind for trial in trials).values()) == {4}
+    assert {trial.ranks for trial in trials} == {1, 2, 3, 4}
+    assert {trial.flags for trial in trials} == set(plan.FLAGS)
+    assert sum(trial.compared for trial in trials) > len(trials) / 2
+
+
+def test_every_kind_has_its_fault():
+    for trial in (plan.draw(seed, 5) for seed in range(10 * len(plan.kinds()))):
+        assert (trial.fault.what == "none") == bool(trial.tear or trial.disk), trial
+        assert trial.fault.rank < trial.ranks
+        assert trial.ranks > 1 or trial.fault.what not in ("stop", "delay")
+
+
+def test_formats_of_checkpoints_are_drawn_where_they_are_given():
+    drawn = {plan.draw(seed, 5, ("full", "sharded")).flags[-2:] for seed in range(20)}
+    assert drawn == {("--moe-checkpoint", "full"), ("--moe-checkpoint", "sharded")}
+
+
+def _job(codes, logs, hung=()):
+    return Job(list(codes), list(logs), fired=True, hung=list(hung), seconds=1.0)
+
+
+KILLED = Fault("kill", "train", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "logs", "hung", "problem"),
+    [
+        ((1, -9), (MISSES_1, ""), (), None),
+        ((0, 0), ("", ""), (), None),
+        ((-9, -9), ("", ""), (0,), "rank 0 hung"),
+        ((-6, -9), (MISSES_1, ""), (), "rank 0 was ended by signal 6"),
+        ((1, -9), ("RuntimeError: Connection closed by peer", ""), (), "rank 0 ended with: 'RuntimeE"),
+        ((1, -9), ("Killed", ""), (), "rank 0 ended with: 'Killed'"),
+        ((1, -9), (MISSES_1.replace("rank 1", "rank 2"), ""), (), "no rank names rank 1"),
+    ],
+)  # fmt: skip
+def test_what_is_unclear_is_seen(codes, logs, hung, problem):
+    problems = unclear(_job(codes, logs, hung), KILLED)
+    assert (problems == []) if problem is None else any(p.startswith(problem) for p in problems)
+
+
+def test_the_rank_that_failed_must_say_its_error():
+    fault = Fault("error", "train", rank=1)
+    logs = [MISSES_1, "KeyError: 'an injected fault: a broken sample'"]
+    assert unclear(_job((1, 1), logs), fault) == []
+    logs = [MISSES_1, COMMUNICATION + "ranks 0-1 all answered a roll call"]
+    assert "does not say its error" in unclear(_job((1, 1), logs), fault)[0]
+
+
+@pytest.fixture
+def save_dir(tmp_path):
+    model = {"decoder.layers.0.fc1.experts.fc1_weight": torch.ones(4, 3, 2)}
+    states = {0: {"exp_avg": torch.zeros(4, 3, 2)}}
+    for updates in (2, 4):
+        content = {
+            "model": model,
+            "last_optimizer_state": {"state": states},
+            "optimizer_history": [{"num_updates": updates}],
+        }
+        torch.save(content, tmp_path / f"checkpoint_1_{updates}.pt")
+    (tmp_path / "experts" / "checkpoint_1_4").mkdir(parents=True)
+    (tmp_path / "experts" / "checkpoint_1_4" / "rank-0.json").write_text("{}")
+    return tmp_path
+
+
+def test_whole_checkpoints_are_told_from_torn_and_poor_ones(save_dir):
+    first, second = files.checkpoints(save_dir)
+    assert files.problem_of(second, 4) is None
+    assert files.newest([first, second]) == second
+    assert "does not hold 8 experts" in files.problem_of(second, 8)
+    content = torch.load(first)
+    content["model"]["decoder.layers.0.fc1.experts.fc1_weight"][1, 2] = torch.nan
+    torch.save(content, first)
+    assert "has NaN or infinite numbers in decoder" in files.problem_of(first, 4)
+    first.write_bytes(second.read_bytes()[:500])
+    assert "does not open" in files.problem_of(first, 4)
+
+
+@pytest.mark.parametrize("how", plan.TEARS)
+def test_any_file_can_be_torn_those_in_folders_too(how, save_dir):
+    before = {path: path.read_bytes() for path in save_dir.rglob("*.*") if path.is_file()}
+    torn = set()
+    for seed in range(30):
+        path = files.tear(how, save_dir, seed)
+        assert not path.exists() or path.read_bytes() != before[path] or how == "truncate"
+        path.write_bytes(before[path])
+        torn.add(path.name)
+    assert torn == {path.name for path in before}
