@@ -1,7 +1,7 @@
 """Print the table of examples/upcycling.sh: python examples/upcycling_table.py OUT.
 
-Perplexity on the report half where a case begins and after its training, the latter's difference, seed by seed,
-to the dense model trained on, and the load of the busiest expert in even shares over 20 updates, mean
+Perplexity on the report half where a case begins and after its training, the latter's difference, seed by
+seed, to the dense model trained on, and the load of the busiest expert in even shares over 20 updates, mean
 of the layers, over the last 100 updates. Mean of the seeds, with the standard deviation.
 """
 
@@ -39,8 +39,8 @@ def row(case: Path) -> list[str]:
         case.name,
         mean_of(start, 2),
         mean_of(list(found.values()), 2),
-        mean_of(against, 2) if against else "–",
-        mean_of(loads, 2) if loads else "–",
+        mean_of(against, 2) if against else "-",
+        mean_of(loads, 2) if loads else "-",
     ]
 
 

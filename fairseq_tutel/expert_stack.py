@@ -3,8 +3,8 @@
 e local experts, s slices of an expert.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class ExpertStack(nn.Module):
             )
         self.config = config
         self.num_local, self.first = self.part.num_local, self.part.first
+        # How a part that cannot be read ends the loading.
+        self.refuse: Callable[[ValueError], NoReturn] = _raise
         # What a state dict holds in place of the local part: all experts, or where they were written.
         self.gathered: dict[str, Any] | None = None
         self.everywhere: dict[str, Tensor] | None = None
@@ -137,5 +139,12 @@ class ExpertStack(nn.Module):
             )
         if isinstance(tensor, ShardedTensor):
             how = self.slice_of(name)
-            return tensor.read(self.first, self.num_local, how, self.part.index)
+            try:
+                return tensor.read(self.first, self.num_local, how, self.part.index)
+            except ValueError as error:
+                self.refuse(error)
         return self.own_part(name, tensor[self.first : self.first + self.num_local])
+
+
+def _raise(error: ValueError) -> NoReturn:
+    raise error

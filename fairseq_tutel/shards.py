@@ -105,15 +105,9 @@ class ShardedTensor:
                 opened[piece.file] = safe_open(path, framework="pt")
             tensor = opened[piece.file].get_tensor(piece.key)
         except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"the experts' file {path} is torn or missing ({error}); give an older checkpoint, or "
-                "put the folder back that stood beside this one."
-            ) from error
+            raise _unreadable(path, str(error)) from error
         if digest(tensor) != piece.digest:
-            raise ValueError(
-                f"the experts' file {path} is damaged: its {piece.key} is not what was saved; give an "
-                "older checkpoint."
-            )
+            raise _unreadable(path, f"its {piece.key} is not what was saved")
         return tensor
 
     def record(self) -> dict[str, Any]:
@@ -126,6 +120,13 @@ class ShardedTensor:
             "slices": [self.how.count, self.how.dim],
             "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
         }
+
+
+def _unreadable(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint keeps experts in {path}, which is torn or missing ({reason}); give an older "
+        "checkpoint, or put the folder back that stood beside this one."
+    )
 
 
 def write_file(values: dict[str, Tensor], path: Path) -> None:

@@ -3,8 +3,9 @@
 import functools
 import logging
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,8 @@ def install_experts(
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
     if training:
+        for layer in moe_layers(model):
+            layer.experts.refuse = _end
         _choose_algorithm(model, task_cfg, root)
         task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
     else:
@@ -109,6 +112,11 @@ def install_experts(
         warn_of_files(configs[0], task_cfg, topology.rank)
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
+
+
+def _end(error: ValueError) -> NoReturn:
+    """End a training whose checkpoint cannot be read: stock would say that architectures do not match."""
+    sys.exit(f"error: {error}")
 
 
 def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:

@@ -84,7 +84,7 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     (tmp_path / FOLDER / "layer.2.safetensors").write_bytes(b"nothing")
     tensor.read(0, 2)
-    with pytest.raises(ValueError, match=r"layer\.2\.safetensors is torn or missing"):
+    with pytest.raises(ValueError, match=r"layer\.2\.safetensors, which is torn or missing"):
         tensor.read(1, 2)
 
 
@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"damaged: its 1\.1|damaged: its 1\.0"):
+    with pytest.raises(ValueError, match=r"its 1\.[01] is not what was saved"):
         tensor.whole()
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel import shard_folder, shards
+
 EXPERT = re.compile(r"\.experts\.fc\d_(?:weight|bias)$")
 
 
@@ -29,7 +31,7 @@ def problem_of(path: Path, num_experts: int) -> str | None:
     experts = {n: t for n, t in tensors.items() if EXPERT.search(n)}
     if not experts:
         return f"{path.name} has no experts"
-    if not _shards(path) and any(len(t) != num_experts for t in experts.values()):
+    if any(len(t) != num_experts for t in experts.values()):
         return f"{path.name} does not hold {num_experts} experts"
     return None
 
@@ -45,22 +47,21 @@ def newest(paths: Iterator[Path] | list[Path]) -> Path | None:
 
 
 def weights(path: Path, content: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's model and optimizer tensors by name, those of its shards included."""
+    """Return a checkpoint's model and optimizer tensors by name, those in its shards included."""
     content = torch.load(path, weights_only=False) if content is None else content
+    for part in (content["model"], content.get("last_optimizer_state", {})):
+        shards.bind(part, path)
+        shards.unbind(part)
     tensors = dict(content["model"])
     states = content.get("last_optimizer_state", {}).get("state", {})
     for index, state in states.items():
         tensors |= {f"{index}.{k}": v for k, v in state.items() if torch.is_tensor(v)}
-    for shard in _shards(path):
-        from safetensors.torch import load_file
-
-        tensors |= {f"{shard.name}{name}": tensor for name, tensor in load_file(shard).items()}
     return tensors
 
 
-def _shards(path: Path) -> list[Path]:
-    """Return the files that --moe-checkpoint sharded writes beside one."""
-    return sorted((path.parent / "experts" / path.stem).glob("*.safetensors"))
+def belongs(path: Path, checkpoint: Path) -> bool:
+    """Whether a file is a checkpoint's own, or one of the shards that it names."""
+    return path == checkpoint or path.parent.name in shard_folder.mentions(checkpoint)
 
 
 def tear(how: str, save_dir: Path, seed: int) -> Path:

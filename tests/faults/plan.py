@@ -20,21 +20,26 @@ PLACES = {
     "a load": {"read": 1, "restore": 1, "loaded": 1},
     "a step": {"train": 14, "backward": 14, "clip": 8, "update": 8},
     "a validation": {"valid": 10},
-    "a save": {"gather": 5, "write": 5, "rename": 10, "renamed": 10, "copy": 5, "saved": 5},
+    "a save": {
+        "gather": 5,
+        "shard": 10,
+        "write": 5,
+        "rename": 10,
+        "renamed": 10,
+        "copy": 5,
+        "saved": 5,
+    },
     "any collective": {"collective": 300},
 }
 OF_WRITERS = {"write", "rename", "renamed", "copy"}
+OF_SHARDS = {"shard"}
 
 # What trials have beside the tiny language model; one is drawn for each.
 FLAGS = (
     (),
     ("--moe-expert-parallel-size", "1"),
-    (
-        "--moe-expert-count",
-        "2",
-        "--moe-expert-parallel-size",
-        "{most}",
-    ),  # four hold slices of experts
+    # four hold slices of experts
+    ("--moe-expert-count", "2", "--moe-expert-parallel-size", "{most}"),
     ("--moe-expert-count", "6", "--moe-exchange", "padded"),
     ("--moe-a2a-ffn-overlap-degree", "2"),
     ("--moe-capacity-factor", "1", "--moe-balance-bias"),
@@ -175,10 +180,10 @@ def _fault(
     common = {"what": what, "rank": rank, "fraction": rng.random()}
     phase = where.removeprefix("in ")
     if phase in PLACES:
-        place = rng.choice(list(PLACES[phase]))
+        place = rng.choice([name for name in PLACES[phase] if sharded or name not in OF_SHARDS])
         most = PLACES[phase][place]
         when = rng.randint(1, max(1, most // 2 if begun else most))
-        if place in OF_WRITERS and not sharded:
+        if place in OF_WRITERS:
             common["rank"] = 0
         # Well below the time-out, or so far above that it has gone by.
         seconds = rng.choice((rng.uniform(0.1, 0.4) * timeout, timeout + rng.uniform(2, 3)))

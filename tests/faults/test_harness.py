@@ -86,8 +86,8 @@ def save_dir(tmp_path):
             "optimizer_history": [{"num_updates": updates}],
         }
         torch.save(content, tmp_path / f"checkpoint_1_{updates}.pt")
-    (tmp_path / "experts" / "checkpoint_1_4").mkdir(parents=True)
-    (tmp_path / "experts" / "checkpoint_1_4" / "rank-0.json").write_text("{}")
+    (tmp_path / "experts" / "0123456789abcdef").mkdir(parents=True)
+    (tmp_path / "experts" / "0123456789abcdef" / "0.safetensors").write_text("{}")
     return tmp_path
 
 

@@ -134,7 +134,7 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
     trial, extra = result.trial, ()
     if torn is not None:
         refused = " ".join(last_error(log) for log in result.logs)
-        if "which is torn" not in refused:
+        if "which is torn" not in refused and "files are missing" not in refused:
             result.problems.append(f"{torn.name} was torn, and the training does not say so")
         torn.unlink(missing_ok=True)
         older = files.newest(p for p in _whole(trial, save_dir) if "last" not in p.name)
@@ -158,7 +158,7 @@ def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator
     whole = _whole(trial, save_dir)
     for path in files.checkpoints(save_dir):
         # Another program's damage is no fault of the training's.
-        if path not in whole and not _belongs(torn, path):
+        if path not in whole and not (torn and files.belongs(torn, path)):
             yield f"left {files.problem_of(path, _num_experts(trial))}"
     if trial.tear:
         gone = torn is not None and torn.name == "checkpoint_last.pt" and trial.tear == "remove"
@@ -177,11 +177,6 @@ def _whole(trial: Trial, save_dir: Path) -> list[Path]:
         for path in files.checkpoints(save_dir)
         if files.problem_of(path, _num_experts(trial)) is None
     ]
-
-
-def _belongs(torn: Path | None, checkpoint: Path) -> bool:
-    """Whether a torn file is a checkpoint, or one of its shards."""
-    return torn is not None and (torn == checkpoint or checkpoint.stem in torn.parts)
 
 
 def _num_experts(trial: Trial) -> int:

@@ -1,7 +1,8 @@
 """A --user-dir that loads the plugin and lets a fault happen where a training comes by.
 
 FAULT holds a `plan.Fault` as JSON, and two paths beside: `marker`, which is written just before the fault
-happens, so that it happens once where a launcher starts ranks again, and `save_dir`. PLACES in plan.py has the places.
+happens, so that it happens once where a launcher starts ranks again, and `save_dir`. PLACES in plan.py has
+the places.
 """
 
 import io
@@ -20,6 +21,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
+from fairseq_tutel.comm import shards
 from fairseq_tutel.plugin import register
 
 register()
@@ -207,6 +209,7 @@ before(FairseqTask, "optimizer_step", "update")
 before(FairseqTask, "valid_step", "valid")
 Trainer.train_step = break_batches(Trainer.train_step)
 before(checkpoint_utils, "save_checkpoint", "gather")
+before(shards, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
 os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
