@@ -4,7 +4,6 @@ While the model is built, the root of the task's configuration is the FairseqCon
 will use.
 """
 
-import glob
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.ffn_step import named_stacks
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.shard_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
-from fairseq_tutel.whole_files import has_an_end, is_whole
+from fairseq_tutel.restore_file import checkpoint_to_load
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def complete(
         if plan.stage:
             # torch's own would all-reduce whole gradients during the backward.
             _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
-    path = _checkpoint_to_load(root.checkpoint, topology.rank)
+    path = checkpoint_to_load(root.checkpoint)
     _use_twin_optimizer(root)
     if root.common.fp16:
         # One flat tensor of all gradients would lose which of them are experts'.
@@ -220,59 +219,6 @@ def _refuse_for_shared_experts(root: Any, sliced: bool) -> None:
             f"--optimizer is {name}, whose updates look at all experts of a layer at once, and ranks "
             "hold a part of them each; use moe_adam, or --moe-expert-parallel-size 1."
         )
-
-
-def _checkpoint_to_load(cfg: Any, rank: int) -> str | None:
-    suffix = f"{cfg.checkpoint_suffix or ''}.pt"
-    last = os.path.join(cfg.save_dir, "checkpoint_last" + suffix)
-    if cfg.restore_file != "checkpoint_last.pt":
-        flag, path = "--restore-file", cfg.restore_file.replace(".pt", suffix)
-        # Scripts that start a job again name the last checkpoint on the first start too.
-        is_last = os.path.abspath(path) == os.path.abspath(last)
-        if not is_last and not PathManager.exists(path):
-            # Stock would train from scratch.
-            raise ValueError(
-                f"--restore-file is {path}, which does not exist; give a path from the current folder, or "
-                "drop it to go on from --save-dir."
-            )
-    elif cfg.finetune_from_model is not None and not os.path.exists(last):
-        flag, path = "--finetune-from-model", cfg.finetune_from_model
-    else:
-        flag, path = "--restore-file", last
-    if os.path.isdir(path):
-        raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
-    if not os.path.isfile(path):
-        if rank == 0:
-            _warn_of_checkpoints_beside(path)
-        return None
-    # All of it is read once on every node: the other ranks hear of it by who is missing.
-    check = is_whole if int(os.environ.get("LOCAL_RANK", 0)) == 0 else has_an_end
-    if not check(path):
-        others = _checkpoints_beside(path)
-        such_as = f", such as --restore-file {others[0]}" if others else ""
-        raise ValueError(
-            f"{flag} is {path}, which is torn (cut off while it was written, or changed on its disk); "
-            f"remove it and give an older checkpoint{such_as}."
-        )
-    return path
-
-
-def _warn_of_checkpoints_beside(path: str) -> None:
-    others = _checkpoints_beside(path)
-    if others:
-        logger.warning(
-            "there is no %s, but %d other checkpoints beside: the training starts from the beginning; give "
-            "--restore-file %s to go on",
-            path,
-            len(others),
-            others[0],
-        )
-
-
-def _checkpoints_beside(path: str) -> list[str]:
-    """Return the other checkpoints of a folder, the newest first."""
-    found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
-    return sorted(found, key=os.path.getmtime, reverse=True)
 
 
 def _use_twin_optimizer(root: Any) -> None:

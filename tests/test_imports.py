@@ -223,7 +223,8 @@ EDGE = {
     "optim.sharded_fp16": "",
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
-    "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan whole_files",
+    "restore_file": "comm.guard whole_files",
+    "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan restore_file",
     "task_mixin": (
         "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
         "inference_mixin optim.moe_optimizer run_config update_tuner"
