@@ -144,6 +144,7 @@ def test_validate_gives_the_loss_of_all_ranks(lm, lm_data):
     assert "expert parallel size 2, replicas 1" in two.logs[0]
 
 
+@pytest.mark.long
 def test_interactive_reads_on_one_rank(mt, mt_data, tmp_path):
     (tmp_path / "in.txt").write_text("w1 w3 w9\nw2\n")
     words = ("--input", tmp_path / "in.txt", "--beam", 2, "--max-len-b", 5)
@@ -173,6 +174,7 @@ def test_a_size_that_does_not_fit_is_refused(mt, mt_data):
     assert "--moe-expert-parallel-size is 3, which does not fit the number of ranks (2)" in output
 
 
+@pytest.mark.long
 def test_ranks_with_different_files_are_told_so(mt, mt_data):
     port = free_port()
     started = [
@@ -189,6 +191,7 @@ def test_ranks_with_different_files_are_told_so(mt, mt_data):
         assert "[4, 4, 4, 4] on rank 0 and [2, 2, 2] on rank 1" in log, tail(log)
 
 
+@pytest.mark.long
 def test_stock_generate_does_not_let_ranks_meet_and_says_so(mt, mt_data):
     words = _words("generate", mt_data, mt[0], "--beam", 1, "--max-len-b", 2, *UNEQUAL, *SHARED)
     run = fairseq("generate", *words, ranks=2)

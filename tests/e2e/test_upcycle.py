@@ -169,12 +169,14 @@ def test_upcycle_gives_the_outputs_of_the_dense_translation_model(form, mt, mt_d
         assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_upcycle_reads_an_older_language_model(lm, lm_data, tmp_path):
     convert("upcycle", older(lm, tmp_path / "older.pt"), tmp_path / "moe.pt")
     same_outputs(lm, tmp_path / "moe.pt", lm_data)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.long
 def test_upcycle_gives_the_outputs_of_roberta_and_bart(kind, lm_data, tmp_path):
     fairseq(
         "train", lm_data, "--user-dir", USER_DIR, *OTHERS[kind], "--tokens-per-sample", 32,
