@@ -55,12 +55,20 @@ def tell_of_all_ranks(results: dict[str, Any], tokens: int) -> None:
     Args:
         results: what fairseq-eval-lm's `main` returned on this rank: the mean loss of its tokens, in bits.
         tokens: how many they were.
+
+    Raises:
+        ValueError: no rank had any.
     """
     parts: list[Any] = [None] * dist.get_world_size()
     with guarded("the gathering of all ranks' losses"):
         dist.all_gather_object(parts, (float(results["loss"]) * tokens, tokens))
     total = sum(count for _, count in parts)
-    loss = sum(bits for bits, _ in parts) / total if total else 0.0
+    if total == 0:
+        raise ValueError(
+            "no rank scored any token, so there is no perplexity: fairseq-eval-lm skips what is longer than "
+            "the model's positions; give the --tokens-per-sample that the model was trained with."
+        )
+    loss = sum(bits for bits, _ in parts) / total
     logger.info(
         "all %d ranks: %s tokens, Loss (base 2): %.4f, Perplexity: %.2f",
         len(parts),

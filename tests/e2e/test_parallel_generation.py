@@ -205,3 +205,12 @@ def test_a_context_window_on_several_ranks_is_refused(lm, lm_data):
     words = _words("eval-lm", lm_data, lm, *EVAL, "--context-window", 4)
     output = refused("eval-lm", *words, ranks=2)
     assert "--context-window is 4 on several ranks" in output
+
+
+def test_eval_lm_without_a_token_is_no_perplexity(lm, lm_data):
+    # Longer blocks than the model has positions for are skipped, all of them.
+    words = _words(
+        "eval-lm", lm_data, lm, "--tokens-per-sample", 4000, "--sample-break-mode", "none"
+    )
+    output = refused("eval-lm", *words, ranks=2)
+    assert "no rank scored any token" in output
