@@ -200,7 +200,7 @@ class MoELayer(nn.Module):
         The layer keeps no trace of it.
         """
         plan = dataclasses.replace(self._plan(), timer=None)
-        weight = next(iter(self.experts.expert_parameters().values()))
+        weight = next(p for p in self.experts.expert_parameters().values() if p.is_floating_point())
         counts_E = weight.new_zeros(self.config.num_experts, dtype=torch.int64)
         capacity = self._buffer_capacity(counts_E, plan) or 0
         rows_RD = weight.new_zeros(len(counts_E) * capacity, self.config.model_dim)

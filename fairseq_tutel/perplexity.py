@@ -65,8 +65,8 @@ def tell_of_all_ranks(results: dict[str, Any], tokens: int) -> None:
     total = sum(count for _, count in parts)
     if total == 0:
         raise ValueError(
-            "no rank scored any token, so there is no perplexity: fairseq-eval-lm skips what is longer than "
-            "the model's positions; give the --tokens-per-sample that the model was trained with."
+            "no rank scored any token, so there is no perplexity: fairseq-eval-lm skips what is longer "
+            "than the model's positions; give the --tokens-per-sample that the model was trained with."
         )
     loss = sum(bits for bits, _ in parts) / total
     logger.info(

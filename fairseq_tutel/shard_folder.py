@@ -1,14 +1,15 @@
 """The folders of shards in --save-dir: begun under one name, committed under another, collected later.
 
-SAVE_DIR/experts/writing is being written; SAVE_DIR/experts/0123456789abcdef is complete, and named by its
-content. A folder counts from the moment that a checkpoint's file names it, so the rename of that file is
-what commits a checkpoint.
+SAVE_DIR/experts/writing-89abcdef is being written; SAVE_DIR/experts/0123456789abcdef is complete, and
+named by its content. A folder counts from the moment that a checkpoint's file names it, so the rename of
+that file is what commits a checkpoint.
 """
 
 import hashlib
 import logging
 import os
 import re
+import secrets
 import shutil
 import zipfile
 from collections.abc import Iterable
@@ -16,43 +17,40 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-PARENT = "experts"
+PARENT, WRITING = "experts", "writing"
 NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 
 
-def begin(save_dir: Path) -> Path:
-    """Return an empty folder to write into."""
-    folder = writing(save_dir)
-    shutil.rmtree(folder, ignore_errors=True)
+def begin(save_dir: Path, prefix: str = WRITING) -> Path:
+    """Return a new folder to write into, of a name that was never there: a client's cache may be old."""
+    folder = save_dir / PARENT / f"{prefix}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
     return folder
 
 
-def writing(save_dir: Path) -> Path:
-    """Return the folder that is being written."""
-    return save_dir / PARENT / "writing"
-
-
-def commit(save_dir: Path, digests: Iterable[str]) -> str:
-    """Give what was written its name, and return that from `save_dir` on.
+def commit(written: Path, digests: Iterable[str]) -> str:
+    """Give what was written its name, and return that from the checkpoint's folder on.
 
     Args:
-        save_dir: as in `begin`.
+        written: what `begin` returned.
         digests: a text for every piece that was written; they make the name.
     """
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
-    folder = save_dir / PARENT / name
+    folder = written.parent / name
     if folder.exists():  # saved before, for example at the end of an epoch without an update since
-        shutil.rmtree(writing(save_dir))
+        for file in written.iterdir():
+            os.replace(file, folder / file.name)  # which may be damaged there
+        written.rmdir()
     else:
-        os.rename(writing(save_dir), folder)
-    _sync(folder)
-    _sync(folder.parent)
+        os.rename(written, folder)
+    sync(folder)
+    sync(folder.parent)
     return f"{PARENT}/{name}"
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Bring a folder's names down to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,31 +59,44 @@ def _sync(folder: Path) -> None:
 
 
 def collect(save_dir: Path) -> None:
-    """Remove the folders of shards that no checkpoint in `save_dir` names.
+    """Remove what was cut off while it was written, and folders that no checkpoint in `save_dir` names.
 
-    Where a checkpoint can not be read, nothing is removed.
+    A checkpoint may have any name. Where one can not be read, or the folders are elsewhere, behind a link,
+    nothing is removed.
     """
-    folders = [f for f in (save_dir / PARENT).glob("*") if f.is_dir() and NAME.fullmatch(f.name)]
+    parent = save_dir / PARENT
+    if parent.is_symlink() or not parent.is_dir():
+        return
+    for folder in parent.glob(f"{WRITING}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    folders = [f for f in parent.iterdir() if NAME.fullmatch(f.name) and not f.is_symlink()]
     if not folders:
         return
+    files = [f for f in save_dir.iterdir() if f.is_file() and f.suffix != ".tmp"]
     try:
-        named = set().union(*(mentions(path) for path in save_dir.glob("*.pt")))
-    except (OSError, zipfile.BadZipFile) as error:
-        logger.warning("kept all folders of %s, since %s", save_dir / PARENT, error)
+        named = set().union(*map(mentions, files))
+    except Exception as error:  # of a damaged zip Python's reader raises whatever it stumbles over
+        logger.warning(
+            "kept all folders of %s, since a checkpoint can not be read: %s", parent, error
+        )
         return
     for folder in folders:
         if folder.name not in named:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-# By path, time and size: the names do not change while the file does not.
-_mentions: dict[tuple[Path, int, int], set[str]] = {}
+# By file, times and size: the names do not change while the file does not.
+_mentions: dict[tuple[int, ...], set[str]] = {}
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the names of the folders that a checkpoint's file names; nothing in it is unpickled."""
+    """Return the names of the folders that a checkpoint's file names; nothing in it is unpickled.
+
+    Raises:
+        ValueError: a file that is called .pt is none.
+    """
     status = path.stat()
-    key = (path, status.st_mtime_ns, status.st_size)
+    key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
     if key not in _mentions:
         _mentions[key] = _read_mentions(path)
     return _mentions[key]
@@ -93,8 +104,11 @@ def mentions(path: Path) -> set[str]:
 
 def _read_mentions(path: Path) -> set[str]:
     with path.open("rb") as file:
-        if file.read(2) != b"PK":
-            return set()  # older than shards
+        start = file.read(2)
+    if start != b"PK":
+        if path.suffix == ".pt" and start[:1] != b"\x80":  # a pickle, from before torch wrote zips
+            raise ValueError(f"{path} is torn")
+        return set()
     with zipfile.ZipFile(path) as archive:
         pickled = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
     return {name.decode() for text in pickled for name in MENTION.findall(text)}

@@ -106,7 +106,9 @@ class ShardedTensor:
             tensor = opened[piece.file].get_tensor(piece.key)
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, str(error)) from error
-        if digest(tensor) != piece.digest:
+        shape = list(self.shape)
+        shape[self.how.dim] //= self.how.count
+        if list(tensor.shape) != shape[1:] or digest(tensor) != piece.digest:
             raise _unreadable(path, f"its {piece.key} is not what was saved")
         return tensor
 
@@ -198,25 +200,42 @@ def _of_record(record: dict[str, Any], path: Path) -> ShardedTensor:
             f"{path} keeps its experts in a way (version {record[MARK]}) that this fairseq_tutel does not "
             "know; install the one that saved it, or a newer one."
         )
-    dtype, pieces = getattr(torch, record["dtype"], None), [Piece(*p) for p in record["pieces"]]
-    # A file from elsewhere must not make this process open any other file.
-    inside = NAME.fullmatch(record["folder"]) and all(Path(p.file).name == p.file for p in pieces)
-    if not inside or not isinstance(dtype, torch.dtype):
+    try:
+        tensor = ShardedTensor(
+            root=path.resolve().parent,
+            folder=record["folder"],
+            shape=tuple(record["shape"]),
+            dtype=getattr(torch, record["dtype"]),
+            how=Slice(*record["slices"]),
+            pieces=tuple(Piece(*piece) for piece in record["pieces"]),
+        )
+        sound = _is_sound(tensor)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        sound = False
+    if not sound:
         raise ValueError(
             f"{path} keeps its experts in a way that no fairseq_tutel wrote; do not use it."
         )
-    return ShardedTensor(
-        root=path.parent,
-        folder=record["folder"],
-        shape=tuple(record["shape"]),
-        dtype=dtype,
-        how=Slice(*record["slices"]),
-        pieces=tuple(pieces),
+    return tensor
+
+
+def _is_sound(tensor: ShardedTensor) -> bool:
+    """Whether a record, which may be from elsewhere, leads to no other file and to no other numbers."""
+    shape, (count, dim) = tensor.shape, (tensor.how.count, tensor.how.dim)
+    return (
+        bool(NAME.fullmatch(tensor.folder))
+        and all(Path(piece.file).name == piece.file for piece in tensor.pieces)
+        and isinstance(tensor.dtype, torch.dtype)
+        and all(type(size) is int and size >= 0 for size in (*shape, dim))
+        and count >= 1
+        and (dim > 0 or count == 1)
+        and shape[dim] % count == 0
+        and len(tensor.pieces) == shape[0] * count
     )
 
 
 def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
-    directory = path.parent / folder
+    directory = path.resolve().parent / folder
     there = {file.name for file in directory.iterdir()} if directory.is_dir() else set()
     missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)
     if missing:

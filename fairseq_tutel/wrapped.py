@@ -173,6 +173,8 @@ def copy(original: Any) -> Any:
         temporary = dst_path + TEMPORARY
         try:
             copied = original(src_path, temporary, True)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
             os.replace(temporary, dst_path)
         except BaseException as error:
             explained = unwritten(dst_path, error) if isinstance(error, OSError) else error

@@ -156,7 +156,7 @@ CORE = {
     "tools": "",
     "tools.checkpoint_file": "shards",
     "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
-    "tools.average": "safe_globals tools.checkpoint_file",
+    "tools.average": "comm.zero_shards safe_globals tools.checkpoint_file",
     "tools.fairseq_names": "",
     "tools.our_options": "config",
     "tools.optimizer_state": "",

@@ -40,7 +40,7 @@ def is_expert(parameter: Tensor) -> bool:
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
     """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
     for parameter in parameters:
-        if not is_expert(parameter):
+        if not is_expert(parameter) or not parameter.requires_grad:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

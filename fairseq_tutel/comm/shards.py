@@ -45,25 +45,26 @@ def write_experts(
     Raises:
         ValueError: on all ranks, where one could not write.
     """
-    _first_rank(place, lambda: _begin(save_dir))
-    written, error = _write_own(model, place, states, shard_folder.writing(save_dir))
-    everything: list[Any] = [(written, error)]
+    folder = save_dir / shard_folder.PARENT / _first_rank(place, lambda: _begin(save_dir))
+    own = _write_own(model, place, states, folder)
+    everything: list[Any] = [own]
     if place.world_size > 1:
         everything = [None] * place.world_size
         with guarded("the agreement on the shards that were written"):
-            dist.all_gather_object(everything, (written, error))
-    _refuse_failure(save_dir, [error for _, error in everything])
-    tensors = _joined([written for written, _ in everything])
+            dist.all_gather_object(everything, own)
+    _refuse_failure(folder.parent, [error for _, _, error in everything])
+    tensors = _joined([written for written, _, _ in everything])
     names = [
         f"{p.file} {p.key} {p.digest}"
         for _, _, _, pieces in tensors.values()
         for p in pieces.values()
     ]
-    folder = _first_rank(place, lambda: shard_folder.commit(save_dir, names))
+    sizes = {file: size for _, sizes, _ in everything for file, size in sizes.items()}
+    committed = _first_rank(place, lambda: _commit(folder, names, sizes))
     return {
         key: ShardedTensor(
             root=save_dir,
-            folder=folder,
+            folder=committed,
             shape=shape,
             dtype=dtype,
             how=how,
@@ -73,9 +74,17 @@ def write_experts(
     }
 
 
-def _begin(save_dir: Path) -> None:
+def _begin(save_dir: Path) -> str:
     shard_folder.collect(save_dir)
-    shard_folder.begin(save_dir)
+    return shard_folder.begin(save_dir).name
+
+
+def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
+    for file, size in sizes.items():
+        path = folder / file
+        if not path.is_file() or path.stat().st_size != size:
+            raise OSError(f"{path}, which another rank wrote, is not there as it was written")
+    return shard_folder.commit(folder, names)
 
 
 def _first_rank(place: Topology, action: Callable[[], Any]) -> Any:
@@ -84,33 +93,34 @@ def _first_rank(place: Topology, action: Callable[[], Any]) -> Any:
     if place.rank == 0:
         try:
             done[0] = action()
-        except OSError as error:
-            done[1] = str(error)
+        except Exception as error:  # whatever it is, the others wait
+            done[1] = f"{type(error).__name__}: {error}"
     if place.world_size > 1:
         with guarded("rank 0's work on the folder of shards"):
             dist.broadcast_object_list(done, src=0)
     if done[1] is not None:
         raise ValueError(
-            f"rank 0 could not prepare the folder of shards ({done[1]}); make room in --save-dir, or give "
-            "another one."
+            f"rank 0 could not prepare or commit the folder of shards ({done[1]}); make room, or give a "
+            "--save-dir that all ranks share; the last saved checkpoint is whole."
         )
     return done[0]
 
 
-def _refuse_failure(save_dir: Path, errors: list[str | None]) -> None:
+def _refuse_failure(folder: Path, errors: list[str | None]) -> None:
     for rank, error in enumerate(errors):
         if error is not None:
             raise ValueError(
-                f"rank {rank} could not write its experts to {save_dir / shard_folder.PARENT} ({error}); "
+                f"rank {rank} could not write its experts to {folder} ({error}); "
                 "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
             )
 
 
 def _write_own(
     model: nn.Module, place: Topology, states: States, folder: Path
-) -> tuple[Written, str | None]:
-    """Write this rank's share, a file a layer, and return what was written, or why it was not."""
+) -> tuple[Written, dict[str, int], str | None]:
+    """Write this rank's share, a file a layer; return what, its files' sizes, and why it was not, if so."""
     written: Written = {}
+    sizes: dict[str, int] = {}
     failed: str | None = None
     for layer, stack in model.named_modules():
         if not isinstance(stack, ExpertStack):
@@ -125,10 +135,10 @@ def _write_own(
                 tensors[f"{name}.{key}"] = (value, cut)
         if failed is None:  # after an error no more is written, but others may wait in `states`
             try:
-                written |= _write_layer(layer, stack, tensors, place, folder)
-            except OSError as error:
-                failed = str(error)
-    return written, failed
+                written |= _write_layer(layer, stack, tensors, place, folder, sizes)
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error}"
+    return written, sizes, failed
 
 
 def _write_layer(
@@ -137,6 +147,7 @@ def _write_layer(
     tensors: dict[str, tuple[Tensor, Slice]],
     place: Topology,
     folder: Path,
+    sizes: dict[str, int],
 ) -> Written:
     part, index = stack.part, stack.part.index
     share = _share(part.num_local, place)
@@ -161,6 +172,7 @@ def _write_layer(
             pieces[expert, index if how.count > 1 else 0] = Piece(file, key, digest(value))
     if values:
         write_file(values, folder / file)
+        sizes[file] = (folder / file).stat().st_size
     return written
 
 
@@ -176,4 +188,10 @@ def _joined(parts: list[Written]) -> Written:
     for part in parts:
         for key, (shape, dtype, how, pieces) in part.items():
             joined.setdefault(key, (shape, dtype, how, {}))[3].update(pieces)
+    for (layer, name), (shape, _, how, pieces) in joined.items():
+        if len(pieces) != shape[0] * how.count:
+            raise ValueError(
+                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * how.count}: the "
+                "ranks' optimizers differ; the last saved checkpoint is whole."
+            )
     return joined

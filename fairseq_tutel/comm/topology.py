@@ -91,8 +91,8 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
         raise ValueError(
             f"--moe-expert-parallel-size is {requested}, which does not fit the number of ranks "
             f"({world_size}) and the number of experts ({counts}); give a common divisor, a divisor of the "
-            "ranks that is a multiple of the experts, or 0 for the greatest common divisor; or start as many "
-            "ranks as it needs, with torchrun."
+            "ranks that is a multiple of the experts, or 0 for the greatest common divisor; or start other "
+            "numbers of ranks, with torchrun."
         )
     return requested
 

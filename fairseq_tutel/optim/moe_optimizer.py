@@ -24,7 +24,7 @@ from fairseq_tutel.comm.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
-from fairseq_tutel.comm.slices import cut, slice_of
+from fairseq_tutel.comm.slices import Slice, cut, slice_of
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.shards import ShardedTensor, unbind
@@ -179,18 +179,22 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 
 def _own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
-    how = slice_of(parameter)
-    whole = parameter.shape[0] * place.expert_parallel_size // how.count
-    part = place.part(whole)
+    how, shape = slice_of(parameter), list(parameter.shape)
+    shape[0] = shape[0] * place.expert_parallel_size // how.count
+    shape[how.dim] *= how.count
+    part = place.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
+        # What has not the parameter's shape, such as a scale, is the same for all slices.
+        cut_as = how if list(value.shape) == shape else Slice()
+        index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):
-            return value.read(part.first, part.num_local, how, part.index)
+            return value.read(part.first, part.num_local, cut_as, index)
         local = value[part.first : part.first + part.num_local]
-        return cut(local, how, part.index).clone()
+        return cut(local, cut_as, index).clone()
 
     return {
-        key: own(value) if _is_per_expert(value, parameter, whole) else value
+        key: own(value) if _is_per_expert(value, parameter, shape[0]) else value
         for key, value in state.items()
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.safe_globals import let_checkpoints_load
 from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write
 
@@ -28,10 +29,6 @@ NAMES = {
         r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt",
     ),
 }
-
-# Where the optimizer state of a half-precision training holds the weights in fp32 (optim/moe_optimizer.py).
-# A resume would take the first file's weights from there instead of the average.
-MASTER = "fp32_master"
 
 
 def add_to(tools: Any) -> None:
@@ -203,6 +200,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
         if identity not in done:
             done[identity] = mean(tensors)
         averaged[key] = done[identity]
+    # A resume would take the first file's weights from there instead of the average.
     kept = {key: _without(MASTER, part) for key, part in states[0].items() if key != "model"}
     return {**kept, "model": averaged}
 

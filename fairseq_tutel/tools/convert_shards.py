@@ -4,6 +4,7 @@ A run reads either by itself; this is for files that are kept, sent or opened by
 """
 
 import argparse
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,21 @@ def to_sharded(state: dict[str, Any], target: Path) -> None:
     found = list(_stacks(state))
     if not found:
         raise ValueError("--input names a checkpoint without experts, which has nothing to shard.")
+    folder = None
     try:
-        folder = shard_folder.begin(target.parent)
+        folder = shard_folder.begin(target.parent, "convert")
         pieces = [
             _write_stack(layer, name, holder[key], folder) for layer, name, holder, key in found
         ]
         names = [f"{p.file} {p.key} {p.digest}" for each in pieces for p in each]
-        committed = shard_folder.commit(target.parent, names)
+        committed = shard_folder.commit(folder, names)
     except OSError as error:
         raise ValueError(
             f"--output {target} could not be written ({error}); make room or give another place."
         ) from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     for (_, _, holder, key), each in zip(found, pieces, strict=True):
         tensor = holder[key]
         holder[key] = ShardedTensor(

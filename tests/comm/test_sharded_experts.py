@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.comm import shards
 from fairseq_tutel.comm.checkpoint import save_in_shards
-from fairseq_tutel.shards import ShardedTensor, bind
+from fairseq_tutel.shards import ShardedTensor, bind, write_file
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
 # (W, P): one rank, replicas, one expert a rank, one expert on two ranks.
@@ -125,4 +126,28 @@ def begin_badly(folder: str) -> str:
 def test_a_first_rank_that_can_not_begin_is_heard_by_all(ranks, tmp_path):
     (tmp_path / "experts").write_text("a file where the folder should be")
     for sentence in ranks(2).run(begin_badly, str(tmp_path)):
-        assert sentence.startswith("rank 0 could not prepare the folder of shards")
+        assert sentence.startswith("rank 0 could not prepare or commit the folder of shards")
+
+
+def save_unseen(folder: str) -> str:
+    """Rank 0 sees an older state of what rank 1 wrote."""
+    split, place = model(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(shards.shard_folder, "PARENT", "seen")
+            (Path(folder) / "seen").symlink_to(Path(folder) / "other")
+            (Path(folder) / "other").mkdir()
+            patch.setattr(shards, "write_file", lambda values, path: write_elsewhere(values, path))
+        with pytest.raises(ValueError) as caught:
+            save_in_shards(split, place, states, Path(folder))
+    return str(caught.value)
+
+
+def write_elsewhere(values: dict, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_file(values, path)
+
+
+def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(ranks, tmp_path):
+    for sentence in ranks(2).run(save_unseen, str(tmp_path)):
+        assert "is not there as it was written" in sentence

@@ -6,6 +6,7 @@ kept and collected.
 """
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,13 @@ def test_a_flipped_bit_is_found(tmp_path):
         ({"folder": "../../etc"}, "no fairseq_tutel wrote"),
         ({"pieces": [["../a.safetensors", "0", "00"]]}, "no fairseq_tutel wrote"),
         ({"dtype": "load"}, "no fairseq_tutel wrote"),
+        ({"dtype": "float33"}, "no fairseq_tutel wrote"),
+        ({"folder": 3}, "no fairseq_tutel wrote"),
+        ({"shape": ["a", 2]}, "no fairseq_tutel wrote"),
+        ({"shape": [5, 2]}, "no fairseq_tutel wrote"),
+        ({"slices": [0, 1]}, "no fairseq_tutel wrote"),
+        ({"slices": [3, 1]}, "no fairseq_tutel wrote"),
+        ({"pieces": [["a.safetensors"]]}, "no fairseq_tutel wrote"),
     ],
 )
 def test_a_record_of_others_is_refused(tmp_path, change, sentence):
@@ -127,9 +135,13 @@ def save(root: Path, name: str, content: str) -> str:
     shard_folder.collect(root)
     folder = shard_folder.begin(root)
     (folder / "a.safetensors").write_text(content)
-    committed = shard_folder.commit(root, [content])
+    committed = shard_folder.commit(folder, [content])
     torch.save({"model": {"a": {"expert_shards": 1, "folder": committed}}}, root / name)
     return committed
+
+
+def held(root: Path) -> list[str]:
+    return sorted(f"experts/{path.name}" for path in (root / "experts").iterdir())
 
 
 def test_folders_live_as_long_as_a_checkpoint_names_them(tmp_path):
@@ -139,28 +151,54 @@ def test_folders_live_as_long_as_a_checkpoint_names_them(tmp_path):
     (tmp_path / "checkpoint1.pt").unlink()
     assert (tmp_path / first).is_dir()  # until the next save
     third = save(tmp_path, "checkpoint_last.pt", "three")
-    assert sorted(p.name for p in (tmp_path / "experts").iterdir()) == sorted(
-        Path(name).name for name in (second, third)
-    )
+    assert held(tmp_path) == sorted([second, third])
 
 
-def test_the_same_content_is_kept_once(tmp_path):
+def test_a_checkpoint_may_have_any_name(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
-    assert save(tmp_path, "checkpoint_last.pt", "one") == first
-    assert [p.name for p in (tmp_path / "experts").iterdir()] == [Path(first).name]
+    (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.bak")
+    (tmp_path / "training.log").write_text("words")
+    second = save(tmp_path, "checkpoint2.pt", "two")
+    assert held(tmp_path) == sorted([first, second])
 
 
-def test_what_was_cut_off_is_begun_anew(tmp_path):
-    (shard_folder.begin(tmp_path) / "half").write_text("half")
-    assert not list(shard_folder.begin(tmp_path).iterdir())
-
-
-def test_nothing_is_collected_beside_a_file_that_can_not_be_read(tmp_path, caplog):
-    first = save(tmp_path, "checkpoint1.pt", "one")
-    (tmp_path / "checkpoint1.pt").write_bytes((tmp_path / "checkpoint1.pt").read_bytes()[:90])
-    (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip")
+def test_a_file_that_was_replaced_within_its_clock_tick_is_read_anew(tmp_path):
+    save(tmp_path, "checkpoint.pt", "one")
+    os.utime(tmp_path / "checkpoint.pt", (1, 1))
+    second = save(tmp_path, "new.pt", "two")
+    os.utime(tmp_path / "new.pt", (1, 1))
+    os.replace(tmp_path / "new.pt", tmp_path / "checkpoint.pt")
     shard_folder.collect(tmp_path)
-    assert (tmp_path / first).is_dir()
+    assert held(tmp_path) == [second]
+
+
+def test_the_same_content_is_kept_once_and_mended(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / first / "a.safetensors").write_text("damaged")
+    assert save(tmp_path, "checkpoint_last.pt", "one") == first
+    assert held(tmp_path) == [first]
+    assert (tmp_path / first / "a.safetensors").read_text() == "one"
+
+
+def test_what_was_cut_off_is_removed_and_begun_under_another_name(tmp_path):
+    folder = shard_folder.begin(tmp_path)
+    of_a_tool = shard_folder.begin(tmp_path, "convert")
+    (folder / "half").write_text("half")
+    shard_folder.collect(tmp_path)
+    assert not folder.exists()
+    assert of_a_tool.exists()
+    assert shard_folder.begin(tmp_path) != folder
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 90, b"PK", b"PK\x03\x04 and no more", b"PK\x05\x06" + b"\xff" * 80]
+)
+def test_nothing_is_collected_beside_a_file_that_can_not_be_read(tmp_path, caplog, content):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip")
+    (tmp_path / "checkpoint1.pt").write_bytes(content)
+    shard_folder.collect(tmp_path)
+    assert held(tmp_path) == [first]
     assert "kept all folders" in caplog.text
 
 
@@ -168,3 +206,20 @@ def test_other_people_s_folders_are_left_alone(tmp_path):
     (tmp_path / "experts" / "mine").mkdir(parents=True)
     shard_folder.collect(tmp_path)
     assert (tmp_path / "experts" / "mine").is_dir()
+    (tmp_path / "a").mkdir()
+    there = save(tmp_path / "a", "checkpoint1.pt", "one")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "experts").symlink_to(tmp_path / "a" / "experts")
+    shard_folder.collect(tmp_path / "b")
+    assert held(tmp_path / "a") == [there]
+
+
+def test_a_link_to_a_checkpoint_finds_its_shards(tmp_path):
+    whole = torch.randn(3, 4)
+    torch.save({"a": write(tmp_path, whole, Slice()).record()}, tmp_path / "checkpoint.pt")
+    link = tmp_path / "elsewhere" / "latest.pt"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "checkpoint.pt")
+    state = torch.load(link, weights_only=True)
+    bind(state, link)
+    assert torch.equal(state["a"].whole(), whole)

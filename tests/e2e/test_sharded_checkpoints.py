@@ -152,7 +152,7 @@ def test_a_resume_continues_bit_for_bit_with_its_masters(lm_data, tmp_path):
 def test_files_that_fairseq_removes_take_their_shards_along(lm_data, tmp_path):
     keep = ("--save-interval-updates", 1, "--keep-interval-updates", 1)
     run = train(lm_data, tmp_path, 5, 2, 1, *SHARDED, *keep)
-    assert run.output.count("Finished saving checkpoint") >= 10 - 5
+    assert run.output.count("Finished saving checkpoint") >= 5
     files = sorted(path.name for path in tmp_path.glob("*.pt"))
     assert files == ["checkpoint_1_5.pt", "checkpoint_best.pt", "checkpoint_last.pt"]
     named = {name for file in files for name in shard_folder.mentions(tmp_path / file)}
@@ -245,10 +245,12 @@ def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_state_that_zero_cuts_is_saved_and_read(lm_data, tmp_path, straight, stage):
     zero = ("--moe-zero-stage", stage, "--moe-offload-optimizer")
-    train_at("4 by 2", lm_data, tmp_path, 3, *zero)
-    state = load(tmp_path)["last_optimizer_state"]["state"].values()
+    saved, copy = tmp_path / "saved", tmp_path / "copy"
+    train_at("4 by 2", lm_data, saved, 3, *zero)
+    state = load(saved)["last_optimizer_state"]["state"].values()
     assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state)
-    run = train_at("2 full", lm_data, tmp_path, 4)
-    assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[3:4]]
-    run = train_at("4 by 2", lm_data, tmp_path, 5, *zero)
-    assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[4:]]
+    for place, extra in (("2 full", ()), ("4 by 2", zero)):
+        shutil.copytree(saved, copy)
+        run = train_at(place, lm_data, copy, 5, *extra)
+        assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[3:]]
+        shutil.rmtree(copy)
