@@ -161,7 +161,7 @@ class MoEOptimizerMixin:
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
             if place.expert_parallel_size > 1 and is_expert(parameter) and index in state:
-                state[index] = _own_part(state[index], parameter, place)
+                state[index] = own_part(state[index], parameter, place)
         unbind(state)  # what is not cut is read as a whole
         self._cut_state(state)
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
@@ -178,7 +178,8 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
     return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
 
 
-def _own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
+def own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
+    """Return this rank's part of the state of all experts of a parameter."""
     how, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * place.expert_parallel_size // how.count
     shape[how.dim] *= how.count

@@ -158,3 +158,10 @@ def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(
             factor = world_size**0.5 if name.startswith("experts.") else 1
             assert grad.any(), name
             torch.testing.assert_close(scaled[name], factor * grad, msg=name)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    frozen = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    mark_expert(frozen)
+    reduce_expert_gradients([frozen], Topology(world_size=2, expert_parallel_size=2))
+    assert frozen.grad is None

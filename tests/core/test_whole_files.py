@@ -68,6 +68,15 @@ def test_the_format_from_before_1_6_is_taken_as_it_is(path):
     assert not whole_files.is_whole(str(path))
 
 
+def test_a_file_without_check_sums_is_whole(path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(CONTENT, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert whole_files.is_whole(str(path))
+
+
 @pytest.fixture
 def failing(path, monkeypatch):
     """Let torch.save fail after some bytes, `failing.times` times."""

@@ -7,8 +7,10 @@ import torch
 from fairseq.optim.adam import Adam
 
 from fairseq_tutel.comm.gradients import mark_expert
+from fairseq_tutel.comm.slices import Slice, mark_slice
+from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.optim.moe_adam import FusedAdam
-from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, own_part
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
 
@@ -165,3 +167,14 @@ def test_a_count_of_steps_that_stands_in_the_group_is_taken_up():
     _step(whole, straight, 1)
     _step(resumed, ours, 1)
     assert torch.equal(ours[0], straight[0])
+
+
+def test_a_scale_per_expert_is_the_same_for_all_its_slices():
+    place = Topology(world_size=4, rank=3, expert_parallel_size=4)
+    parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # the second half of expert 1 of 2
+    mark_slice(parameter, Slice(2, 1))
+    whole = {"exp_avg": torch.randn(2, 6, 5), "exp_avg_scale": torch.randn(2, 1, 1), "step": 7}
+    own = own_part(whole, parameter, place)
+    assert torch.equal(own["exp_avg"], whole["exp_avg"][1:, 3:])
+    assert torch.equal(own["exp_avg_scale"], whole["exp_avg_scale"][1:])
+    assert own["step"] == 7
