@@ -36,7 +36,7 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.comm import checkpoint, guard, topology
+from fairseq_tutel.comm import checkpoint, guard, restart, topology
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.meeting import meeting
 from fairseq_tutel.expert_stack import ExpertStack
@@ -213,6 +213,8 @@ def call_main(original: Any) -> Any:
         if cfg.distributed_training.distributed_init_method is None:
             distributed_utils.infer_init_method(cfg.distributed_training)
         on_each = main if cfg.common_eval.path is None else OnSeveralRanks(main)
+        if cfg.distributed_training.distributed_init_method == "env://" and restart.may_happen():
+            cfg.distributed_training.distributed_init_method = restart.METHOD
         with guarded("a collective of fairseq's own", timed=False), _meeting(cfg) as met:
 
             def met_main(*args: Any, **kwargs: Any) -> Any:

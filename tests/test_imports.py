@@ -90,6 +90,7 @@ CORE = {
     "dispatch": "kernels routing",
     "comm.fingerprint": "comm.guard",
     "comm.meeting": "comm.guard",
+    "comm.restart": "",
     "comm.slices": "",
     "shards": "comm.slices",
     "shard_folder": "",
@@ -295,9 +296,6 @@ EDGE = {
     "tools.inspect_file": (
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
     ),
-    "wrapped": (
-        "comm.checkpoint comm.guard comm.meeting comm.topology expert_stack "
-        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config shards together "
         "whole_files"
     ),
     "train": "comm.topology plugin",

@@ -1,0 +1,97 @@
+"""Restart: ranks that torchrun starts again meet where earlier ones have left nothing.
+
+torchrun keeps one store as long as it lives. Ranks of a later start find the addresses of dead ones in it,
+and end at once (pytorch/pytorch issue 167288). Here rank 0 draws a name for each start, under which all of
+it happens, and learns from each rank's answer that it was not an earlier one that asked.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError, PrefixStore, Store, constants, rendezvous
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+SCHEME = "restarted"
+# For init_process_group, instead of env://.
+METHOD = f"{SCHEME}://"
+PLACE = "fairseq_tutel/start"
+PAUSE_SECONDS = 0.02
+
+
+def may_happen() -> bool:
+    """Whether a launcher that keeps the store said that it will start ranks again."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
+def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return the part of a store that this start of the ranks has to itself. Every rank calls it.
+
+    Args:
+        store: in which earlier starts may have left anything.
+        rank: of this process.
+        world_size: W, of this start.
+        timeout: how long to wait for the others.
+
+    Raises:
+        DistStoreError: a rank did not come.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    name = _welcome(store, world_size, deadline) if rank == 0 else _ask(store, rank, deadline)
+    return PrefixStore(f"{PLACE}/{name}", store)
+
+
+def _welcome(store: Store, world_size: int, deadline: float) -> str:
+    """Tell every rank the name of this start, until each has it."""
+    name, waiting = uuid.uuid4().hex, set(range(1, world_size))
+    told: dict[int, str] = {}
+    while waiting:
+        for rank in sorted(waiting):
+            asker = _read(store, f"asker/{rank}")
+            if asker and told.get(rank) != asker:
+                told[rank] = asker
+                store.set(f"{PLACE}/answer/{rank}", f"{asker} {name}")
+            if _read(store, f"taken/{rank}") == name:
+                waiting.remove(rank)
+        _pause(deadline, f"{world_size - len(waiting)}/{world_size} ranks came")
+    return name
+
+
+def _ask(store: Store, rank: int, deadline: float) -> str:
+    """Return the name that rank 0 gave to this very process."""
+    me = uuid.uuid4().hex
+    store.set(f"{PLACE}/asker/{rank}", me)
+    while True:
+        asker, _, name = _read(store, f"answer/{rank}").partition(" ")
+        if asker == me:
+            store.set(f"{PLACE}/taken/{rank}", name)
+            return name
+        _pause(deadline, "rank 0 did not answer")
+
+
+def _read(store: Store, key: str) -> str:
+    key = f"{PLACE}/{key}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _pause(deadline: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise DistStoreError(what)
+    time.sleep(PAUSE_SECONDS)
+
+
+def _rendezvous(
+    url: str, timeout: timedelta = constants.default_pg_timeout, **options: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Meet as env:// does, in a part of the store that no earlier start has written to."""
+    of_torch = "env" + url.removeprefix(SCHEME)
+    store, rank, world_size = next(rendezvous(of_torch, timeout=timeout, **options))
+    yield fresh(store, rank, world_size, timeout), rank, world_size
+    raise RuntimeError(f"ranks that met by {METHOD} cannot meet again without a launcher")
+
+
+register_rendezvous_handler(SCHEME, _rendezvous)

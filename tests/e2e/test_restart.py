@@ -1,0 +1,147 @@
+"""A launcher that starts ranks again: the training goes on from its newest checkpoint, to the same end.
+
+Covered: a rank kills itself in the middle and all are started again beside the same store; the same by
+torchrun itself, and two nodes of torchrun of which one is lost (both long).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cli import ROOT, fairseq, start, tail, torchrun_environment, wait
+from equality import facts_of, same_bits
+from models import lm_args
+from ports import free_port
+
+PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
+SAVES = ("--save-interval-updates", 2, "--dropout", 0.1, "--user-dir", PLACES)
+UPDATES = 6
+
+
+def _environment(folder, what="kill", when=5):
+    """Return what makes rank 1 kill itself in training step `when`, once."""
+    fault = {
+        "what": what, "place": "train", "when": when, "rank": 1, "marker": str(folder / "fired"),
+        "save_dir": str(folder / "save"), "seconds": 0, "detail": "", "fraction": 0,
+    }  # fmt: skip
+    return {"FAULT": json.dumps(fault)}
+
+
+def _load(folder):
+    return torch.load(folder / "save" / "checkpoint_last.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lm_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    words = lm_args(lm_data, folder / "save", *SAVES, updates=UPDATES)
+    fairseq("train", *words, ranks=2, env=_environment(folder, what="none"))
+    return _load(folder)
+
+
+def _ended_like(expected, folder):
+    found = _load(folder)
+    assert found["optimizer_history"][-1]["num_updates"] == UPDATES
+    same_bits(expected["model"], found["model"])
+    same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
+    assert facts_of(found) == facts_of(expected)
+
+
+def test_ranks_that_are_started_again_beside_the_same_store_end_alike(
+    lm_data, tmp_path, undisturbed
+):
+    port = free_port()
+    kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
+    launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2"}
+    codes = []
+    for count in range(2):
+        started = []
+        for rank in range(2):
+            env = {**torchrun_environment(rank, 2, port), **launcher, **_environment(tmp_path)}
+            env["TORCHELASTIC_RESTART_COUNT"] = str(count)
+            started += start("train", *words, env=env)
+        run = wait(started)
+        codes.append(run.exit_codes)
+    assert codes == [[1, -signal.SIGKILL], [0, 0]], tail(run.output)
+    assert "(epoch 1 @ 4 updates)" in run.output
+    _ended_like(undisturbed, tmp_path)
+    del kept
+
+
+def _torchrun(words, *flags):
+    command = [sys.executable, "-m", "torch.distributed.run", *flags]
+    return [str(word) for word in (*command, "-m", "fairseq_tutel.train", *words)]
+
+
+@pytest.mark.long
+def test_torchrun_starts_ranks_again(lm_data, tmp_path, undisturbed):
+    words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
+    flags = ("--nproc_per_node", 2, "--max-restarts", 2, "--master_port", free_port())
+    done = subprocess.run(
+        _torchrun(words, *flags), env={**os.environ, **_environment(tmp_path)}, cwd=ROOT,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, tail(output)
+    assert (tmp_path / "fired").exists()
+    assert "Loaded checkpoint" in output and "(epoch 1 @ 4 updates)" in output
+    _ended_like(undisturbed, tmp_path)
+
+
+@pytest.mark.long
+def test_torchrun_goes_on_with_the_node_that_is_left(lm_data, tmp_path):
+    """Two agents on one machine; the second one and its rank are killed."""
+    words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=100000)
+    flags = (
+        "--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 2,
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}",
+    )  # fmt: skip
+    env = {**os.environ, **_environment(tmp_path, what="none")}
+    agents = []
+    for node in range(2):
+        # The first one keeps the store, and each waits so long for the other to come.
+        own = ("--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=15")
+        command = _torchrun(words, *flags, *own)
+        with open(tmp_path / f"{node}.log", "w") as log:
+            agents.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
+    try:
+        _wait_for(tmp_path / "save" / "checkpoint_last.pt", agents, 120)
+        for pid in [*_children(agents[1].pid), agents[1].pid]:
+            os.kill(pid, signal.SIGKILL)
+        log = _wait_for_line(tmp_path / "0.log", "Loaded checkpoint", agents[0], 180)
+        assert "rank 1 did not answer a roll call" in log
+        assert "training on 2 devices" in log.partition("training on 1 devices")[0]
+        assert "training on 1 devices" in log
+    finally:
+        for agent in agents:
+            for pid in [*_children(agent.pid), agent.pid] if agent.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)
+            agent.wait()
+
+
+def _wait_for(path, agents, seconds):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)
+        time.sleep(0.2)
+
+
+def _wait_for_line(path, line, agent, seconds):
+    deadline = time.monotonic() + seconds
+    while line not in (log := path.read_text()):
+        assert time.monotonic() < deadline and agent.poll() is None, tail(log)
+        time.sleep(0.2)
+    return log
+
+
+def _children(pid):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
