@@ -296,6 +296,9 @@ EDGE = {
     "tools.inspect_file": (
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
     ),
+    "wrapped": (
+        "comm.checkpoint comm.guard comm.meeting comm.restart comm.topology expert_stack "
+        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config shards together "
         "whole_files"
     ),
     "train": "comm.topology plugin",
