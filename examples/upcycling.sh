@@ -19,9 +19,9 @@ mkdir -p "$out"
 # two of 256, are its arithmetic per token. A top-1 weight is a probability; 8 times that of an even gate is 1.
 declare -A experts=(
     [parts]="--moe-expert-ffn-dim 256 --moe-top-k 2"
-    [top1]="--moe-top-k 1 --moe-routed-scaling-factor 8"
-    [top1-half-anew]="--moe-top-k 1 --moe-routed-scaling-factor 8"
-    [top2]="--moe-top-k 2"
+    [top1]="--moe-expert-ffn-dim 512 --moe-top-k 1 --moe-routed-scaling-factor 8"
+    [top1-half-anew]="--moe-expert-ffn-dim 512 --moe-top-k 1 --moe-routed-scaling-factor 8"
+    [top2]="--moe-expert-ffn-dim 512 --moe-top-k 2"
 )
 declare -A made=(
     [parts]=""

@@ -1,8 +1,8 @@
 """Print the table of examples/upcycling.sh: python examples/upcycling_table.py OUT.
 
 Perplexity on the report half where a case begins and after its training, the latter's difference, seed by
-seed, to the dense model trained on, and the load of the busiest expert in even shares over 20 updates, mean
-of the layers, over the last 100 updates. Mean of the seeds, with the standard deviation.
+seed, to the dense model trained on, and the load of the busiest expert in even shares over 20 updates,
+mean of the layers, over the last 100 updates. Mean of the seeds, with the standard deviation.
 """
 
 import statistics

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
 from fairseq_tutel.tools.checkpoint_file import refuse_output, write
-from fairseq_tutel.tools.dense_layer import dense_tensors, is_exact, widened
+from fairseq_tutel.tools.dense_layer import dense_tensors, is_exact, usual_weight, widened
 from fairseq_tutel.tools.ffn_layers import Layer, dense_step, layers_of
 from fairseq_tutel.tools.moe_file import MoEFile, open_moe
 from fairseq_tutel.tools.saved_options import PARTS, drop, model_options, name_of, rename
@@ -34,6 +34,13 @@ def add_to(kinds: Any) -> None:
         help="by id: one, or several to be one wide network, or all; for all layers, as 0 or 0,1, or as "
         "decoder_1=3 decoder_3=0",
     )
+    parser.add_argument(
+        "--weight",
+        type=float,
+        metavar="W",
+        help="what the chosen experts weigh together: by default what a token's experts do where their "
+        "weights sum up to one number, else 1, for which a log's mean expert1_weight may be better",
+    )
     parser.set_defaults(convert=run)
 
 
@@ -45,12 +52,16 @@ def run(arguments: argparse.Namespace) -> None:
     """
     path, output = Path(arguments.input), Path(arguments.output)
     refuse_output(output, [path])
+    if arguments.weight is not None and not 0 < arguments.weight < 1e6:
+        raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     file = open_moe(path)
     chosen = _chosen(arguments.experts, file)
     steps, differ = {}, []
     for layer, config in file.layers.items():
-        steps[layer] = dense_tensors(file.model, layer, config, chosen[layer])
-        if not is_exact(file.model, layer, config, chosen[layer]):
+        usual = usual_weight(config)
+        weight = usual if arguments.weight is None else arguments.weight
+        steps[layer] = dense_tensors(file.model, layer, config, chosen[layer], weight)
+        if weight != usual or not is_exact(file.model, layer, config, chosen[layer]):
             differ.append(layer.label)
     widths = _widen(file, steps)
     _make_dense(file.state, widths)

@@ -17,18 +17,27 @@ from fairseq_tutel.tools.upcycle_layer import sums_to_1
 
 
 def dense_tensors(
-    model: Mapping[str, Tensor], layer: Layer, config: MoEConfig, chosen: Sequence[int]
+    model: Mapping[str, Tensor],
+    layer: Layer,
+    config: MoEConfig,
+    chosen: Sequence[int],
+    weight: float,
 ) -> dict[str, Tensor]:
     """Return a dense step's tensors by their names within the layer.
 
-    Each chosen expert has a weight of routed_scaling_factor / n, which its second map takes in.
+    Args:
+        model: the state dict.
+        layer: which of its layers.
+        config: of the layer.
+        chosen: ids of the experts.
+        weight: of all together; an n-th of it goes into each one's second map.
 
     Raises:
         ValueError: experts that no dense step of fairseq's can be.
     """
     _refuse(config, layer, len(chosen))
     experts = experts_of(model, layer)
-    scale = config.routed_scaling_factor / len(chosen)
+    scale = weight / len(chosen)
     w1s, b1s, w2s, b2s = (
         [experts[name][i] for i in chosen]
         for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
@@ -72,10 +81,15 @@ def _refuse(config: MoEConfig, layer: Layer, number: int) -> None:
         )
 
 
+def usual_weight(config: MoEConfig) -> float:
+    """Return what a token's experts weigh together; 1 where that is a matter of probabilities."""
+    return config.routed_scaling_factor if sums_to_1(config) else 1.0
+
+
 def is_exact(
     model: Mapping[str, Tensor], layer: Layer, config: MoEConfig, chosen: Sequence[int]
 ) -> bool:
-    """Whether the dense step computes what the MoE layer does, in evaluation without dropping.
+    """Whether a dense step of the usual weight computes what the layer does, in evaluation.
 
     It does where the weights of a token's experts sum to 1, and experts repeat every p of them: a token
     gets all p kinds alike, since p is 1 or its gate cannot tell them apart, and so does the dense step.

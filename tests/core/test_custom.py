@@ -17,7 +17,7 @@ from custom_parts import CalmGate, DeepExpert
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fairseq_tutel import MoEConfig, MoELayer, moe_layer
+from fairseq_tutel import MoEConfig, MoELayer, exchange
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.custom_experts import CustomExperts
 from fairseq_tutel.ffn_step import MoEFeedForward
@@ -411,6 +411,6 @@ def test_a_gate_that_is_not_used_has_no_parameters_to_train():
 def test_rows_that_are_brought_for_others_are_floats_whatever_comes_first(monkeypatch):
     layer = own_layer(expert_type="custom_parts.CountingExpert")
     brought = []
-    monkeypatch.setattr(moe_layer.exchange, "run", lambda rows, *_: brought.append(rows.dtype))
+    monkeypatch.setattr(exchange, "run", lambda rows, *_: brought.append(rows.dtype))
     layer.take_part()
     assert brought == [torch.float64]
