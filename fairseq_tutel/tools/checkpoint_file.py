@@ -24,15 +24,28 @@ def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
     state = load_any(path, flag)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
+    read_shards(state, path)
+    return state
+
+
+def read_shards(state: dict[str, Any], path: Path) -> None:
+    """Put the tensors that an opened checkpoint keeps in shard files into it, in place.
+
+    Args:
+        state: as `load_any` gives it; one without shards stays as it is.
+        path: of the file.
+
+    Raises:
+        ValueError: its shards are missing or torn.
+    """
     for key in ("model", "last_optimizer_state"):
         if isinstance(state.get(key), dict):
             bind(state[key], path)
             unbind(state[key])
-    return state
 
 
 def load_any(path: Path, flag: str) -> Any:
-    """Open what torch.save wrote; its tensors stay in the file until they are read.
+    """Open what torch.save wrote; its tensors stay in the file until they are read, or in shards.
 
     No pickled code runs: classes that are not on torch's list, or on ours, are refused.
 

@@ -1,10 +1,11 @@
-"""`convert`: no kind of it runs code that a file brings."""
+"""`convert`: no kind of it runs code that a file brings, and all that take ours read shards."""
 
 import os
 
 import pytest
 import torch
-from converting import refusal
+from converting import convert, refusal
+from moe_files import E, save
 
 
 class Hostile:
@@ -35,3 +36,43 @@ def test_convert_runs_no_code_of_a_file(kind, older, tmp_path):
     assert str(tmp_path / FILES[kind]) in message
     assert "which is torn or no checkpoint" in message and "mkdir" in message
     assert [path.name for path in tmp_path.iterdir()] == [FILES[kind]]
+
+
+FROM_OURS = {
+    "to-tutel": ("--ranks", E),
+    "to-meta": ("--ranks", E),
+    "merge": ("--moe-expert-count", 2),
+    "prune": ("--drop", 0),
+    "dense": ("--experts", 0),
+    "full": (),
+    "sharded": (),
+}
+
+
+@pytest.mark.parametrize("kind", FROM_OURS)
+def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path):
+    """Of the same bits, files, and what is printed but their names."""
+    (tmp_path / "in").mkdir()
+    save(tmp_path / "in" / "whole.pt")
+    shards = ("--input", tmp_path / "in" / "whole.pt", "--output", tmp_path / "in" / "shards.pt")
+    convert("sharded", *shards)
+    made = {}
+    for name in ("whole", "shards"):
+        (tmp_path / name).mkdir()
+        words = ("--input", tmp_path / "in" / f"{name}.pt", "--output", tmp_path / name / "out.pt")
+        printed = convert(kind, *words, *FROM_OURS[kind]).replace(f"/{name}/", "/")
+        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        assert files
+        content = [
+            path.read_bytes() if path.suffix == ".safetensors" else flat(torch.load(path))
+            for path in files
+        ]
+        made[name] = printed, [path.relative_to(tmp_path / name) for path in files], content
+    assert made["whole"] == made["shards"]
+
+
+def flat(tree):
+    """Return nested dictionaries with lists in place of tensors, which compare."""
+    if isinstance(tree, dict):
+        return {key: flat(value) for key, value in tree.items()}
+    return tree.tolist() if torch.is_tensor(tree) else tree
