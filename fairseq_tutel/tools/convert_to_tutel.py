@@ -44,7 +44,8 @@ def add_to(kinds: Any) -> None:
         required=True,
         type=int,
         metavar="N",
-        help="ranks that are to load it: a divisor or a multiple of every layer's experts",
+        help="ranks that are to load it: a divisor or a multiple of every layer's experts; of a fairseq "
+        "checkpoint, as many as experts",
     )
     add_namespace(parser)
     parser.set_defaults(convert=convert)

@@ -154,7 +154,14 @@ def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> l
         if value != needed:
             refuse(option, value, LAYER)
     notes = []
-    for key, fixed in {**FIXED, "activation_fn": "linear"}.items():
+    activation = plain(ours.get("activation_fn", "relu"))
+    if activation != "linear":
+        notes.append(
+            f"--activation-fn is {activation}; Tutel's example has linear, fixed in its code: put {activation} "
+            "there, or it computes something else; the way back needs convert tutel "
+            f"--expert-activation {activation}."
+        )
+    for key, fixed in FIXED.items():
         value = plain(ours.get(key, fixed))
         if value != fixed:
             notes.append(f"{flag(key)} is {value}; Tutel's example has {fixed}, fixed in its code.")

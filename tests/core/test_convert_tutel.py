@@ -414,6 +414,28 @@ def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path
     assert not [key for key in options if "moe" in key]
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", None])
+def test_convert_to_tutel_s_fairseq_example_says_how_to_come_back_the_same(activation, tmp_path):
+    """None: an older file, which leaves it to fairseq's default, relu."""
+    convert("tutel", *write_example(tmp_path, options={"activation_fn": "linear"}))
+    first = load(tmp_path / "o")
+    first["cfg"]["model"]["activation_fn"] = activation
+    if activation is None:
+        del first["cfg"]["model"]["activation_fn"]
+    torch.save(first, tmp_path / "o")
+    there = ("--input", tmp_path / "o", "--output", tmp_path / "n-", "--ranks", 4)
+    (note,) = [line for line in convert("to-tutel", *there).splitlines() if "-fn" in line]
+    flag = note.partition("convert tutel ")[2].rstrip(".").split()
+    assert flag == ["--expert-activation", activation or "relu"]
+    back = ("--input-prefix", tmp_path / "n-", "--input-size", 4, "--output", tmp_path / "again")
+    convert("tutel", *back, *flag)
+    again = load(tmp_path / "again")
+    first["cfg"]["model"]["activation_fn"] = activation or "relu"
+    assert again["cfg"]["model"].items() >= first["cfg"]["model"].items()
+    assert again["model"].keys() == first["model"].keys()
+    assert all(torch.equal(again["model"][key], first["model"][key]) for key in first["model"])
+
+
 def test_convert_of_tutel_s_fairseq_example_of_translation(tmp_path):
     words = write_example(tmp_path, translates=True, options={"activation_fn": "relu"})
     assert "has the MoE layer encoder.layers.0.moe_ffn" in refusal("tutel", *words)
