@@ -45,12 +45,8 @@ def save(content: Any, path: str) -> None:
 
 def unwritten(path: str, error: BaseException) -> OSError:
     """Return an error that says which file could not be written, why, and what to do."""
-    cause: BaseException | None = error
-    # torch's own error, of a zip that is not as it should be, hides the disk's.
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
-        cause = cause.__cause__ or cause.__context__
-    number, reason = None, str(error).partition("\n")[0]
-    if isinstance(cause, OSError):
+    cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
+    if cause is not None:
         number, reason = cause.errno, str(cause.strerror)
     free = shutil.disk_usage(os.path.dirname(path) or ".").free
     message = (
@@ -58,6 +54,14 @@ def unwritten(path: str, error: BaseException) -> OSError:
         "are as they were; see to the disk, and start again to go on from the newest."
     )
     return OSError(number, message) if number else OSError(message)
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the system's own error behind one of torch, which hides it; None where there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    return cause if isinstance(cause, OSError) else None
 
 
 def is_whole(path: str) -> bool:

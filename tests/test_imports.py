@@ -155,7 +155,7 @@ CORE = {
     "safe_globals": "",
     "whole_files": "",
     "tools": "",
-    "tools.checkpoint_file": "shards",
+    "tools.checkpoint_file": "shards whole_files",
     "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
     "tools.average": "comm.zero_shards safe_globals tools.checkpoint_file",
     "tools.fairseq_names": "",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.safe_globals import let_checkpoints_load
-from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write
 
 # How fairseq names what each flag takes, with the number that orders the files last.
 NAMES = {
@@ -73,10 +73,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Average what the command line names; end with one sentence where that cannot be done."""
     let_checkpoints_load()
     try:
+        output = output_path(arguments.output)
         inputs = chosen_inputs(arguments)
-        refuse_output(Path(arguments.output), inputs)
+        refuse_output(output, inputs)
         print("averaging", *inputs, sep="\n  ")
-        write(average(inputs), Path(arguments.output))
+        write(average(inputs), output)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {arguments.output}")

@@ -1,6 +1,8 @@
 """Checkpoint files as the tools have them: opened without a copy, written whole or not at all."""
 
+import errno
 import os
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import Any
 import torch
 
 from fairseq_tutel.shards import bind, unbind
+from fairseq_tutel.whole_files import system_error
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
@@ -57,14 +62,23 @@ def load_any(path: Path, flag: str) -> Any:
         ValueError: the file is missing, torn or of another kind.
     """
     if not path.is_file():
-        raise ValueError(f"{flag} names {path}, which does not exist.")
+        raise ValueError(f"{flag} names {path}, which {_unlike_a_file(path)}.")
     try:
         mapped = zipfile.is_zipfile(path)
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # torch has no exception of its own for what it can not read
+        refused = re.search(r"\bGLOBAL (\S+)", str(error))
+        holds = f" (it holds {refused[1]}, which is not run)" if refused else ""
+        fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
         raise ValueError(
-            f"{flag} names {path}, which is torn or no checkpoint ({_reason(error)}); leave it out."
+            f"{flag} names {path}, which is torn or no checkpoint{holds}; {fix}."
         ) from error
+
+
+def _unlike_a_file(path: Path) -> str:
+    if path.is_dir():
+        return "is a folder; give a file in it"
+    return "is no ordinary file; give one" if path.exists() else "does not exist"
 
 
 def write(state: dict[str, Any], path: Path) -> None:
@@ -86,17 +100,37 @@ def write_all(files: Iterable[tuple[Path, Any]]) -> None:
     try:
         for path, state in files:
             written.append(path)
-            torch.save(state, _temporary(path))
+            with _temporary(path).open("wb") as file:
+                torch.save(state, file)
         for path in written:
             os.replace(_temporary(path), path)
     except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"--output {written[-1]} could not be written ({_reason(error)}); make room or give another "
-            "place."
-        ) from error
+        raise not_written(written[-1], error) from error
     finally:
         for path in written:
             _temporary(path).unlink(missing_ok=True)
+
+
+def not_written(output: Path, error: Exception) -> ValueError:
+    """Return an error that says by the system's words why a file was not written, and what to do."""
+    cause = system_error(error)
+    # The writer of safetensors says the number within a sentence.
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = cause.errno if cause is not None else int(found[1]) if found else None
+    reason = os.strerror(number) if number else str(error).partition("\n")[0]
+    fix = "make room, or give another place" if number in FULL else "give another place"
+    return ValueError(f"--output {output} could not be written ({reason}); {fix}.")
+
+
+def output_path(text: str) -> Path:
+    """Return --output as a path.
+
+    Raises:
+        ValueError: it is written as a folder.
+    """
+    if text.endswith("/"):
+        raise ValueError(f"--output is {text}; give the name of a file, without / at its end.")
+    return Path(text)
 
 
 def refuse_output(output: Path, inputs: list[Path]) -> None:
@@ -119,11 +153,3 @@ def refuse_output(output: Path, inputs: list[Path]) -> None:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
-
-
-def _reason(error: Exception) -> str:
-    """Return what went wrong in an error of torch, whose advice around it is not for this tool."""
-    text = str(error).split("WeightsUnpickler error: ")[-1]
-    lines = text.strip().splitlines()
-    blocked = [line for line in lines if line.startswith("Trying to load")]
-    return (blocked or lines)[0].split(". ")[0].rstrip(".") if lines else type(error).__name__

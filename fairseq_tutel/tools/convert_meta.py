@@ -5,12 +5,11 @@ they are, bit for bit; the options become those that compute the same here.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.tools.checkpoint_file import refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
 from fairseq_tutel.tools.fairseq_names import ENCODER_DECODERS, OPTIMIZERS, TASKS, has_twin
 from fairseq_tutel.tools.meta_files import MetaFiles, open_files
 from fairseq_tutel.tools.meta_options import from_meta
@@ -57,7 +56,7 @@ def convert(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: naming what is wrong and the fix.
     """
-    output = Path(arguments.output)
+    output = output_path(arguments.output)
     files = open_files(arguments.input)
     refuse_output(output, files.paths)
     state, notes = converted(files)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write_all
+from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write_all
 from fairseq_tutel.tools.fairseq_names import OPTIMIZERS, TASKS, has_twin
 from fairseq_tutel.tools.meta_files import prefix_of, rank_path, shared_path
 from fairseq_tutel.tools.meta_options import to_meta
@@ -68,7 +68,8 @@ def convert(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: naming what is wrong and the fix.
     """
-    source, prefix, ranks = Path(arguments.input), prefix_of(arguments.output), arguments.ranks
+    source, ranks = Path(arguments.input), arguments.ranks
+    prefix = prefix_of(str(output_path(arguments.output)))
     state = load(source, "--input")
     experts = number_of_experts(state["model"])
     if ranks < 1 or (experts % ranks and ranks % experts):

@@ -7,13 +7,12 @@ of Tutel's fairseq example, as a checkpoint of moe_transformer_lm or moe_transfo
 import argparse
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fairseq_tutel.config import ACTIVATIONS
-from fairseq_tutel.tools.checkpoint_file import refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
 from fairseq_tutel.tools.tutel_fairseq import (
     is_fairseq,
     layer_to_ours,
@@ -85,7 +84,11 @@ def convert(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: naming what is wrong and the fix.
     """
-    pattern, size, output = arguments.input_prefix, arguments.input_size, Path(arguments.output)
+    pattern, size, output = (
+        arguments.input_prefix,
+        arguments.input_size,
+        output_path(arguments.output),
+    )
     if size < 1:
         raise ValueError(
             f"--input-size is {size}; give the number of ranks that saved, at least 1."

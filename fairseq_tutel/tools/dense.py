@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
-from fairseq_tutel.tools.checkpoint_file import refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
 from fairseq_tutel.tools.dense_layer import dense_tensors, is_exact, usual_weight, widened
 from fairseq_tutel.tools.ffn_layers import Layer, dense_step, layers_of
 from fairseq_tutel.tools.moe_file import MoEFile, open_moe
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), Path(arguments.output)
+    path, output = Path(arguments.input), output_path(arguments.output)
     refuse_output(output, [path])
     if arguments.weight is not None and not 0 < arguments.weight < 1e6:
         raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")

@@ -13,7 +13,7 @@ from typing import Any
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.tools import expert_load
 from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
-from fairseq_tutel.tools.checkpoint_file import refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
 from fairseq_tutel.tools.ffn_layers import Layer
 from fairseq_tutel.tools.mixed_experts import Members, mixed_config, mixed_tensors
 from fairseq_tutel.tools.moe_file import open_moe
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), Path(arguments.output)
+    path, output = Path(arguments.input), output_path(arguments.output)
     refuse_output(output, [path])
     file = open_moe(path)
     load = expert_load.loads(arguments, file.layers)

@@ -157,8 +157,8 @@ def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> l
     activation = plain(ours.get("activation_fn", "relu"))
     if activation != "linear":
         notes.append(
-            f"--activation-fn is {activation}; Tutel's example has linear, fixed in its code: put {activation} "
-            "there, or it computes something else; the way back needs convert tutel "
+            f"--activation-fn is {activation}; Tutel's example has linear, fixed in its code: put "
+            f"{activation} there, or it computes something else; the way back needs convert tutel "
             f"--expert-activation {activation}."
         )
     for key, fixed in FIXED.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from fairseq_tutel import plugin
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write
 from fairseq_tutel.tools.ffn_layers import Layer
 from fairseq_tutel.tools.late_parser import LateParser
 from fairseq_tutel.tools.moe_file import counts_text
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), Path(arguments.output)
+    path, output = Path(arguments.input), output_path(arguments.output)
     how = _variation(arguments)
     refuse_output(output, [path])
     state = load(path, "--input")

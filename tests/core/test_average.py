@@ -140,9 +140,9 @@ def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tool, 
 
 REFUSED = {
     "missing": (("FOLDER/none.pt",), "--inputs names FOLDER/none.pt, which does not exist."),
-    "torn": (("GOOD", "FOLDER/torn.pt"), "names FOLDER/torn.pt, which is torn or no checkpoint ("),
-    "empty": (("FOLDER/empty.pt",), "names FOLDER/empty.pt, which is torn or no checkpoint ("),
-    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is torn or no checkpoint ("),
+    "torn": (("GOOD", "FOLDER/torn.pt"), "FOLDER/torn.pt, which is torn or no checkpoint; leave it out"),
+    "empty": (("FOLDER/empty.pt",), "names FOLDER/empty.pt, which is torn or no checkpoint; leave it out"),
+    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is torn or no checkpoint; leave it out"),
     "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),
     "fewer weights": (
         ("GOOD", "FOLDER/fewer.pt"),
@@ -207,6 +207,11 @@ REFUSED = {
         ("FOLDER/nowhere", "--num-epoch-checkpoints", 2),
         "--inputs is FOLDER/nowhere, which does not exist; give a folder",
     ),
+    "output with a slash": (
+        ("GOOD", "--output", "FOLDER/new/"),
+        "--output is FOLDER/new/; give the name of a file, without / at its end",
+    ),
+    "no ordinary file": (("/dev/null",), "--inputs names /dev/null, which is no ordinary file"),
     "output in no folder": (
         ("GOOD", "--output", "FOLDER/none/mean.pt"),
         "--output is FOLDER/none/mean.pt; give the name of a file in an existing folder",
@@ -254,12 +259,12 @@ def test_a_write_that_fails_leaves_the_older_output(tool, tmp_path, monkeypatch)
     good, output = save(tmp_path / "good.pt"), tmp_path / "mean.pt"
     output.write_text("older")
 
-    def fail(_, path):
-        path.write_text("half")
+    def fail(_, file):
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(SystemExit, match=r"could not be written .*No space left on device"):
+    with pytest.raises(SystemExit, match=r"written \(No space left on device\); make room"):
         tool("--inputs", good, good, "--output", output)
     assert output.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.pt", "mean.pt"]

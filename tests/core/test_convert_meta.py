@@ -482,7 +482,7 @@ def test_a_convert_that_fails_in_the_middle_leaves_no_file_and_the_older_ones(
     def fails_second(state, path):
         calls.append(path)
         if len(calls) == 2:
-            path.write_bytes(b"half")
+            path.write(b"half")
             raise OSError(28, "No space left on device")
         save(state, path)
 

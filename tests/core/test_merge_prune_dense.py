@@ -304,7 +304,14 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
 
 REFUSED = {
     "missing": ("a.pt", {}, ("prune", "--drop", 0, "--input", "none.pt"), "none.pt, which does not exist"),
-    "torn": ("a.pt", {}, ("prune", "--drop", 0, "--input", "torn.pt"), "torn.pt, which is torn or no"),
+    "torn": ("a.pt", {}, ("prune", "--drop", 0, "--input", "torn.pt"),
+             "torn.pt, which is torn or no checkpoint; give another file"),
+    "a folder": ("a.pt", {}, ("prune", "--drop", 0, "--input", "."),
+                 "., which is a folder; give a file in it"),
+    "a device": ("a.pt", {}, ("prune", "--drop", 0, "--input", "/dev/null"),
+                 "/dev/null, which is no ordinary"),
+    "output with a slash": ("a.pt", {}, ("prune", "--drop", 0, "--output", "new/"),
+                            "--output is new/; give the name"),
     "dense": ("a.pt", {}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
               "dense.pt, whose model has no experts; give one that has"),
     "a crash file": (
