@@ -4,6 +4,7 @@ A run reads either by itself; this is for files that are kept, sent or opened by
 """
 
 import argparse
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch import Tensor
 from fairseq_tutel import shard_folder
 from fairseq_tutel.comm.slices import Slice
 from fairseq_tutel.shards import Piece, ShardedTensor, digest, write_file
-from fairseq_tutel.tools.checkpoint_file import load, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import load, not_written, output_path, refuse_output, write
+
+# Layer, tensor name, and the dictionary and key that hold it.
+Found = list[tuple[str, str, dict, Any]]
 
 
 def add_to(parsers: Any) -> None:
@@ -30,7 +34,7 @@ def add_to(parsers: Any) -> None:
 
 
 def _convert(arguments: argparse.Namespace, action: Callable[[dict[str, Any], Path], None]) -> None:
-    source, target = Path(arguments.input), Path(arguments.output)
+    source, target = Path(arguments.input), output_path(arguments.output)
     refuse_output(target, [source])
     action(load(source, "--input"), target)
     print(f"wrote {target}")
@@ -45,6 +49,34 @@ def to_sharded(state: dict[str, Any], target: Path) -> None:
     found = list(_stacks(state))
     if not found:
         raise ValueError("--input names a checkpoint without experts, which has nothing to shard.")
+    experts = target.parent / shard_folder.PARENT
+    before, committed = set(experts.glob("*")), None
+    try:
+        committed, pieces = _write_shards(found, target)
+        for (_, _, holder, key), each in zip(found, pieces, strict=True):
+            holder[key] = ShardedTensor(
+                root=target.parent,
+                folder=committed,
+                shape=tuple(holder[key].shape),
+                dtype=holder[key].dtype,
+                how=Slice(),
+                pieces=tuple(each),
+            ).record()
+        write(state, target)
+    except BaseException:  # Ctrl-C too: what no file names is nobody's
+        if committed is not None and target.parent / committed not in before:
+            shutil.rmtree(target.parent / committed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            experts.rmdir()  # unless others' are in it
+        raise
+
+
+def _write_shards(found: Found, target: Path) -> tuple[str, list[list[Piece]]]:
+    """Write all stacks; return the folder that was committed, and the pieces of each.
+
+    Raises:
+        ValueError: there is no room.
+    """
     folder = None
     try:
         folder = shard_folder.begin(target.parent, "convert")
@@ -52,29 +84,16 @@ def to_sharded(state: dict[str, Any], target: Path) -> None:
             _write_stack(layer, name, holder[key], folder) for layer, name, holder, key in found
         ]
         names = [f"{p.file} {p.key} {p.digest}" for each in pieces for p in each]
-        committed = shard_folder.commit(folder, names)
+        return shard_folder.commit(folder, names), pieces
     except OSError as error:
-        raise ValueError(
-            f"--output {target} could not be written ({error}); make room or give another place."
-        ) from error
+        raise not_written(target, error) from error
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-    for (_, _, holder, key), each in zip(found, pieces, strict=True):
-        tensor = holder[key]
-        holder[key] = ShardedTensor(
-            root=target.parent,
-            folder=committed,
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            how=Slice(),
-            pieces=tuple(each),
-        ).record()
-    write(state, target)
+            shutil.rmtree(folder, ignore_errors=True)  # it has another name by now, or failed
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield layer, tensor name, and the dictionary and key that hold it, of everything to shard."""
+    """Yield everything to shard."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")

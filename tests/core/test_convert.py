@@ -1,6 +1,12 @@
-"""`convert`: no kind of it runs code that a file brings, and all that take ours read shards."""
+"""`convert`: what all kinds of it do.
+
+Covered: none runs code that a file brings; all that take ours read shards; what cannot be written, for
+whatever reason, is not there.
+"""
 
 import os
+import resource
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +42,68 @@ def test_convert_runs_no_code_of_a_file(kind, older, tmp_path):
     assert str(tmp_path / FILES[kind]) in message
     assert "which is torn or no checkpoint" in message and "mkdir" in message
     assert [path.name for path in tmp_path.iterdir()] == [FILES[kind]]
+
+
+WRITTEN = {
+    "sharded": (),
+    "full": (),
+    "merge": ("--moe-expert-count", 2),
+}
+
+
+@pytest.fixture
+def small_disk():
+    """Let no file grow beyond 2000 bytes; the system then says something else than of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def everything(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_path, request):
+    save(tmp_path / "a.pt", hidden_dim=64)
+    (tmp_path / "b.pt").write_text("older")
+    before = everything(tmp_path)
+    request.getfixturevalue("small_disk")
+    words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *WRITTEN[kind])
+    place = (
+        f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another place."
+    )
+    assert refusal(kind, *words) == place
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", ["fairseq_tutel.tools.convert_shards.digest", "torch.save"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_convert_sharded_that_is_cut_off_leaves_nothing(where, error, tmp_path):
+    """Before the folder has its name, and after; a training's own in the same place stay."""
+    save(tmp_path / "a.pt")
+    for name in ("writing", "0123456789abcdef"):
+        (tmp_path / "experts" / name).mkdir(parents=True)
+        (tmp_path / "experts" / name / "half").write_text("of a training")
+    (tmp_path / "other").mkdir()
+    before = everything(tmp_path)
+    for folder in (tmp_path, tmp_path / "other"):
+        words = ("--input", tmp_path / "a.pt", "--output", folder / "b.pt")
+        with mock.patch(where, side_effect=error), pytest.raises((SystemExit, KeyboardInterrupt)):
+            convert("sharded", *words)
+        assert everything(tmp_path) == before
+
+
+def test_convert_sharded_keeps_a_folder_that_another_checkpoint_names(tmp_path):
+    save(tmp_path / "a.pt")
+    convert("sharded", "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt")
+    before = everything(tmp_path)
+    with mock.patch("torch.save", side_effect=OSError(28, "No space left on device")):
+        words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "c.pt")
+        message = refusal("sharded", *words)
+    assert message.endswith("(No space left on device); make room, or give another place.")
+    assert everything(tmp_path) == before
 
 
 FROM_OURS = {
