@@ -1,5 +1,6 @@
 """Options for all MoE layers of a checkpoint, as 3,5, or for some, as decoder_1=3,5 encoder_3=0."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ def by_layer(
         flag: of the option, for errors.
         words: one without a layer's label, or some with one each.
         layers: that the checkpoint has.
-        read: makes a value of a word; a ValueError means that it cannot.
+        read: makes a value of a word; its ValueError says why it cannot, and how the word should be.
 
     Raises:
         ValueError: naming the flag, the word and the fix.
@@ -37,8 +38,8 @@ def by_layer(
             )
         try:
             value = read(text)
-        except ValueError:
-            raise ValueError(f"{flag} has {word}, which cannot be read; see --help.") from None
+        except ValueError as error:
+            raise ValueError(f"{flag} has {word or 'an empty word'}, where {error}.") from None
         found |= {named[label]: value} if equals else dict.fromkeys(layers, value)
     return found
 
@@ -49,10 +50,25 @@ def ids(text: str) -> list[int]:
     Raises:
         ValueError: no whole numbers of at least 0, or one of them twice.
     """
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 0 or len(set(found)) < len(found):
-        raise ValueError
-    return found
+    parts = text.split(",")
+    for part in parts:
+        if not re.fullmatch(r"\s*[0-9]+\s*", part):
+            raise ValueError(
+                f"{part!r} is no expert's id; give ids with commas between them, as 0,3"
+            )
+    refuse_twice([int(part) for part in parts])
+    return [int(part) for part in parts]
+
+
+def refuse_twice(found: Sequence[int]) -> None:
+    """Refuse an id that is there twice.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for i in found:
+        if found.count(i) > 1:
+            raise ValueError(f"expert {i} is there twice; name it once")
 
 
 def refuse_unknown(flag: str, layer: Layer, found: Sequence[int], num_experts: int) -> None:

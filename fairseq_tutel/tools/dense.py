@@ -95,7 +95,10 @@ def _chosen(words: list[str], file: MoEFile) -> dict[Layer, list[int]]:
 
 def _ids_or_all(text: str) -> list[int]:
     """Read ids; no ids stand for all."""
-    return [] if text == "all" else ids(text)
+    try:
+        return [] if text == "all" else ids(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or all") from None
 
 
 def _widen(file: MoEFile, steps: dict[Layer, dict[str, Tensor]]) -> dict[str, int]:

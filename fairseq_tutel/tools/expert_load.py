@@ -37,7 +37,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last-records",
         type=int,
-        default=LAST,
         metavar="N",
         help=f"of the log, take the mean over the last N records [{LAST}]",
     )
@@ -49,20 +48,27 @@ def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> L
     Raises:
         ValueError: a log without them, or numbers that are not one per expert.
     """
-    if arguments.last_records < 1:
+    last = arguments.last_records
+    if last is not None and last < 1:
+        raise ValueError(f"--last-records is {last}; give a number of at least 1.")
+    if last is not None and arguments.log is None:
         raise ValueError(
-            f"--last-records is {arguments.last_records}; give a number of at least 1."
+            f"--last-records is {last}, which is of a --log; add one, or leave it out."
         )
     found: Loads = {}
-    if arguments.log:
-        found = of_log(Path(arguments.log), list(layers), arguments.last_records)
-    elif arguments.load:
+    if arguments.log is not None:
+        found = of_log(Path(arguments.log), list(layers), LAST if last is None else last)
+    elif arguments.load is not None:
         found = by_layer("--load", arguments.load, list(layers), _numbers)
     for layer, load in found.items():
         if len(load) != layers[layer].num_experts:
             raise ValueError(
                 f"--load or --log has {len(load)} loads for {layer.label}, which has "
                 f"{layers[layer].num_experts} experts; give one per expert, or the log of this model."
+            )
+        if not any(load):
+            raise ValueError(
+                f"--load or --log has only loads of 0 for {layer.label}; give one above 0, or leave it out."
             )
     return found
 
@@ -92,7 +98,17 @@ def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
 
 
 def _numbers(text: str) -> list[float]:
-    found = [float(part) for part in text.split(",")]
-    if not all(0 <= number < 1e12 for number in found):
-        raise ValueError
-    return found
+    parts = text.split(",")
+    for part in parts:
+        if not _is_load(part):
+            raise ValueError(
+                f"{part!r} is no load; give a number of at least 0 for each expert, as 0.5,2,1,0.5"
+            )
+    return [float(part) for part in parts]
+
+
+def _is_load(text: str) -> bool:
+    try:
+        return 0 <= float(text) < 1e12
+    except ValueError:
+        return False

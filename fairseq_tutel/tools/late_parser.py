@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 
 class LateParser(argparse.ArgumentParser):
@@ -22,3 +22,9 @@ class LateParser(argparse.ArgumentParser):
             except ImportError as error:
                 self.error(str(error))
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with the message; say of a value that was taken for an option that it was."""
+        if message.endswith("expected at least one argument"):
+            message += " that does not begin with -"
+        super().error(message)

@@ -6,13 +6,14 @@ experts are the same and the weights of a token's experts sum to 1, the outputs 
 """
 
 import argparse
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.tools import expert_load
-from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
+from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_twice, refuse_unknown
 from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
 from fairseq_tutel.tools.ffn_layers import Layer
 from fairseq_tutel.tools.mixed_experts import Members, mixed_config, mixed_tensors
@@ -65,8 +66,10 @@ def run(arguments: argparse.Namespace) -> None:
         mixed_config(config, layer, of_layer, arguments.moe_top_k)
         model |= mixed_tensors(file.model, layer, config, of_layer, load.get(layer))
         counts.append(len(of_layer))
+        evenly = _evenly(of_layer, load[layer]) if layer in load else ""
         print(
-            f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, {_described(of_layer)}"
+            f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, "
+            f"{_described(of_layer)}{evenly}"
         )
     file.set_counts(counts, arguments.moe_top_k)
     write(file.with_model(model), output)
@@ -110,7 +113,18 @@ def _members(
 
 
 def _groups(text: str) -> list[list[int]]:
-    return [ids(group) for group in text.split("/")]
+    try:
+        groups = [ids(group) for group in text.split("/")]
+    except ValueError as error:
+        raise ValueError(f"{error}, and / between groups, as 0,3/1,2") from None
+    refuse_twice([i for group in groups for i in group])
+    return groups
+
+
+def _evenly(members: Members, load: Sequence[float]) -> str:
+    """Say which groups have no load, so that all of their experts weigh alike."""
+    groups = [group for group in members if len(group) > 1 and not any(load[i] for i in group)]
+    return f"; without load, so that the mean is even: {_described(groups)}" if groups else ""
 
 
 def _described(members: Members) -> str:

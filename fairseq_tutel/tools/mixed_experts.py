@@ -32,6 +32,11 @@ def mixed_config(config: MoEConfig, layer: Layer, members: Members, top_k: int |
         _refuse_gates(config, layer, members)
         _refuse_uneven_groups(config, layer, members)
     top_k = config.top_k if top_k is None else top_k
+    if top_k > len(members):
+        raise ValueError(
+            f"{layer.label} would have {len(members)} expert{'s' * (len(members) > 1)}, but a token has "
+            f"{top_k} (--moe-top-k); keep more, or give --moe-top-k {len(members)}."
+        )
     try:
         return dataclasses.replace(config, num_experts=len(members), top_k=top_k)
     except ValueError as error:

@@ -61,6 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
     for layer, config in file.layers.items():
         gone = dropped.get(layer, [])
         kept = [[i] for i in range(config.num_experts) if i not in gone]
+        if not kept:
+            flag = "--drop" if arguments.drop is not None else f"--below {arguments.below:g}"
+            raise ValueError(
+                f"{flag} leaves none of the {config.num_experts} experts of {layer.label}; keep one."
+            )
         mixed_config(config, layer, kept, arguments.moe_top_k)
         if gone:
             model |= mixed_tensors(file.model, layer, config, kept)
@@ -82,6 +87,11 @@ def _dropped(
     """
     load = expert_load.loads(arguments, layers)
     if arguments.drop is not None:
+        if load:
+            raise ValueError(
+                "--drop names the experts, so that --log and --load have no use; leave them out, or give "
+                "--below in its place."
+            )
         found = by_layer("--drop", arguments.drop, list(layers), ids)
         for layer, of_layer in found.items():
             refuse_unknown("--drop", layer, of_layer, layers[layer].num_experts)

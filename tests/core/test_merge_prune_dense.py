@@ -92,8 +92,10 @@ def test_convert_merge_averages_every_tensor_evenly_or_by_load(name, load_, conv
     options, per_expert = PER_EXPERT[name]
     save(tmp_path / "a.pt", **options)
     by_load = () if load_ is None else ("--load", ",".join(map(str, load_)))
-    convert("merge", "--groups", "decoder_0=0,1/2,3", *by_load)
+    printed = convert("merge", "--groups", "decoder_0=0,1/2,3", *by_load)
     a, b = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
+    assert ("0,1/2,3; without load, so that the mean is even: 2,3\n" in printed) == bool(by_load)
+    assert "decoder_1: 4 -> 4 experts, 0/1/2/3\n" in printed
     first = 0.5 if load_ is None else 0.25
     for key in a:
         expected = a[key]
@@ -325,24 +327,48 @@ REFUSED = {
     "output is input": ("a.pt", {}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
     "no such expert": ("a.pt", {}, ("prune", "--drop", "1,4"),
                        "--drop names expert 4, but decoder_0 has 4; give ids from 0 to 3"),
-    "no number": ("a.pt", {}, ("prune", "--drop", "x"), "--drop has x, which cannot be read"),
-    "twice": ("a.pt", {}, ("prune", "--drop", "1,1"), "--drop has 1,1, which cannot be read"),
+    "no number": ("a.pt", {}, ("prune", "--drop", "x"),
+                  "--drop has x, where 'x' is no expert's id; give ids with commas between them, as 0,3."),
+    "no word": ("a.pt", {}, ("prune", "--drop", ""),
+                "--drop has an empty word, where '' is no expert's id"),
+    "below zero": ("a.pt", {}, ("dense", "--experts", "-1"),
+                   "--experts has -1, where '-1' is no expert's id; give ids with commas between them, "
+                   "as 0,3, or all."),
+    "no commas": ("a.pt", {}, ("merge", "--groups", "0 3/1 2"),
+                  "--groups has 0 3/1 2, where '0 3' is no expert's id; give ids with commas between "
+                  "them, as 0,3, and / between groups, as 0,3/1,2."),
+    "twice": ("a.pt", {}, ("prune", "--drop", "1,1"),
+              "--drop has 1,1, where expert 1 is there twice; name it once"),
     "no such layer": ("a.pt", {}, ("prune", "--drop", "decoder_2=1"),
                       "no layer with experts; there are decoder_0, decoder_1"),
     "two for all": ("a.pt", {}, ("prune", "--drop", "1", "2"), "give one for all layers, or LAYER="),
     "too few left": ("a.pt", {}, ("prune", "--drop", "0,1,2"),
-                     "decoder_0: top_k (--moe-top-k) is 2 but there are 1 experts"),
-    "none left": ("a.pt", {}, ("prune", "--drop", "0,1,2,3"), "is 0; give a whole number, at least 1"),
+                     "decoder_0 would have 1 expert, but a token has 2 (--moe-top-k); keep more, or "
+                     "give --moe-top-k 1."),
+    "none left": ("a.pt", {}, ("prune", "--drop", "decoder_1=0,1,2,3"),
+                  "--drop leaves none of the 4 experts of decoder_1; keep one."),
+    "none left above a load": ("a.pt", {}, ("prune", "--below", 99, "--load", "1,1,1,1"),
+                               "--below 99 leaves none of the 4 experts of decoder_0; keep one."),
+    "ids and loads": ("a.pt", {}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
+                      "--drop names the experts, so that --log and --load have no use"),
+    "no loads but zero": ("a.pt", {}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
+                          "has only loads of 0 for decoder_0; give one above 0"),
+    "records of no log": ("a.pt", {}, ("merge", "--moe-expert-count", 2, "--last-records", 5),
+                          "--last-records is 5, which is of a --log; add one, or leave it out."),
+    "no number of a load": ("a.pt", {}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"),
+                            "--load has nan,1,1,1, where 'nan' is no load; give a number of at least 0 "
+                            "for each"),
     "no loads": ("a.pt", {}, ("prune", "--below", 0.1), "--below is 0.1, but there are no loads to go by"),
     "too few loads": ("a.pt", {}, ("prune", "--below", 0.1, "--load", "1,2"),
                       "has 2 loads for decoder_0, which has 4 experts; give one per expert"),
-    "negative load": ("a.pt", {}, ("prune", "--below", 0.1, "--load", "1,2,-1,0"), "cannot be read"),
+    "negative load": ("a.pt", {}, ("prune", "--below", 0.1, "--load", "1,2,-1,0"), "'-1' is no load"),
     "no log": ("a.pt", {}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),
     "no records": ("a.pt", {}, ("prune", "--below", 1, "--load", "1,1,1,1", "--last-records", 0),
                    "--last-records is 0; give a number of at least 1"),
     "missing from groups": ("a.pt", {}, ("merge", "--groups", "0,1/3"),
                             "--groups names 3 of the 4 experts of decoder_0; name every one once"),
-    "twice in groups": ("a.pt", {}, ("merge", "--groups", "0,1/1,2,3"), "name every one once"),
+    "twice in groups": ("a.pt", {}, ("merge", "--groups", "0,3/3,2,1"),
+                        "where expert 3 is there twice; name it once."),
     "more experts": ("a.pt", {}, ("merge", "--moe-expert-count", 5),
                      "--moe-expert-count is 5, but decoder_0 has 4 experts; give no more"),
     "no count": ("a.pt", {}, ("merge", "--moe-expert-count", "x"), "--moe-expert-count is 'x'; give"),
@@ -376,6 +402,15 @@ def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_p
     assert message.startswith("error: ") and "\n" not in message
     assert sentence in message
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_convert_says_of_a_value_that_looks_like_an_option_what_is_wrong(convert, capsys):
+    with pytest.raises(SystemExit):
+        convert("merge", "--moe-expert-count", 2, "--load", "-1,1,1,1")
+    assert (
+        "--load: expected at least one argument that does not begin with -"
+        in capsys.readouterr().err
+    )
 
 
 class Hostile:
