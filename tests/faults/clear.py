@@ -5,7 +5,7 @@ import re
 from .job import Job
 from .plan import Fault
 
-LAST_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit|Interrupt))(?:: (.*))?$")
+LAST_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit|Interrupt)|error)(?:: (.*))?$")
 # What a user can act on. All other errors are torch's, or Python's, own.
 CLEAR = (
     r"CommunicationError: rank \d+ could not ",
@@ -15,6 +15,9 @@ CLEAR = (
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
     r"ValueError: --\S+ is \S+, which is torn",
     r"Error: (\[Errno \d+\] )?\S+ could not be written: ",
+    r"ValueError: rank \d+ could not (write its experts|prepare or commit the folder)",
+    r"\S+ keeps its experts in \S+, where \d+ files are missing",
+    r"the checkpoint keeps experts in \S+, which is torn or missing",
 )
 MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|come)")
 
