@@ -291,7 +291,11 @@ EDGE = {
         "criterions.gate_loss flags tools.by_layer tools.checkpoint_file tools.dense_layer "
         "tools.ffn_layers tools.moe_file tools.saved_options"
     ),
-    "tools.inspected": "config shards tools.expert_load tools.ffn_layers tools.saved_options",
+    "tools.inspected_shards": "shards",
+    "tools.inspected": (
+        "config shards tools.expert_load tools.ffn_layers tools.inspected_shards tools.saved_options "
+        "whole_files"
+    ),
     "tools.inspected_text": "tools.inspected",
     "tools.inspect_file": (
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"

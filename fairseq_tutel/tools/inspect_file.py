@@ -29,6 +29,11 @@ def add_to(tools: Any) -> None:
     parser.add_argument(
         "--tensors", action="store_true", help="list the tensors of our own files too"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="read everything, shard files too, and compare it with the check sums",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -38,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     let_checkpoints_load()
     path = Path(arguments.file)
     try:
-        facts = described(load_any(path, "FILE"), path, arguments.log)
+        facts = described(load_any(path, "FILE"), path, arguments.log, arguments.check)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if arguments.json:

@@ -1,6 +1,7 @@
 """The facts of a checkpoint, as plain dictionaries and lists."""
 
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from fairseq_tutel.config import options_of_scope
 from fairseq_tutel.shards import ShardedTensor, bind
 from fairseq_tutel.tools.expert_load import LAST, of_log
 from fairseq_tutel.tools.ffn_layers import Layer, layers_of
+from fairseq_tutel.tools.inspected_shards import described_shards, refuse_changed, shards_in
 from fairseq_tutel.tools.saved_options import PARTS, model_options, name_of
+from fairseq_tutel.whole_files import is_whole
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
 # What gives another system's file away: a part of a tensor's name.
@@ -28,26 +31,33 @@ IN_TABLE = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq", "moe_expert_coun
 Facts = dict[str, Any]
 
 
-def described(state: Any, path: Path, log: str | None = None) -> Facts:
+def described(state: Any, path: Path, log: str | None = None, check: bool = False) -> Facts:
     """Return what an opened file holds.
 
     Args:
         state: as `load_any` gives it.
         path: of the file.
         log: of the training, for the loads of experts; None for none.
+        check: read everything, and compare it with the check sums.
 
     Raises:
-        ValueError: no tensors, shards that are missing, or a log that is not the model's.
+        ValueError: no tensors, shards that are missing or torn, or a log that is not the model's.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
         bind(state, path)
+    shards = shards_in(state)
     weights = dict(_tensors(state["model"] if is_checkpoint else state))
     if not weights:
         raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
     layers = [layer for layer in layers_of(weights) if layer.has_experts]
     facts: Facts = {"file": str(path), "bytes_of_file": path.stat().st_size}
     facts["kind"] = _kind(weights, layers, is_checkpoint)
+    if shards:
+        facts["shards"] = described_shards(shards)
+    if check:
+        refuse_changed(shards)
+        facts["checked"] = _is_checked(path)
     experts = {key for key in weights if any(key.startswith(f"{x.step}.experts.") for x in layers)}
     facts["bytes"] = {
         "experts": _bytes(weights[key] for key in experts),
@@ -78,6 +88,19 @@ def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
 
+def _is_checked(path: Path) -> bool:
+    """Whether a file has check sums, all of which are right.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    if not is_whole(str(path)):
+        raise ValueError(
+            f"FILE names {path}, whose bytes are not what was saved; give an older checkpoint."
+        )
+    return zipfile.is_zipfile(path)
+
+
 def _kind(weights: Mapping[str, Any], layers: list[Layer], is_checkpoint: bool) -> str:
     if layers and is_checkpoint:
         return OURS
@@ -106,6 +129,7 @@ def _of_training(state: Mapping[str, Any]) -> Facts:
         "names": {part: name for part, name in names.items() if name},
         "updates": history[-1].get("num_updates"),
         "epoch": place.get("epoch"),
+        "batches_in_epoch": place.get("iterations_in_epoch"),
     }
 
 

@@ -18,8 +18,20 @@ def lines_of(facts: Facts, with_tensors: bool) -> list[str]:
     names = [f"{part} {name}" for part, name in facts.get("names", {}).items()]
     lines += [", ".join(names)] if names else []
     if facts.get("updates") is not None:
-        lines.append(f"{facts['updates']} updates, epoch {facts['epoch'] or 'unknown'}")
+        lines.append(f"{facts['updates']} updates, {_epoch(facts)}")
     lines.append(", ".join(f"{name} {_size(count)}" for name, count in facts["bytes"].items()))
+    if "shards" in facts:
+        shards = facts["shards"]
+        where = ", ".join(shards["folders"])
+        lines.append(
+            f"sharded: experts in {shards['files']} files, {_size(shards['bytes'])}, of {where}"
+        )
+    if "checked" in facts:
+        lines.append(
+            "checked: every byte is what was saved"
+            if facts["checked"]
+            else "not checked: a file from before torch 1.6 has no check sums"
+        )
     if "options" in facts:
         options = [f"{flag} {value}" for flag, value in facts["options"].items()]
         lines.append(f"options other than the defaults: {', '.join(options) or 'none'}")
@@ -28,6 +40,14 @@ def lines_of(facts: Facts, with_tensors: bool) -> list[str]:
     if with_tensors or facts["kind"] != OURS:
         lines += ["", *_tensors(facts["tensors"])]
     return lines
+
+
+def _epoch(facts: Facts) -> str:
+    """Say where in the data the file is: at an epoch's end fairseq saves the next one's number."""
+    epoch, batches = facts["epoch"], facts["batches_in_epoch"]
+    if epoch is not None and batches == 0:
+        return f"{epoch - 1} epochs done"
+    return f"in epoch {'unknown' if epoch is None else epoch}"
 
 
 def _layers(layers: Sequence[Facts]) -> list[str]:

@@ -55,7 +55,7 @@ def test_inspect_says_what_a_file_of_ours_holds_to_convert(inspect, tmp_path):
     of_experts = {t["name"]: t["number"] for t in facts["tensors"] if ".experts." in t["name"]}
     assert of_experts == {f"decoder.layers.N.fc1.experts.{name}": 2 for name in EXPERT}
     text = inspect(path)
-    assert "9 updates, epoch 3\n" in text
+    assert "9 updates, in epoch 3\n" in text
     assert "--moe-top-k 1, " in text or "--moe-top-k 1\n" in text
     assert (
         "decoder_1  4        fc1_weight 6x8 fc1_bias 6 fc2_weight 8x6 fc2_bias 8  float32" in text
@@ -83,11 +83,72 @@ def test_inspect_says_of_shards_what_it_says_of_one_file(inspect, monkeypatch, t
     words = ["convert", "sharded", "--input", path, "--output", tmp_path / "b.pt"]
     monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
     main()
-    inspect(tmp_path / "b.pt")
+    text = inspect(tmp_path / "b.pt")
     sharded = inspect(tmp_path / "b.pt", "--json")
     for facts in (whole, sharded):
         del facts["file"], facts["bytes_of_file"]
+    (folder,) = (tmp_path / "experts").iterdir()
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert sharded.pop("shards") == {"folders": [str(folder)], "files": 8, "bytes": size}
     assert sharded == whole
+    assert "sharded: experts in 8 files, " in text and f" of {folder}\n" in text
+
+
+def flip_last(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(
+    inspect, monkeypatch, tmp_path
+):
+    words = [
+        "convert",
+        "sharded",
+        "--input",
+        save(tmp_path / "a.pt"),
+        "--output",
+        tmp_path / "b.pt",
+    ]
+    monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
+    main()
+    assert "checked: every byte is what was saved\n" in inspect(tmp_path / "b.pt", "--check")
+    file = max((tmp_path / "experts").rglob("*.safetensors"))
+    whole = file.read_bytes()
+    flip_last(file)
+    inspect(tmp_path / "b.pt")
+    with pytest.raises(SystemExit, match="is not what was saved") as end:
+        inspect(tmp_path / "b.pt", "--check")
+    assert str(file) in end.value.code
+    for cut in (whole[:-1], whole[:20], b""):
+        file.write_bytes(cut)
+        with pytest.raises(SystemExit, match="which is torn; give an older checkpoint") as end:
+            inspect(tmp_path / "b.pt")
+        assert str(file) in end.value.code
+
+
+def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(inspect, tmp_path):
+    path = save(tmp_path / "a.pt", change=lambda model: model.update(mark=torch.full((64,), 7.5)))
+    mark = torch.full((64,), 7.5).numpy().tobytes()
+    path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
+    inspect(path)
+    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes are not what was saved"):
+        inspect(path, "--check")
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    assert "not checked: a file from before" in inspect(path, "--check")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [((7, 0), "6 epochs done"), ((7, 3), "in epoch 7"), ((1, 0), "0 epochs done")],
+)
+def test_inspect_says_how_many_epochs_are_done(place, said, inspect, tmp_path):
+    path = save(tmp_path / "a.pt")
+    state = torch.load(path, weights_only=True)
+    iterator = {"epoch": place[0], "iterations_in_epoch": place[1]}
+    torch.save({**state, "extra_state": {"train_iterator": iterator}}, path)
+    assert f"9 updates, {said}\n" in inspect(path)
 
 
 def test_inspect_adds_the_loads_of_a_log(inspect, tmp_path):
@@ -149,3 +210,5 @@ def test_inspect_refuses_what_has_no_tensors_to_convert(value, sentence, inspect
         inspect(tmp_path / "a.pt")
     with pytest.raises(SystemExit, match=r"b\.pt, which does not exist"):
         inspect(tmp_path / "b.pt")
+    with pytest.raises(SystemExit, match=r", which is a folder; give a file in it\.$"):
+        inspect(tmp_path)

@@ -272,6 +272,7 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
 REFUSED = {
     "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings 2"),
     "no layer": (("--moe-freq", 3), "--moe-freq is 3, by which none of 2 layers gets experts"),
+    "no layers at all": (("--moe-freq", 0), "--moe-freq is 0, by which none of 2 layers gets experts"),
     "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a whole number"),
     "one side": (("--encoder-moe-freq", 1), "--encoder-moe-freq is given, but moe_transformer_lm has one"),
     "counts": (("--moe-expert-count", "2,2"), "2 numbers for 1 MoE layers"),
