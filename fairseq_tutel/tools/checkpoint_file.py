@@ -63,13 +63,17 @@ def load_any(path: Path, flag: str) -> Any:
     """
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which {_unlike_a_file(path)}.")
+    fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
     try:
         mapped = zipfile.is_zipfile(path)
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # torch has no exception of its own for what it can not read
+        cause = system_error(error)
+        if cause is not None:  # the disk's, or of a permission
+            reason = f"which cannot be read ({cause.strerror}); see to that, or {fix}"
+            raise ValueError(f"{flag} names {path}, {reason}.") from error
         refused = re.search(r"\bGLOBAL (\S+)", str(error))
         holds = f" (it holds {refused[1]}, which is not run)" if refused else ""
-        fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
         raise ValueError(
             f"{flag} names {path}, which is torn or no checkpoint{holds}; {fix}."
         ) from error

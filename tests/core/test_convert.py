@@ -106,6 +106,13 @@ def test_convert_sharded_keeps_a_folder_that_another_checkpoint_names(tmp_path):
     assert everything(tmp_path) == before
 
 
+def test_convert_says_that_the_system_lets_nobody_read_a_file(tmp_path):
+    path = save(tmp_path / "a.pt")
+    with mock.patch("torch.load", side_effect=PermissionError(13, "Permission denied")):
+        message = refusal("full", "--input", path, "--output", tmp_path / "b.pt")
+    assert "a.pt, which cannot be read (Permission denied); see to that, or give another" in message
+
+
 FROM_OURS = {
     "to-tutel": ("--ranks", E),
     "to-meta": ("--ranks", E),
