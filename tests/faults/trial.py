@@ -122,7 +122,10 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
     else:
         disk.make_room(save_dir) if trial.disk else None
         result = _go_on(result, world, save_dir, torn)
-    if trial.compared and not result.problems:
+    at_its_end = (
+        not result.problems and files.updates_of(save_dir / "checkpoint_last.pt") == UPDATES
+    )
+    if trial.compared and at_its_end:
         ranks = trial.ranks if finished else trial.ranks_after
         result.problems.extend(_difference(trial, world, save_dir, ranks))
         result = replace(result, compared=True)
@@ -139,6 +142,8 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
         torn.unlink(missing_ok=True)
         older = files.newest(p for p in _whole(trial, save_dir) if "last" not in p.name)
         extra = ("--restore-file", str(older))
+    # fairseq makes one update more of a training that was at its end.
+    one_more = _is_done(save_dir) and not extra
     job = train(
         world.data, save_dir, trial.ranks_after, trial.flags, UPDATES, world.timeout, extra=extra
     )
@@ -146,7 +151,7 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
         codes, errors = job.exit_codes, [last_error(log) for log in job.logs]
         result.problems.append(f"does not go on: exit codes {codes}, {errors}")
     else:
-        result.problems.extend(_at_the_end(save_dir, "after it went on,"))
+        result.problems.extend(_at_the_end(save_dir, "after it went on,", one_more))
         for path in files.checkpoints(save_dir):
             if problem := files.problem_of(path, _num_experts(trial)):
                 result.problems.append(f"after it went on, {problem}")
@@ -184,11 +189,17 @@ def _num_experts(trial: Trial) -> int:
     return int(flags[flags.index("--moe-expert-count") + 1]) if "--moe-expert-count" in flags else 4
 
 
-def _at_the_end(save_dir: Path, when: str) -> Iterator[str]:
+def _is_done(save_dir: Path) -> bool:
+    """Whether a folder's last checkpoint is that of a training's end."""
+    last = save_dir / "checkpoint_last.pt"
+    return last.exists() and files.updates_of(last) >= UPDATES
+
+
+def _at_the_end(save_dir: Path, when: str, one_more: bool = False) -> Iterator[str]:
     last = save_dir / "checkpoint_last.pt"
     if not last.exists():
         yield f"{when} there is no checkpoint_last.pt"
-    elif (updates := files.updates_of(last)) != UPDATES:
+    elif (updates := files.updates_of(last)) != UPDATES + one_more:
         yield f"{when} checkpoint_last.pt has {updates} of {UPDATES} updates"
 
 
