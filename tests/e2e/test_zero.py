@@ -86,6 +86,7 @@ def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tm
         }
 
 
+@pytest.mark.long
 def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
     # Bits of what is summed in the same order: one micro-batch, no norm, and no Adam, whose fused kernel
     # takes a vector's last elements by another instruction.
@@ -148,6 +149,7 @@ def test_zero_refuses_in_one_sentence(flags, sentence, lm_data, tmp_path):
     assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags)).splitlines()[-1]
 
 
+@pytest.mark.long
 def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
     run = _train(lm_data, tmp_path, *ZERO_2, *OFFLOAD, updates=1)
     assert "--moe-zero-stage 2 has no effect on one rank" in run.output
@@ -203,7 +205,13 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("form", FORMS)
+# What e_d has beside e, and e_z beside e_z_offload, is in tests/comm too.
+LONG_FORMS = ("e_d", "e_z")
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.long] * (f in LONG_FORMS)) for f in FORMS]
+)
 def test_a_form_of_parallelism_trains_what_one_process_does(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the state of" in run.output) == ("z" in form)

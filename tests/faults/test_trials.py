@@ -47,9 +47,17 @@ TRIALS = {
 }
 
 
+# tests/e2e has a kill in a copy, NaN and another number of ranks.
+LONG = ("kill in a copy", "nan", "other ranks", "empty batch", "remove")
+
+
 @pytest.mark.parametrize(
     ("outcome", "trial"),
-    [pytest.param(o, trial, id=trial.kind) for o, trials in TRIALS.items() for trial in trials],
+    [
+        pytest.param(o, trial, id=trial.kind, marks=[pytest.mark.long] * (trial.kind in LONG))
+        for o, trials in TRIALS.items()
+        for trial in trials
+    ],
 )
 def test_a_training_that_is_hit_ends_clearly_or_goes_on(outcome, trial, world):
     result = run(trial, world)
