@@ -11,7 +11,7 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: help setup link demo test test-long test-faults lint format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: link $(STAMP) ## create .venv with everything that the other targets need
 

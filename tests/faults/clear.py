@@ -13,7 +13,7 @@ CLEAR = (
     r"an injected fault",
     r"MemoryError: rank \d+ had too little memory in ",
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
-    r"ValueError: --\S+ is \S+, which is torn",
+    r"Error: .* which is torn",
     r"Error: (\[Errno \d+\] )?\S+ could not be written: ",
     r"ValueError: rank \d+ could not (write its experts|prepare or commit the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",

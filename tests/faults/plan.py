@@ -13,24 +13,26 @@ SAVE_EVERY = 2
 BEGUN = 4
 MICRO_BATCHES = 4  # of an update, over all ranks, where their number divides it
 
-# Where a rank can be hit, in faulty_places; the number is how often a rank comes by in a whole training
-# of two ranks, about. Some are of the ranks that write files alone.
+# Where a rank can be hit, in faulty_places, and how often any rank comes by in a whole training; those of
+# the ranks that write files count for these alone.
 PLACES = {
     "start-up": {"import": 1, "joined": 1, "built": 1},
     "a load": {"read": 1, "restore": 1, "loaded": 1},
-    "a step": {"train": 14, "backward": 14, "clip": 8, "update": 8},
-    "a validation": {"valid": 10},
+    "a step": {"train": 8, "backward": 8, "clip": 8, "update": 8},
+    "a validation": {"valid": 4},
     "a save": {
-        "gather": 5,
-        "shard": 10,
-        "write": 5,
-        "rename": 10,
-        "renamed": 10,
-        "copy": 5,
-        "saved": 5,
+        "gather": 4,
+        "shard": 8,
+        "write": 4,
+        "rename": 11,
+        "renamed": 11,
+        "copy": 7,
+        "saved": 4,
     },
-    "any collective": {"collective": 300},
+    "any collective": {"collective": 33},
 }
+# Where ranks exchange rows they come by more collectives: some trials go for those.
+COLLECTIVES_OF_EXCHANGES = 200
 OF_WRITERS = {"write", "rename", "renamed", "copy"}
 OF_SHARDS = {"shard"}
 
@@ -182,6 +184,8 @@ def _fault(
     if phase in PLACES:
         place = rng.choice([name for name in PLACES[phase] if sharded or name not in OF_SHARDS])
         most = PLACES[phase][place]
+        if place == "collective" and rng.random() < 0.5:
+            most = COLLECTIVES_OF_EXCHANGES
         when = rng.randint(1, max(1, most // 2 if begun else most))
         if place in OF_WRITERS:
             common["rank"] = 0
@@ -197,5 +201,6 @@ def _fault(
     if where == "at any time":
         return Fault(place="time", seconds=rng.uniform(0, 1.2), **common)
     if what == "other":
-        return Fault(**{**common, "what": "kill"}, place="train", when=rng.randint(3, 8))
+        common["what"] = "kill"
+        return Fault(place="train", when=rng.randint(1, 4 if begun else 8), **common)
     return Fault()
