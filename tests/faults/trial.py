@@ -153,6 +153,8 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
     else:
         result.problems.extend(_at_the_end(save_dir, "after it went on,", one_more))
         for path in files.checkpoints(save_dir):
+            if torn is not None and files.belongs(torn, path):
+                continue  # what shared the torn file
             if problem := files.problem_of(path, _num_experts(trial)):
                 result.problems.append(f"after it went on, {problem}")
     return replace(result, resumed=not any(job.exit_codes), logs=[*result.logs, *job.logs])
