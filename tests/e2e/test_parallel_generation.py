@@ -98,6 +98,7 @@ def test_generate_where_a_rank_has_no_sentence(mt, mt_data, alone):
     assert own > 0 and served == 0
 
 
+@pytest.mark.long
 def test_generate_by_an_ensemble(mt, mt_data, alone):
     run = _run("generate", mt_data, _paths(mt), *BEAM, *UNEQUAL, *SHARED)
     assert _hypotheses(run.output) == pytest.approx(alone[1], abs=1e-5)

@@ -163,6 +163,7 @@ def test_files_that_fairseq_removes_take_their_shards_along(lm_data, tmp_path):
         assert load(tmp_path, file)["model"]
 
 
+@pytest.mark.long
 def test_a_model_without_its_optimizer_is_enough_to_go_on_from(lm_data, tmp_path):
     train(lm_data, tmp_path / "a", 3, 2, 1, *SHARDED, "--no-save-optimizer-state")
     first = tmp_path / "a" / "checkpoint_last.pt"

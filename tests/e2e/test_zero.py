@@ -121,6 +121,7 @@ def test_zero_on_four_ranks_and_none_on_one_read_each_other(lm_data, plain, tmp_
         same_weights(plain()["model"], _load(folder)["model"], adam=True)
 
 
+@pytest.mark.long
 def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
     flags = (*ZERO_2, *OFFLOAD, "--bf16", "--dropout", 0.1, "--moe-expert-parallel-size", 1)
     _train(lm_data, tmp_path / "a", *flags, ranks=2, updates=4)
