@@ -15,8 +15,11 @@ RUN_OPTIONS = (
     "moe_machine_file",
     "moe_adaptive_file",
     "moe_adaptive_window",
+    "moe_checkpoint",
     "moe_comm_timeout",
     "moe_log_layers",
+    "moe_offload_optimizer",
+    "moe_zero_stage",
 )
 
 # Options that other systems' layers lack; True where the value is what those compute.
