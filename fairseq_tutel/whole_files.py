@@ -29,10 +29,7 @@ def save(content: Any, path: str) -> None:
     """
     for left in reversed(range(TRIES)):
         try:
-            with open(path, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
+            write(content, path)
             return
         except Exception as error:
             if left == 0:
@@ -41,6 +38,14 @@ def save(content: Any, path: str) -> None:
                     os.remove(path)
                 raise explained from error
             time.sleep(PAUSE_SECONDS)
+
+
+def write(content: Any, path: str | os.PathLike) -> None:
+    """Write a file by torch.save and wait until the disk has it: what is then renamed is whole."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def unwritten(path: str, error: BaseException) -> OSError:

@@ -129,9 +129,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
     @functools.wraps(original)
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
         state = original(path, arg_overrides, load_on_all_ranks)
-        for key in ("model", "last_optimizer_state"):
-            if isinstance(state.get(key), dict):
-                bind(state[key], Path(path))
+        bind(state, Path(path))
         return state
 
     return wrapper

@@ -156,8 +156,9 @@ CORE = {
     "whole_files": "",
     "tools": "",
     "tools.checkpoint_file": "shards whole_files",
-    "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file",
-    "tools.average": "comm.zero_shards safe_globals tools.checkpoint_file",
+    "tools.one_file": "tools.checkpoint_file",
+    "tools.convert_shards": "comm.slices shard_folder shards tools.checkpoint_file tools.one_file",
+    "tools.average": "comm.zero_shards safe_globals shards tools.checkpoint_file",
     "tools.fairseq_names": "",
     "tools.our_options": "config",
     "tools.optimizer_state": "",
@@ -170,8 +171,9 @@ CORE = {
         "tools.optimizer_state tools.saved_options"
     ),
     "tools.convert_to_meta": (
-        "tools.checkpoint_file tools.fairseq_names tools.meta_files tools.meta_options tools.meta_weights "
-        "tools.optimizer_state tools.our_options tools.saved_options"
+        "comm.zero_shards tools.checkpoint_file tools.fairseq_names tools.meta_files "
+        "tools.meta_options tools.meta_weights tools.optimizer_state tools.our_options "
+        "tools.saved_options"
     ),
     "tools.tutel_layout": "",
     "tools.tutel_files": "tools.checkpoint_file",
@@ -180,7 +182,8 @@ CORE = {
         "config tools.checkpoint_file tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
     ),
     "tools.convert_to_tutel": (
-        "tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
+        "shards tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq "
+        "tools.tutel_files tools.tutel_layout"
     ),
     "tools.late_parser": "",
     "tools.new_start": "",
@@ -268,28 +271,29 @@ EDGE = {
     "tools.mixed_experts": "config tools.ffn_layers tools.moe_file",
     "tools.upcycle_layer": "comm.slices config experts gates initial moe_layer",
     "tools.upcycle_optimizer": (
-        "config tools.average tools.ffn_layers tools.optimizer_state tools.upcycle_layer"
+        "comm.zero_shards config tools.ffn_layers tools.optimizer_state tools.upcycle_layer"
     ),
     "tools.upcycle_model": (
         "config ffn_step flags models.build tools.ffn_layers tools.new_start tools.saved_options "
         "tools.upcycle_layer tools.upcycle_optimizer"
     ),
     "tools.upcycle": (
-        "config flags plugin tools.checkpoint_file tools.ffn_layers tools.late_parser tools.moe_file "
-        "tools.saved_options tools.upcycle_layer tools.upcycle_model"
+        "config flags plugin tools.checkpoint_file tools.ffn_layers tools.late_parser "
+        "tools.moe_file tools.one_file tools.saved_options tools.upcycle_layer "
+        "tools.upcycle_model"
     ),
     "tools.merge": (
         "config flags tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
-        "tools.mixed_experts tools.moe_file"
+        "tools.mixed_experts tools.moe_file tools.one_file"
     ),
     "tools.prune": (
         "config tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
-        "tools.mixed_experts tools.moe_file"
+        "tools.mixed_experts tools.moe_file tools.one_file"
     ),
     "tools.dense_layer": "config tools.ffn_layers tools.moe_file tools.upcycle_layer",
     "tools.dense": (
         "criterions.gate_loss flags tools.by_layer tools.checkpoint_file tools.dense_layer "
-        "tools.ffn_layers tools.moe_file tools.saved_options"
+        "tools.ffn_layers tools.moe_file tools.one_file tools.saved_options"
     ),
     "tools.inspected_shards": "shards",
     "tools.inspected": (

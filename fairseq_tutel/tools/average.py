@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.safe_globals import let_checkpoints_load
-from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write
+from fairseq_tutel.shards import ShardedTensor, unbind
+from fairseq_tutel.tools.checkpoint_file import load_lazily, output_path, refuse_output, write
 
 # How fairseq names what each flag takes, with the number that orders the files last.
 NAMES = {
@@ -153,7 +154,7 @@ def _best(paths: list[Path], count: int) -> list[Path]:
             f"{_option(flag)} found the metrics {' and '.join(metrics)}, whose values do not "
             "compare; name the files of one of them in --inputs."
         )
-    larger_is_better = _maximizes_its_metric(load(candidates[0]))
+    larger_is_better = _maximizes_its_metric(load_lazily(candidates[0], "--inputs"))
     found.sort(key=lambda entry: entry[1], reverse=larger_is_better)
     return [path for _, _, path in found[:count]]
 
@@ -181,12 +182,13 @@ def average(paths: list[Path]) -> dict[str, Any]:
     """Return the first checkpoint with the mean of all checkpoints' weights.
 
     All files are open at once, but read tensor by tensor: what is held in memory is one averaged copy
-    of the weights. Tensors that are one in every file, such as tied embeddings, stay one.
+    of the weights, and experts that stand in shard files once per checkpoint, one tensor at a time.
+    Tensors that are one in every file, such as tied embeddings, stay one.
 
     Raises:
         ValueError: a bad file, or two whose weights differ in name or shape.
     """
-    states = [load(path) for path in paths]
+    states = [load_lazily(path, "--inputs") for path in paths]
     models = [state["model"] for state in states]
     for path, model in zip(paths[1:], models[1:], strict=True):
         _refuse_other_weights(paths[0], models[0], path, model)
@@ -194,6 +196,11 @@ def average(paths: list[Path]) -> dict[str, Any]:
     done: dict[tuple, Tensor] = {}
     for key in models[0]:
         tensors = [model[key] for model in models]
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
+            averaged[key] = mean(
+                [t.whole() if isinstance(t, ShardedTensor) else t for t in tensors]
+            )
+            continue
         if not isinstance(tensors[0], Tensor):
             averaged[key] = tensors[0]
             continue
@@ -203,6 +210,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
         averaged[key] = done[identity]
     # A resume would take the first file's weights from there instead of the average.
     kept = {key: _without(MASTER, part) for key, part in states[0].items() if key != "model"}
+    unbind(kept)
     return {**kept, "model": averaged}
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel import whole_files
 from fairseq_tutel.shards import bind, unbind
-from fairseq_tutel.whole_files import system_error
+from fairseq_tutel.whole_files import TEMPORARY, system_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
+def load(path: Path, flag: str) -> dict[str, Any]:
     """Open a fairseq checkpoint; its tensors stay in the file until they are read, but those in shards.
 
     Args:
@@ -26,27 +27,26 @@ def load(path: Path, flag: str = "--inputs") -> dict[str, Any]:
     Raises:
         ValueError: the file is missing, torn or no fairseq checkpoint, or its shards are.
     """
-    state = load_any(path, flag)
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
-    read_shards(state, path)
+    state = load_lazily(path, flag)
+    unbind(state)
     return state
 
 
-def read_shards(state: dict[str, Any], path: Path) -> None:
-    """Put the tensors that an opened checkpoint keeps in shard files into it, in place.
+def load_lazily(path: Path, flag: str) -> dict[str, Any]:
+    """Open a fairseq checkpoint; its tensors stay in the file, or in shards, until they are read.
 
     Args:
-        state: as `load_any` gives it; one without shards stays as it is.
         path: of the file.
+        flag: of the command line that names it.
 
     Raises:
-        ValueError: its shards are missing or torn.
+        ValueError: the file is missing, torn or no fairseq checkpoint, or its shards are missing.
     """
-    for key in ("model", "last_optimizer_state"):
-        if isinstance(state.get(key), dict):
-            bind(state[key], path)
-            unbind(state[key])
+    state = load_any(path, flag)
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
+    bind(state, path)
+    return state
 
 
 def load_any(path: Path, flag: str) -> Any:
@@ -104,8 +104,7 @@ def write_all(files: Iterable[tuple[Path, Any]]) -> None:
     try:
         for path, state in files:
             written.append(path)
-            with _temporary(path).open("wb") as file:
-                torch.save(state, file)
+            whole_files.write(state, _temporary(path))
         for path in written:
             os.replace(_temporary(path), path)
     except (OSError, RuntimeError) as error:
@@ -156,4 +155,4 @@ def refuse_output(output: Path, inputs: list[Path]) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
+    return path.with_name(path.name + TEMPORARY)

@@ -15,7 +15,8 @@ from torch import Tensor
 from fairseq_tutel import shard_folder
 from fairseq_tutel.comm.slices import Slice
 from fairseq_tutel.shards import Piece, ShardedTensor, digest, write_file
-from fairseq_tutel.tools.checkpoint_file import load, not_written, output_path, refuse_output, write
+from fairseq_tutel.tools import one_file
+from fairseq_tutel.tools.checkpoint_file import load, not_written, write
 
 # Layer, tensor name, and the dictionary and key that hold it.
 Found = list[tuple[str, str, dict, Any]]
@@ -28,14 +29,12 @@ def add_to(parsers: Any) -> None:
         ("full", "everything into one file", write),
     ):
         parser = parsers.add_parser(name, help=text, description=__doc__)
-        parser.add_argument("--input", required=True, metavar="FILE", help="a checkpoint")
-        parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+        one_file.add_to(parser, "a checkpoint")
         parser.set_defaults(convert=lambda arguments, action=action: _convert(arguments, action))
 
 
 def _convert(arguments: argparse.Namespace, action: Callable[[dict[str, Any], Path], None]) -> None:
-    source, target = Path(arguments.input), output_path(arguments.output)
-    refuse_output(target, [source])
+    source, target = one_file.paths(arguments)
     action(load(source, "--input"), target)
     print(f"wrote {target}")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write_all
 from fairseq_tutel.tools.fairseq_names import OPTIMIZERS, TASKS, has_twin
 from fairseq_tutel.tools.meta_files import prefix_of, rank_path, shared_path
@@ -33,8 +34,6 @@ from fairseq_tutel.tools.our_options import RUN_OPTIONS
 from fairseq_tutel.tools.saved_options import model_options, name_of, options_of, rename
 
 LAYER = re.compile(r"(.+)\.fc1\.gate\.weight")
-# Beside the moments of a half-precision training of ours; Meta's files have the half weights alone.
-FP32_MASTER = "fp32_master"
 OPTIMIZER = "last_optimizer_state"
 # Meta's name of a tensor -> (our name, number of the expert; none where it is no expert's).
 Names = dict[str, tuple[str, int | None]]
@@ -271,7 +270,8 @@ class _Optimizer:
         """Return the state of some parameters, as one of Meta's files has it."""
         moments = {}
         for name, (ours, expert) in names.items():
-            found = {k: v for k, v in self.state.get(ours, {}).items() if k != FP32_MASTER}
+            # Meta's files have the half weights alone.
+            found = {k: v for k, v in self.state.get(ours, {}).items() if k != MASTER}
             if found and expert is not None:
                 found = apart(found, expert, self.model[ours].shape)
             if found:

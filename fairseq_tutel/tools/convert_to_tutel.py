@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel.tools.checkpoint_file import load_any, read_shards, refuse_output, write_all
+from fairseq_tutel.shards import bind, unbind
+from fairseq_tutel.tools.checkpoint_file import load_any, refuse_output, write_all
 from fairseq_tutel.tools.convert_tutel import COUNT, LAYERS, add_namespace
 from fairseq_tutel.tools.tutel_fairseq import is_fairseq, translate_to_tutel
 from fairseq_tutel.tools.tutel_files import (
@@ -60,7 +61,8 @@ def convert(arguments: argparse.Namespace) -> None:
     source, size = Path(arguments.input), arguments.ranks
     state = load_any(source, "--input")
     if isinstance(state, dict):
-        read_shards(state, source)
+        bind(state, source)
+        unbind(state)
     ours, keys = weights_in(state, source, arguments.namespace, "--input")
     in_fairseq = is_fairseq(state, keys)
     within = EXAMPLE if in_fairseq else "moe." * (arguments.layer == LAYERS[0])

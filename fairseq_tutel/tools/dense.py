@@ -6,13 +6,13 @@ where it made no difference, and the tool says whether it did. Shared experts be
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fairseq_tutel.tools import one_file
 from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
-from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import write
 from fairseq_tutel.tools.dense_layer import dense_tensors, is_exact, usual_weight, widened
 from fairseq_tutel.tools.ffn_layers import Layer, dense_step, layers_of
 from fairseq_tutel.tools.moe_file import MoEFile, open_moe
@@ -24,8 +24,7 @@ def add_to(kinds: Any) -> None:
     parser = kinds.add_parser(
         "dense", help="make a dense checkpoint of chosen experts", description=__doc__
     )
-    parser.add_argument("--input", required=True, metavar="FILE", help="a checkpoint with experts")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    one_file.add_to(parser, "a checkpoint with experts")
     parser.add_argument(
         "--experts",
         nargs="+",
@@ -50,8 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), output_path(arguments.output)
-    refuse_output(output, [path])
+    path, output = one_file.paths(arguments)
     if arguments.weight is not None and not 0 < arguments.weight < 1e6:
         raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     file = open_moe(path)

@@ -8,15 +8,14 @@ experts are the same and the weights of a token's experts sum to 1, the outputs 
 import argparse
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.tools import expert_load
+from fairseq_tutel.tools import expert_load, one_file
 from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_twice, refuse_unknown
-from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import write
 from fairseq_tutel.tools.ffn_layers import Layer
-from fairseq_tutel.tools.mixed_experts import Members, mixed_config, mixed_tensors
+from fairseq_tutel.tools.mixed_experts import Members, add_top_k, mixed_config, mixed_tensors
 from fairseq_tutel.tools.moe_file import open_moe
 
 
@@ -25,8 +24,7 @@ def add_to(kinds: Any) -> None:
     parser = kinds.add_parser(
         "merge", help="make fewer experts, each the mean of some", description=__doc__
     )
-    parser.add_argument("--input", required=True, metavar="FILE", help="a checkpoint with experts")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    one_file.add_to(parser, "a checkpoint with experts")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--moe-expert-count",
@@ -39,12 +37,7 @@ def add_to(kinds: Any) -> None:
         metavar="GROUPS",
         help="the experts that become one, by id, as 0,3/1,2, for all layers or as decoder_1=0,3/1,2",
     )
-    parser.add_argument(
-        "--moe-top-k",
-        type=int,
-        metavar="K",
-        help="experts per token afterwards; as before if not given",
-    )
+    add_top_k(parser)
     expert_load.add_to(parser)
     parser.set_defaults(convert=run)
 
@@ -55,8 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), output_path(arguments.output)
-    refuse_output(output, [path])
+    path, output = one_file.paths(arguments)
     file = open_moe(path)
     load = expert_load.loads(arguments, file.layers)
     members = _members(arguments, file.layers)

@@ -3,6 +3,7 @@
 E experts; `members` has, for every new expert, the ids of those that it is made of.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,16 @@ from fairseq_tutel.tools.ffn_layers import Layer
 from fairseq_tutel.tools.moe_file import experts_of, gate_rows
 
 Members = Sequence[Sequence[int]]
+
+
+def add_top_k(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says how many of the new experts a token has."""
+    parser.add_argument(
+        "--moe-top-k",
+        type=int,
+        metavar="K",
+        help="experts per token afterwards; as before if not given",
+    )
 
 
 def mixed_config(config: MoEConfig, layer: Layer, members: Members, top_k: int | None) -> MoEConfig:

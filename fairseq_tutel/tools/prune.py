@@ -5,15 +5,14 @@ the default for two and more, a token that chose none of the dropped experts has
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.tools import expert_load
+from fairseq_tutel.tools import expert_load, one_file
 from fairseq_tutel.tools.by_layer import by_layer, ids, refuse_unknown
-from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import write
 from fairseq_tutel.tools.ffn_layers import Layer
-from fairseq_tutel.tools.mixed_experts import mixed_config, mixed_tensors
+from fairseq_tutel.tools.mixed_experts import add_top_k, mixed_config, mixed_tensors
 from fairseq_tutel.tools.moe_file import open_moe
 
 
@@ -22,8 +21,7 @@ def add_to(kinds: Any) -> None:
     parser = kinds.add_parser(
         "prune", help="drop experts, by id or by their load", description=__doc__
     )
-    parser.add_argument("--input", required=True, metavar="FILE", help="a checkpoint with experts")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    one_file.add_to(parser, "a checkpoint with experts")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--drop",
@@ -37,12 +35,7 @@ def add_to(kinds: Any) -> None:
         metavar="LOAD",
         help="drop experts with less load than this by --log or --load; an even share is 1",
     )
-    parser.add_argument(
-        "--moe-top-k",
-        type=int,
-        metavar="K",
-        help="experts per token afterwards; as before if not given",
-    )
+    add_top_k(parser)
     expert_load.add_to(parser)
     parser.set_defaults(convert=run)
 
@@ -53,8 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), output_path(arguments.output)
-    refuse_output(output, [path])
+    path, output = one_file.paths(arguments)
     file = open_moe(path)
     dropped = _dropped(arguments, file.layers)
     model, counts = dict(file.model), []

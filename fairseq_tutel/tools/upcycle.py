@@ -10,12 +10,12 @@ anew with it: give it to --finetune-from-model.
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fairseq_tutel import plugin
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write
+from fairseq_tutel.tools import one_file
+from fairseq_tutel.tools.checkpoint_file import load, write
 from fairseq_tutel.tools.ffn_layers import Layer
 from fairseq_tutel.tools.late_parser import LateParser
 from fairseq_tutel.tools.moe_file import counts_text
@@ -31,8 +31,7 @@ def add_to(kinds: Any) -> None:
         help="make a MoE checkpoint of a dense one, each expert a copy of its feed-forward network",
         description=__doc__,
     )
-    parser.add_argument("--input", required=True, metavar="FILE", help="the dense checkpoint")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    one_file.add_to(parser, "the dense checkpoint")
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="of gates and all else that is drawn [1]"
     )
@@ -84,9 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = Path(arguments.input), output_path(arguments.output)
+    path, output = one_file.paths(arguments)
     how = _variation(arguments)
-    refuse_output(output, [path])
     state = load(path, "--input")
     layers = give_options(state, _given_model_options(arguments))
     write(upcycled(state, layers, how, arguments.copy_optimizer_state), output)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.tools.average import MASTER
 from fairseq_tutel.tools.ffn_layers import Layer, dense_step
 from fairseq_tutel.tools.optimizer_state import InexactError, checked, one_group, trained
 from fairseq_tutel.tools.upcycle_layer import copies, trained_tensors

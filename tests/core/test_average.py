@@ -5,24 +5,13 @@ but the weights is the first file's; tied tensors; a write that fails; every ref
 """
 
 import argparse
-import sys
 
 import pytest
 import torch
+from tool_in_process import convert, tool
 
-from fairseq_tutel.__main__ import main
-from fairseq_tutel.tools.average import mean
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    """Run the tool's command line in this process."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", "average", *map(str, words)])
-        main()
-
-    return run
+from fairseq_tutel.shards import ShardedTensor
+from fairseq_tutel.tools.average import average, mean
 
 
 def save(path, seed=0, **changes):
@@ -71,9 +60,9 @@ def test_the_mean_is_rounded_once_and_integers_round_down():
     assert mean([torch.tensor([3, -3, 255]), torch.tensor([4, -4, 255])]).tolist() == [3, -4, 255]
 
 
-def test_weights_are_averaged_and_all_else_is_the_first_file_s(tool, tmp_path):
+def test_weights_are_averaged_and_all_else_is_the_first_file_s(tmp_path):
     files = [save(tmp_path / f"{seed}.pt", seed) for seed in (4, 1, 2)]
-    tool("--inputs", *files, "--output", tmp_path / "mean.pt")
+    tool("average", "--inputs", *files, "--output", tmp_path / "mean.pt")
     found, states = load(tmp_path / "mean.pt"), [load(file) for file in files]
     for key, weight in found["model"].items():
         expected = sum(state["model"][key].double() for state in states) / 3
@@ -119,9 +108,9 @@ def save_dir(tmp_path_factory):
         (("--num-best-checkpoints", 2), [BESTS[0], BESTS[2]]),
     ],
 )
-def test_a_folder_s_last_or_best_files_are_taken(tool, save_dir, tmp_path, capsys, flags, expected):
-    tool("--inputs", save_dir, "--output", tmp_path / "mean.pt", *flags)
-    first, *taken, last = capsys.readouterr().out.splitlines()
+def test_a_folder_s_last_or_best_files_are_taken(save_dir, tmp_path, flags, expected):
+    printed = tool("average", "--inputs", save_dir, "--output", tmp_path / "mean.pt", *flags)
+    first, *taken, last = printed.splitlines()
     assert (first, last) == ("averaging", f"wrote {tmp_path / 'mean.pt'}")
     assert [line.strip() for line in taken] == [str(save_dir / name) for name in expected]
     whole = [load(save_dir / name)["model"]["fc1.experts.fc1_weight"] for name in expected]
@@ -129,12 +118,13 @@ def test_a_folder_s_last_or_best_files_are_taken(tool, save_dir, tmp_path, capsy
     torch.testing.assert_close(found, sum(whole) / len(whole))
 
 
-def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tool, tmp_path, capsys):
+def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_path):
     cfg = {"checkpoint": {"maximize_best_checkpoint_metric": True}}
     names = [f"checkpoint.best_bleu_{value}.pt" for value in ("9.1000", "30.2001", "28.0000")]
     files = [save(tmp_path / name, cfg=cfg) for name in names]
-    tool("--inputs", *files, "--output", tmp_path / "mean.pt", "--num-best-checkpoints", 2)
-    taken = capsys.readouterr().out.splitlines()[1:-1]
+    out = tmp_path / "mean.pt"
+    printed = tool("average", "--inputs", *files, "--output", out, "--num-best-checkpoints", 2)
+    taken = printed.splitlines()[1:-1]
     assert [line.split("_")[-1] for line in taken] == ["30.2001.pt", "28.0000.pt"]
 
 
@@ -219,8 +209,27 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kinds", [("sharded", "sharded"), ("full", "sharded")])
+def test_experts_in_shards_are_averaged_one_tensor_at_a_time(tmp_path, monkeypatch, kinds):
+    files, state = [], {0: {"exp_avg": torch.ones(3, 6, 4)}}
+    for seed, kind in enumerate(kinds):
+        whole = save(tmp_path / f"whole{seed}.pt", seed, last_optimizer_state={"state": state})
+        files.append(tmp_path / f"{kind}{seed}.pt")
+        convert(kind, "--input", whole, "--output", files[-1])
+    expected = average([tmp_path / f"whole{seed}.pt" for seed in range(2)])
+    read, stock = [], ShardedTensor.read
+    monkeypatch.setattr(ShardedTensor, "read", lambda *a: read.append(1) or stock(*a))
+    found = average(files)
+    assert found["model"].keys() == expected["model"].keys()
+    for key, weight in expected["model"].items():
+        assert torch.equal(found["model"][key], weight), key
+    # Of all files but the first the optimizer state is not read.
+    assert len(read) == kinds.count("sharded") + (kinds[0] == "sharded")
+    assert torch.equal(found["last_optimizer_state"]["state"][0]["exp_avg"], torch.ones(3, 6, 4))
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_averaged_is_refused_in_one_sentence(tool, tmp_path, case):
+def test_what_can_not_be_averaged_is_refused_in_one_sentence(tmp_path, case):
     good = save(tmp_path / "good.pt")
     (tmp_path / "link.pt").symlink_to(good)
     (tmp_path / "torn.pt").write_bytes(good.read_bytes()[:2000])
@@ -240,7 +249,7 @@ def test_what_can_not_be_averaged_is_refused_in_one_sentence(tool, tmp_path, cas
 
     words, sentence = REFUSED[case]
     with pytest.raises(SystemExit) as end:
-        tool("--output", tmp_path / "mean.pt", "--inputs", *map(filled, words))
+        tool("average", "--output", tmp_path / "mean.pt", "--inputs", *map(filled, words))
     message = end.value.code
     assert message.startswith("error: ")
     assert filled(sentence) in message
@@ -248,14 +257,14 @@ def test_what_can_not_be_averaged_is_refused_in_one_sentence(tool, tmp_path, cas
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_flags_of_two_kinds_of_files_exclude_each_other(tool, save_dir, tmp_path, capsys):
+def test_flags_of_two_kinds_of_files_exclude_each_other(save_dir, tmp_path, capsys):
     kinds = ("--num-epoch-checkpoints", 1, "--num-update-checkpoints", 1)
     with pytest.raises(SystemExit):
-        tool("--inputs", save_dir, "--output", tmp_path / "mean.pt", *kinds)
+        tool("average", "--inputs", save_dir, "--output", tmp_path / "mean.pt", *kinds)
     assert "not allowed with argument" in capsys.readouterr().err
 
 
-def test_a_write_that_fails_leaves_the_older_output(tool, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_the_older_output(tmp_path, monkeypatch):
     good, output = save(tmp_path / "good.pt"), tmp_path / "mean.pt"
     output.write_text("older")
 
@@ -265,6 +274,6 @@ def test_a_write_that_fails_leaves_the_older_output(tool, tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(SystemExit, match=r"written \(No space left on device\); make room"):
-        tool("--inputs", good, good, "--output", output)
+        tool("average", "--inputs", good, good, "--output", output)
     assert output.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.pt", "mean.pt"]

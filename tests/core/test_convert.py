@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from converting import convert, refusal
 from moe_files import E, save
+from tool_in_process import convert, refusal
 
 
 class Hostile:

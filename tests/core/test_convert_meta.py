@@ -8,8 +8,8 @@ files; a full disk.
 import meta_format
 import pytest
 import torch
-from converting import convert, refusal
 from meta_format import D, H, Meta
+from tool_in_process import convert, refusal
 
 from fairseq_tutel.tools.meta_options import from_meta, to_meta
 

@@ -9,7 +9,7 @@ import meta_format
 import pytest
 import torch
 import torch.nn.functional as F
-from converting import convert, refusal
+from tool_in_process import convert, refusal
 from torch import nn
 
 import fairseq_tutel as ft

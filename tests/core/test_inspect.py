@@ -6,33 +6,24 @@ and others; what is refused.
 """
 
 import json
-import sys
 
 import pytest
 import torch
 from moe_files import D, E, H, save
+from tool_in_process import convert, tool
 
-from fairseq_tutel.__main__ import main
 
-
-@pytest.fixture
-def inspect(monkeypatch, capsys):
-    """Run the tool in this process; return what it printed, or with --json the facts."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", "inspect", *map(str, words)])
-        main()
-        text = capsys.readouterr().out
-        return json.loads(text) if "--json" in words else text
-
-    return run
+def inspect(*words):
+    """Run the tool; return what it printed, or with --json the facts."""
+    text = tool("inspect", *words)
+    return json.loads(text) if "--json" in words else text
 
 
 EXPERT = {"fc1_weight": [H, D], "fc1_bias": [H], "fc2_weight": [D, H], "fc2_bias": [D]}
 BYTES = 4 * E * sum(torch.Size(shape).numel() for shape in EXPERT.values())
 
 
-def test_inspect_says_what_a_file_of_ours_holds_to_convert(inspect, tmp_path):
+def test_inspect_says_what_a_file_of_ours_holds_to_convert(tmp_path):
     path = save(tmp_path / "a.pt", top_k=1, gate_type="cosine", balance_bias=True)
     facts = inspect(path, "--json")
     assert facts["kind"] == "fairseq_tutel, with experts"
@@ -64,7 +55,7 @@ def test_inspect_says_what_a_file_of_ours_holds_to_convert(inspect, tmp_path):
     assert "decoder.layers.N" in inspect(path, "--tensors")
 
 
-def test_inspect_counts_tied_weights_once_and_moments_by_themselves(inspect, tmp_path):
+def test_inspect_counts_tied_weights_once_and_moments_by_themselves(tmp_path):
     def tie(model):
         model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
 
@@ -77,12 +68,10 @@ def test_inspect_counts_tied_weights_once_and_moments_by_themselves(inspect, tmp
     assert inspect(plain, "--json")["bytes"]["optimizer state"] == 120
 
 
-def test_inspect_says_of_shards_what_it_says_of_one_file(inspect, monkeypatch, tmp_path):
+def test_inspect_says_of_shards_what_it_says_of_one_file(tmp_path):
     path = save(tmp_path / "a.pt")
     whole = inspect(path, "--json")
-    words = ["convert", "sharded", "--input", path, "--output", tmp_path / "b.pt"]
-    monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
-    main()
+    convert("sharded", "--input", path, "--output", tmp_path / "b.pt")
     text = inspect(tmp_path / "b.pt")
     sharded = inspect(tmp_path / "b.pt", "--json")
     for facts in (whole, sharded):
@@ -100,19 +89,8 @@ def flip_last(path):
     path.write_bytes(data)
 
 
-def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(
-    inspect, monkeypatch, tmp_path
-):
-    words = [
-        "convert",
-        "sharded",
-        "--input",
-        save(tmp_path / "a.pt"),
-        "--output",
-        tmp_path / "b.pt",
-    ]
-    monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
-    main()
+def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_path):
+    convert("sharded", "--input", save(tmp_path / "a.pt"), "--output", tmp_path / "b.pt")
     assert "checked: every byte is what was saved\n" in inspect(tmp_path / "b.pt", "--check")
     file = max((tmp_path / "experts").rglob("*.safetensors"))
     whole = file.read_bytes()
@@ -128,7 +106,7 @@ def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(
         assert str(file) in end.value.code
 
 
-def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(inspect, tmp_path):
+def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(tmp_path):
     path = save(tmp_path / "a.pt", change=lambda model: model.update(mark=torch.full((64,), 7.5)))
     mark = torch.full((64,), 7.5).numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
@@ -143,7 +121,7 @@ def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(inspect, tmp
     ("place", "said"),
     [((7, 0), "6 epochs done"), ((7, 3), "in epoch 7"), ((1, 0), "0 epochs done")],
 )
-def test_inspect_says_how_many_epochs_are_done(place, said, inspect, tmp_path):
+def test_inspect_says_how_many_epochs_are_done(place, said, tmp_path):
     path = save(tmp_path / "a.pt")
     state = torch.load(path, weights_only=True)
     iterator = {"epoch": place[0], "iterations_in_epoch": place[1]}
@@ -151,7 +129,7 @@ def test_inspect_says_how_many_epochs_are_done(place, said, inspect, tmp_path):
     assert f"9 updates, {said}\n" in inspect(path)
 
 
-def test_inspect_adds_the_loads_of_a_log(inspect, tmp_path):
+def test_inspect_adds_the_loads_of_a_log(tmp_path):
     path = save(tmp_path / "a.pt")
     log = tmp_path / "train.log"
     loads = {"moe_load_decoder_0": [0.0, 2.0, 1.5, 0.5], "moe_load_decoder_1": [1.0] * 4}
@@ -192,7 +170,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inspect_knows_the_kind_of_other_files_that_convert_reads(kind, inspect, tmp_path):
+def test_inspect_knows_the_kind_of_other_files_that_convert_reads(kind, tmp_path):
     torch.save(KINDS[kind], tmp_path / "a.pt")
     facts = inspect(tmp_path / "a.pt", "--json")
     assert facts["kind"] == kind
@@ -204,7 +182,7 @@ def test_inspect_knows_the_kind_of_other_files_that_convert_reads(kind, inspect,
 @pytest.mark.parametrize(
     ("value", "sentence"), [({"a": "b"}, "which holds no tensors"), (3, "which holds no tensors")]
 )
-def test_inspect_refuses_what_has_no_tensors_to_convert(value, sentence, inspect, tmp_path):
+def test_inspect_refuses_what_has_no_tensors_to_convert(value, sentence, tmp_path):
     torch.save(value, tmp_path / "a.pt")
     with pytest.raises(SystemExit, match=sentence):
         inspect(tmp_path / "a.pt")

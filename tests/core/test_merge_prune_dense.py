@@ -8,31 +8,17 @@ bias; bad files and options in one sentence; no pickled code runs.
 
 import json
 import re
-import sys
 
 import pytest
 import torch
 from moe_files import D, E, H, load, outputs, save
-
-from fairseq_tutel.__main__ import main
+from tool_in_process import tool
 
 STEP = "decoder.layers.{}.fc1."
 
 
 @pytest.fixture
-def tool(monkeypatch, capsys):
-    """Run the tool's command line in this process; return what it printed."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
-        main()
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def convert(tool, tmp_path):
+def convert(tmp_path):
     """Run `convert KIND` from a.pt into b.pt; return what it printed."""
 
     def run(kind, *words):
@@ -433,7 +419,7 @@ class Hostile:
     ids=lambda words: words[min(1, len(words) - 1)],
 )
 @pytest.mark.parametrize("zipped", [True, False])
-def test_convert_and_inspect_run_no_pickled_code(words, zipped, tool, tmp_path):
+def test_convert_and_inspect_run_no_pickled_code(words, zipped, tmp_path):
     hostile, trace = tmp_path / "a.pt", tmp_path / "trace"
     torch.save({"model": {}, "x": Hostile(trace)}, hostile, _use_new_zipfile_serialization=zipped)
     files = ("--input", hostile, "--output", tmp_path / "b.pt")

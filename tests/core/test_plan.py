@@ -18,6 +18,7 @@ from pathlib import Path
 import forkserver
 import pytest
 from ports import free_port
+from tool_in_process import tool
 from workers import Workers
 
 from fairseq_tutel.__main__ import main
@@ -40,18 +41,6 @@ MODEL = (
 )
 
 
-@pytest.fixture
-def tool(monkeypatch, capsys):
-    """Run the tools' command line in this process; return what it printed."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["fairseq_tutel", *map(str, words)])
-        main()
-        return capsys.readouterr().out
-
-    return run
-
-
 def tables(text):
     """Return the rows of every table as lists of cells, headers first."""
     blocks = [block for block in text.split("\n\n") if block.startswith("|")]
@@ -61,7 +50,7 @@ def tables(text):
     ]
 
 
-def test_the_plans_are_the_model_s_ranked_and_taken_apart(tool, tmp_path):
+def test_the_plans_are_the_model_s_ranked_and_taken_apart(tmp_path):
     text = tool("plan", *CLUSTER, *MODEL, "--top", 5, "--json", tmp_path / "plans.json")
     assert text.startswith("256 x H100 on 32 node(s); 6 MoE layer(s) of 16 experts, ")
     ranking, parts, memory = tables(text.split("wrote")[0])
@@ -91,13 +80,13 @@ def test_the_plans_are_the_model_s_ranked_and_taken_apart(tool, tmp_path):
     assert len({(plan[0], plan[1]) for plan in ranking[2:]}) == 5
 
 
-def test_more_experts_than_one_gpu_holds_are_marked(tool):
+def test_more_experts_than_one_gpu_holds_are_marked():
     huge = ("--hidden-dim", 32768, "--model-dim", 8192, "--experts", 512, "--gpus-per-node", 8)
     (*_, last) = tables(tool("plan", *huge))[0]
     assert last[-1] == "no"
 
 
-def test_links_of_the_command_line_count(tool):
+def test_links_of_the_command_line_count():
     def best_step(*words):
         return float(tables(tool("plan", *CLUSTER, *MODEL, *words))[0][2][4])
 
@@ -110,14 +99,14 @@ def test_links_of_the_command_line_count(tool):
     assert best_step("--glu") > stock
 
 
-def test_a_machine_s_file_gives_its_plans(tool, tmp_path):
+def test_a_machine_s_file_gives_its_plans(tmp_path):
     PRESETS["h100"].to_json(tmp_path / "machine.json")
     from_file = tool("plan", *CLUSTER[:4], *MODEL, "--machine", tmp_path / "machine.json")
     assert from_file == tool("plan", *CLUSTER, *MODEL)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_the_plot_shows_every_plan_and_part(tool, tmp_path, ending):
+def test_the_plot_shows_every_plan_and_part(tmp_path, ending):
     path = tmp_path / f"plans.{ending}"
     text = tool("plan", *CLUSTER, *MODEL, "--top", 4, "--plot", path)
     assert text.endswith(f"wrote {path}\n")
@@ -152,7 +141,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_values_are_refused_in_one_sentence(tool, tmp_path, case):
+def test_bad_values_are_refused_in_one_sentence(tmp_path, case):
     words, sentence = REFUSED[case]
     with pytest.raises(SystemExit) as end:
         tool("plan", *(str(word).replace("FOLDER", str(tmp_path)) for word in words))
@@ -163,7 +152,7 @@ def test_bad_values_are_refused_in_one_sentence(tool, tmp_path, case):
 
 
 @pytest.mark.parametrize("words", [("plan",), ("tune", "--measure")])
-def test_without_tabulate_it_says_what_to_install(tool, monkeypatch, words):
+def test_without_tabulate_it_says_what_to_install(monkeypatch, words):
     import_it = builtins.__import__
 
     def import_all_but_it(name, *rest):
@@ -184,7 +173,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_one_rank_measures_all_but_links(tool, tmp_path):
+def test_one_rank_measures_all_but_links(tmp_path):
     path = tmp_path / "machine.json"
     text = tool(*SMALL, "--json", path)
     assert "No links are measured, on one rank" in text
@@ -195,7 +184,7 @@ def test_one_rank_measures_all_but_links(tool, tmp_path):
     assert "x " + machine.name in tool("plan", "--machine", path, "--nodes", 2, "--dtype", "fp32")
 
 
-def test_measuring_must_be_asked_for(tool, capsys):
+def test_measuring_must_be_asked_for(capsys):
     with pytest.raises(SystemExit):
         tool("tune")
     assert "--measure" in capsys.readouterr().err
@@ -209,7 +198,7 @@ def test_measuring_must_be_asked_for(tool, capsys):
         (("--json", "/nowhere/m.json"), "--json is /nowhere/m.json; give the name of a file in an"),
     ],
 )
-def test_bad_values_of_tune_are_refused_in_one_sentence(tool, words, sentence):
+def test_bad_values_of_tune_are_refused_in_one_sentence(words, sentence):
     with pytest.raises(SystemExit, match="^error: " + sentence):
         tool(*SMALL, *words)
 

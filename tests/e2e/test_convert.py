@@ -13,9 +13,9 @@ import meta_format
 import pytest
 import torch
 from cli import fairseq
-from converting import convert
 from meta_format import D, Meta
 from models import lm_args
+from tool_in_process import convert
 
 WATCHING = str(Path(__file__).parent / "watching_user_dir")
 

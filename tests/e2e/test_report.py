@@ -22,8 +22,8 @@ from cli import fairseq, tail
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from models import lm_args
+from tool_in_process import tool
 
-from fairseq_tutel.__main__ import main
 from fairseq_tutel.tools import figures
 from fairseq_tutel.tools.report_layers import layer_section
 from fairseq_tutel.tools.report_load import expert_sections
@@ -81,11 +81,8 @@ def words_of(svg):
     }
 
 
-def report(*arguments):
-    """Run the tool in this process, which has imported torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["fairseq_tutel", "report", *map(str, arguments)])
-        main()
+def report(*words):
+    tool("report", *words)
 
 
 def page_in(file):

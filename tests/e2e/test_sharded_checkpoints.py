@@ -15,9 +15,9 @@ import torch
 from cli import USER_DIR, fairseq, refused, start, wait
 from equality import same_bits
 from models import lm_args
+from tool_in_process import convert
 
 from fairseq_tutel import shard_folder
-from fairseq_tutel.__main__ import main
 from fairseq_tutel.shards import bind, unbind
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
@@ -104,12 +104,6 @@ def straight(lm_data, tmp_path_factory):
     return losses(train_at("1 full", lm_data, tmp_path_factory.mktemp("straight"), 5))
 
 
-def tool(words):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["fairseq_tutel", *words])
-        main()
-
-
 def losses(run):
     return [(float(s["loss"]), float(s["gnorm"])) for s in run.stats("train_inner")]
 
@@ -131,7 +125,7 @@ def test_saved_anywhere_goes_on_anywhere(lm_data, tmp_path, saved_at, straight, 
 )
 def test_a_converted_checkpoint_goes_on(lm_data, tmp_path, saved_at, straight, saved, form):
     source, target = saved_at(saved) / "checkpoint_last.pt", tmp_path / "checkpoint_last.pt"
-    tool(["convert", form, "--input", str(source), "--output", str(target)])
+    convert(form, "--input", source, "--output", target)
     assert (tmp_path / "experts").exists() == (form == "sharded")
     same_bits(load(source.parent)["model"], load(tmp_path)["model"])
     run = train_at("2", lm_data, tmp_path, 5)

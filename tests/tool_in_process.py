@@ -1,4 +1,4 @@
-"""`python -m fairseq_tutel convert` run in this process: what it printed, or the sentence it ended with."""
+"""`python -m fairseq_tutel` run in this process: what it printed, or the sentence it ended with."""
 
 import contextlib
 import io
@@ -10,17 +10,22 @@ import pytest
 from fairseq_tutel.__main__ import main
 
 
-def convert(*words):
-    """Run the tool; return what it printed."""
+def tool(*words):
+    """Run the command line; return what it printed."""
     printed = io.StringIO()
-    argv = ["fairseq_tutel", "convert", *map(str, words)]
+    argv = ["fairseq_tutel", *map(str, words)]
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(printed):
         main()
     return printed.getvalue()
 
 
+def convert(*words):
+    """Run `convert`; return what it printed."""
+    return tool("convert", *words)
+
+
 def refusal(*words):
-    """Run the tool, which must end with one sentence; return it."""
+    """Run `convert`, which must end with one sentence; return it."""
     with pytest.raises(SystemExit) as end:
         convert(*words)
     message = end.value.code
