@@ -17,18 +17,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
     CLIP_NORM,
-    MICRO_BATCHES,
     OPTIMIZERS,
     Model,
     Training,
     average_dense_gradients,
-    micro_batch,
+    backward_update,
+    outcome,
+    place_in_world,
     train,
 )
 
 from fairseq_tutel import make_topology
 from fairseq_tutel.comm.balance import update_biases
-from fairseq_tutel.comm.checkpoint import drop_gathered, gather_experts
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.comm.zero import Share, own_elements, partition, shard_length
@@ -40,8 +40,7 @@ UPDATES = 8
 
 def train_in_shards(training, stage, offload):
     """Train as `train` does, with an optimizer of shards; return its losses, norms and weights."""
-    distributed = dist.is_initialized()
-    world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    world, _ = place_in_world()
     place = training.topology()
     model = Model(training, place)
     parameters = list(model.parameters())
@@ -51,32 +50,18 @@ def train_in_shards(training, stage, offload):
     losses, norms = [], []
     for update in range(UPDATES):
         shards.zero_grad()
-        sums = torch.zeros(2, dtype=torch.float64)
-        for index in range(rank, MICRO_BATCHES, world):
-            x, target, mask = micro_batch(update, index)
-            y, balance = model(x.requires_grad_(), mask)
-            real = (~mask).sum()
-            loss = (y - target).square()[~mask].sum() + 0.1 * real * balance
-            loss.backward()
-            shards.finish_backward()
-            sums += torch.stack([loss.detach(), real.double()])
-        if distributed:
-            dist.all_reduce(sums)
+        loss_sum, tokens = backward_update(model, update, shards.finish_backward)
         if stage > 0:
             shards.reduce()
-        elif distributed:
+        elif world > 1:
             average_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, place)
-        loss_sum, tokens = sums
         shards.multiply(world / float(tokens))
         norms.append(shards.clip(CLIP_NORM))
         shards.step(optimizer, optimizer.step)
         update_biases(model)
         losses.append(loss_sum / tokens)
-    gather_experts(model, place)
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    drop_gathered(model)
-    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}
+    return outcome(model, place, losses, norms)
 
 
 @functools.cache

@@ -172,10 +172,44 @@ def average_dense_gradients(parameters: list[nn.Parameter], world_size: int) -> 
         grad.copy_(part.view_as(grad))
 
 
+def backward_update(
+    model: Model, update: int, after_each: Callable[[], object] = lambda: None
+) -> tuple[Tensor, Tensor]:
+    """Add up this rank's gradients of an update; return all ranks' sum of losses and of real tokens."""
+    world, rank = place_in_world()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for index in range(rank, MICRO_BATCHES, world):
+        x, target, mask = micro_batch(update, index)
+        y, balance = model(x.requires_grad_(), mask)
+        real = (~mask).sum()
+        loss = (y - target).square()[~mask].sum() + 0.1 * real * balance
+        loss.backward()
+        after_each()
+        sums += torch.stack([loss.detach(), real.double()])
+    if world > 1:
+        dist.all_reduce(sums)
+    loss_sum, tokens = sums
+    return loss_sum, tokens
+
+
+def place_in_world() -> tuple[int, int]:
+    """Return the number of ranks and this one's."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def outcome(
+    model: Model, topology: Topology, losses: list[Tensor], norms: list[Tensor]
+) -> dict[str, Tensor]:
+    """Return the losses, the norms and, on rank 0, the weights of everything."""
+    gather_experts(model, topology)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    drop_gathered(model)
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}
+
+
 def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
     """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
-    distributed = dist.is_initialized()
-    world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    world, _ = place_in_world()
     topology = training.topology()
     model = Model(training, topology)
     parameters = list(model.parameters())
@@ -183,19 +217,10 @@ def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
     losses, norms = [], []
     for update in range(updates):
         optimizer.zero_grad()
-        sums = torch.zeros(2, dtype=torch.float64)  # loss, real tokens
-        for index in range(rank, MICRO_BATCHES, world):
-            x, target, mask = micro_batch(update, index)
-            y, balance = model(x.requires_grad_(), mask)
-            real = (~mask).sum()
-            loss = (y - target).square()[~mask].sum() + 0.1 * real * balance
-            loss.backward()
-            sums += torch.stack([loss.detach(), real.double()])
-        if distributed:
-            dist.all_reduce(sums)
+        loss_sum, tokens = backward_update(model, update)
+        if world > 1:
             average_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, topology)
-        loss_sum, tokens = sums
         for parameter in parameters:
             parameter.grad *= world / tokens
         norm = global_grad_norm(parameters, topology)
@@ -204,7 +229,4 @@ def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
         update_biases(model)
         losses.append(loss_sum / tokens)
         norms.append(norm)
-    gather_experts(model, topology)
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    drop_gathered(model)
-    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}
+    return outcome(model, topology, losses, norms)
