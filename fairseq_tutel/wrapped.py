@@ -18,9 +18,7 @@
    left in the file, which then gets a checkpoint's name and cannot be opened.
 """
 
-import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 import os
@@ -28,22 +26,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.trainer import Trainer
-from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.comm import checkpoint, guard, restart, topology
+from fairseq_tutel.comm import checkpoint, restart, topology
 from fairseq_tutel.comm.guard import guarded
-from fairseq_tutel.comm.meeting import meeting
-from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.launch import drop_tpu, join_torchrun, meeting_of
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.optim.shard_plan import plan_of
 from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
 from fairseq_tutel.run_config import saves_shards
+from fairseq_tutel.save_shards import save_in_shards
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
 from fairseq_tutel.whole_files import TEMPORARY, save, unwritten
@@ -82,7 +78,7 @@ def consolidate_optimizer(original: Any) -> Any:
         elif saves_shards(self.task) and checkpoint.expert_modules(model):
             # A composite optimizer, which one rank alone may have, keeps its states in the file.
             by_parameter = with_state and hasattr(inner.optimizer, "state")
-            _save_in_shards(self, inner if by_parameter else None, place)
+            save_in_shards(self, inner if by_parameter else None, place)
         elif shared:
             checkpoint.gather_experts(model, place)
             if with_state:
@@ -90,37 +86,6 @@ def consolidate_optimizer(original: Any) -> Any:
         original(self)
 
     return wrapper
-
-
-def _save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: Any) -> None:
-    """Let every rank write its experts, with their state in `inner`; what follows saves where."""
-    model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
-    # The optimizer knows parameters by their place in this list, and where they are half, masters of them.
-    trained = getattr(trainer.optimizer, "fp16_params", None) or (
-        inner.model_params() if inner else []
-    )
-    index_of = {id(parameter): index for index, parameter in enumerate(trained)}
-
-    def states(parameter: Any) -> Any:
-        index = index_of.get(id(parameter))
-        return {} if inner is None or index is None else inner.expert_state(index)
-
-    records = checkpoint.save_in_shards(model, place, states, save_dir)
-    if inner is None:
-        return
-    if place.rank > 0:
-        return inner.save_state(None)
-    by_index: dict[int, dict[str, Any]] = {}
-    for layer, experts in model.named_modules():
-        if isinstance(experts, ExpertStack):
-            for name, parameter in experts.expert_parameters().items():
-                if id(parameter) in index_of:
-                    by_index[index_of[id(parameter)]] = {
-                        tensor.removeprefix(f"{name}."): record
-                        for (of_layer, tensor), record in records.items()
-                        if of_layer == layer and tensor.startswith(f"{name}.")
-                    }
-    inner.save_state(by_index)
 
 
 def load_checkpoint_to_cpu(original: Any) -> Any:
@@ -133,32 +98,6 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         return state
 
     return wrapper
-
-
-def _join_torchrun(cfg: Any) -> None:
-    """Read rank and world size from torchrun's environment where stock cannot."""
-    distributed, world = cfg.distributed_training, _torchrun_world_size()
-    on_cpu = not torch.cuda.is_available() or cfg.common.cpu
-    stock_works = not on_cpu and distributed.distributed_world_size > 1
-    if distributed.distributed_init_method is not None or world <= 1 or stock_works:
-        return
-    with open_dict(distributed):
-        distributed.distributed_init_method = "env://"
-        distributed.distributed_world_size = world
-        distributed.distributed_rank = int(os.environ["RANK"])
-        distributed.distributed_no_spawn = True
-        distributed.device_id = 0 if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
-        distributed.distributed_num_procs = 1
-        if on_cpu:
-            distributed.distributed_backend = "gloo"
-            distributed.ddp_backend = "legacy_ddp"
-    if not on_cpu:
-        torch.cuda.set_device(distributed.device_id)
-
-
-def _torchrun_world_size() -> int:
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
 
 
 def copy(original: Any) -> Any:
@@ -203,17 +142,14 @@ def call_main(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
-        if cfg.common.tpu and cfg.common.bf16 and _no_tpu():
-            for section in cfg.values():
-                if OmegaConf.is_dict(section) and "tpu" in section:
-                    section.tpu = False
-        _join_torchrun(cfg)
+        drop_tpu(cfg)
+        join_torchrun(cfg)
         if cfg.distributed_training.distributed_init_method is None:
             distributed_utils.infer_init_method(cfg.distributed_training)
         on_each = main if cfg.common_eval.path is None else OnSeveralRanks(main)
         if cfg.distributed_training.distributed_init_method == "env://" and restart.may_happen():
             cfg.distributed_training.distributed_init_method = restart.METHOD
-        with guarded("a collective of fairseq's own", timed=False), _meeting(cfg) as met:
+        with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:
 
             def met_main(*args: Any, **kwargs: Any) -> Any:
                 met()
@@ -223,23 +159,6 @@ def call_main(original: Any) -> Any:
             return original(cfg, met_main if met else on_each, **kwargs)
 
     return wrapper
-
-
-def _meeting(cfg: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return what this process meets the others in; nothing where it is alone, or spawns them."""
-    distributed = cfg.distributed_training
-    if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
-        return contextlib.nullcontext()
-    seconds = getattr(cfg.task, "moe_comm_timeout", 0)
-    return meeting(
-        distributed.distributed_rank,
-        distributed.distributed_world_size,
-        seconds if guard.is_time(seconds) else 0,  # refused later, by its name
-    )
-
-
-def _no_tpu() -> bool:
-    return torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
 
 
 def build_optimizer(original: Any) -> Any:

@@ -304,9 +304,11 @@ EDGE = {
     "tools.inspect_file": (
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
     ),
+    "save_shards": "comm.checkpoint expert_stack optim.moe_optimizer",
+    "launch": "comm.guard comm.meeting",
     "wrapped": (
-        "comm.checkpoint comm.guard comm.meeting comm.restart comm.topology expert_stack "
-        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config shards together "
+        "comm.checkpoint comm.guard comm.restart comm.topology launch optim.moe_optimizer "
+        "optim.shard_plan optim.sharded_fp16 run_config save_shards shards together "
         "whole_files"
     ),
     "train": "comm.topology plugin",

@@ -1,0 +1,60 @@
+"""What a process needs before fairseq's main runs in it: its place among torchrun's ranks, and bf16."""
+
+import contextlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf, open_dict
+
+from fairseq_tutel.comm import guard
+from fairseq_tutel.comm.meeting import meeting
+
+
+def drop_tpu(cfg: Any) -> None:
+    """Let --bf16 mean bf16; fairseq-train takes it for a wish to run on a TPU too."""
+    no_tpu = torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
+    if cfg.common.tpu and cfg.common.bf16 and no_tpu:
+        for section in cfg.values():
+            if OmegaConf.is_dict(section) and "tpu" in section:
+                section.tpu = False
+
+
+def join_torchrun(cfg: Any) -> None:
+    """Read rank and world size from torchrun's environment where stock cannot."""
+    distributed, world = cfg.distributed_training, _torchrun_world_size()
+    on_cpu = not torch.cuda.is_available() or cfg.common.cpu
+    stock_works = not on_cpu and distributed.distributed_world_size > 1
+    if distributed.distributed_init_method is not None or world <= 1 or stock_works:
+        return
+    with open_dict(distributed):
+        distributed.distributed_init_method = "env://"
+        distributed.distributed_world_size = world
+        distributed.distributed_rank = int(os.environ["RANK"])
+        distributed.distributed_no_spawn = True
+        distributed.device_id = 0 if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
+        distributed.distributed_num_procs = 1
+        if on_cpu:
+            distributed.distributed_backend = "gloo"
+            distributed.ddp_backend = "legacy_ddp"
+    if not on_cpu:
+        torch.cuda.set_device(distributed.device_id)
+
+
+def _torchrun_world_size() -> int:
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
+
+
+def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return what this process meets the others in; nothing where it is alone, or spawns them."""
+    distributed = cfg.distributed_training
+    if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
+        return contextlib.nullcontext()
+    seconds = getattr(cfg.task, "moe_comm_timeout", 0)
+    return meeting(
+        distributed.distributed_rank,
+        distributed.distributed_world_size,
+        seconds if guard.is_time(seconds) else 0,  # refused later, by its name
+    )
