@@ -203,17 +203,18 @@ def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, 
     assert "moe_gate_loss" not in run.output
 
 
-def test_torchrun_runs_the_module_and_plain_fairseq_train(lm_data, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    args = [str(a) for a in lm_args(lm_data, tmp_path / "module", updates=2)]
-    at = args.index("--user-dir")
-    port = ["--master_port", str(free_port())]
-    without_user_dir = args[:at] + args[at + 2 :]
-    _ends_well([*torchrun, *port, "-m", "fairseq_tutel.train", *without_user_dir])
+def test_torchrun_runs_plain_fairseq_train_and_the_module_trains_the_same(lm_data, tmp_path):
     program = str(Path(sys.executable).parent / "fairseq-train")
-    args = [str(a) for a in lm_args(lm_data, tmp_path / "plain", updates=2)]
-    port = ["--master_port", str(free_port())]
-    _ends_well([*torchrun, *port, program, *args])
+    args = lm_args(lm_data, tmp_path / "plain", updates=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command = [*torchrun, "--master_port", free_port(), program, *args]
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=150, cwd=ROOT
+    )
+    assert done.returncode == 0, tail(done.stdout + done.stderr)
+    module = fairseq("tutel-train", *_module_args(lm_data, tmp_path / "module", 2), ranks=2)
+    for output in (done.stdout + done.stderr, module.output):
+        assert "expert parallel size 2" in output
     a, b = (
         torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"]
         for name in ("module", "plain")
@@ -221,19 +222,16 @@ def test_torchrun_runs_the_module_and_plain_fairseq_train(lm_data, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def _ends_well(command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, tail(output)
-    assert "expert parallel size 2" in output
+def _module_args(data, save_dir, updates):
+    """The module needs no --user-dir."""
+    args = lm_args(data, save_dir, updates=updates)
+    at = args.index("--user-dir")
+    return [*args[:at], *args[at + 2 :]]
 
 
 def test_the_module_without_torchrun_is_fairseq_train(lm_data, tmp_path):
-    command = [sys.executable, "-m", "fairseq_tutel.train", *lm_args(lm_data, tmp_path, updates=1)]
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=150, cwd=ROOT
-    )
-    assert done.returncode == 0, tail(done.stderr)
+    run = fairseq("tutel-train", *_module_args(lm_data, tmp_path, 1))
+    assert "experts: 2 MoE layers" in run.output
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 

@@ -51,19 +51,16 @@ def test_env_works_without_fairseq():
     assert facts["moe_adam"] == "fairseq is not installed"
 
 
-def test_env_tells_another_apex_from_nvidia_s(facts, tmp_path):
+def test_env_tells_another_apex_from_nvidia_s_and_counts_timings(facts, tmp_path, monkeypatch):
     assert facts["apex"] == "not installed"
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
-    assert _env(path=tmp_path)["apex"].startswith("a package of that name without NVIDIA's")
-
-
-def test_env_counts_the_kernel_timings_of_this_device(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAIRSEQ_TUTEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("FAIRSEQ_TUTEL_CACHE", str(tmp_path / "cache"))
     cache = TuningCache.here()
     cache.add("up (8,)", {"a": 1.0})
     cache.add("up (16,)", {"a": 1.0})
     monkeypatch.setenv("FAIRSEQ_TUTEL_TUNE_SECONDS", "abc")
-    facts = _env()
-    assert facts["kernel tuning"].startswith("refused: FAIRSEQ_TUTEL_TUNE_SECONDS is 'abc'; give")
-    assert facts["kernel timings"] == f"2 for this device and version, in {cache.path}"
+    found = _env(path=tmp_path)
+    assert found["apex"].startswith("a package of that name without NVIDIA's")
+    assert found["kernel tuning"].startswith("refused: FAIRSEQ_TUTEL_TUNE_SECONDS is 'abc'; give")
+    assert found["kernel timings"] == f"2 for this device and version, in {cache.path}"

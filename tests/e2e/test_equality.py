@@ -51,6 +51,7 @@ CASES = {
 
 # What tests/comm/test_equality.py trains too; here it goes through the command line once more.
 LONG = (
+    "capacity-top2-checkpointed",
     "top4-replicas",
     "translation-glu-capacity",
     "hash-min-capacity-replicas",

@@ -47,8 +47,8 @@ TRIALS = {
 }
 
 
-# tests/e2e has a kill in a copy, NaN and another number of ranks.
-LONG = ("kill in a copy", "nan", "other ranks", "empty batch", "remove")
+# tests/e2e has a kill in a copy, a stopped rank, NaN and another number of ranks.
+LONG = ("kill in a copy", "stop in a collective", "nan", "other ranks", "empty batch", "remove")
 
 
 @pytest.mark.parametrize(
