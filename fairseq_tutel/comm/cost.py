@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from fairseq_tutel.comm.how import ALGORITHMS, How
 from fairseq_tutel.comm.machine import PRESETS, Machine
+from fairseq_tutel.comm.zero_bytes import Held, held_bytes
 
 OVERLAPS = (1, 2, 4, 8)
 _COUNT_BYTES = 8
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Work:
         glu: three matrices an expert instead of two.
         layers: MoE layers.
         dense_parameters: all that every rank holds, trained by data parallelism.
+        zero_stage: of --moe-zero-stage.
+        offload: the optimizer's state is in host memory.
     """
 
     tokens: int
@@ -42,6 +44,8 @@ class Work:
     glu: bool = False
     layers: int = 1
     dense_parameters: int = 0
+    zero_stage: int = 0
+    offload: bool = False
 
     @property
     def rows(self) -> int:
@@ -259,9 +263,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, how: How) -> dict
         **{part: work.layers * seconds for part, seconds in layer.items()},
         "dense layers": 6 * dense * work.tokens / machine.flops_per_s,
         "expert gradients": work.layers * _replica_seconds(work, machine, cluster),
-        "dense gradients": all_reduce_seconds(
-            dense * work.bytes_per_element, machine, cluster.nodes, cluster.local
-        )
+        "dense gradients": _gradients_seconds(dense, work, machine, cluster.nodes, cluster.local)
         if dense
         else 0.0,
     }
@@ -273,15 +275,14 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> fl
 
 
 def memory_bytes(work: Work, cluster: Cluster, how: How) -> dict[str, float]:
-    """Return the bytes of every kind that a rank holds, as if all of them at once.
+    """Return the bytes of every kind that a rank's device holds, as if all of them at once.
 
-    Activations are those of the MoE layers alone. Half-precision training keeps fp32 masters, with
-    a gradient of their own, as fairseq's optimizer does.
+    Activations are those of the MoE layers alone. The optimizer is Adam.
     """
     refuse(work, cluster, how)
     size = work.bytes_per_element
     stored = _stored_parameters(work, cluster)
-    parameters = work.layers * stored + work.dense_parameters
+    held = _held(work, cluster)
     gathered = _computed_parameters(work, cluster, how) - stored
     copies = max(1, how.adaptive_r)
     rows_bytes = copies * work.rows * work.model_dim * size
@@ -290,15 +291,19 @@ def memory_bytes(work: Work, cluster: Cluster, how: How) -> dict[str, float]:
     )
     buffers = (2 if how.algorithm == "linear" else 3) if _travels(cluster, how) else 0
     return {
-        "parameters": parameters * size,
-        "gradients": parameters * size,
-        "Adam moments": 2 * _FP32_BYTES * parameters,
-        "fp32 masters": 2 * _FP32_BYTES * parameters if size < _FP32_BYTES else 0.0,
+        "parameters": held.weights,
+        "gradients": held.gradients,
+        "optimizer state": held.state,
         "activations": work.layers * saved * size,
         "row buffers": buffers * rows_bytes,
         # The weights of all layers stay for the backward; one layer's gradient of them is added.
         "gathered weights": (work.layers + 1) * gathered * size,
     }
+
+
+def host_bytes(work: Work, cluster: Cluster) -> int:
+    """Return the bytes of optimizer state that a rank holds in host memory."""
+    return _held(work, cluster).host
 
 
 def refuse(work: Work, cluster: Cluster, how: How) -> None:
@@ -344,12 +349,13 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Ho
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A candidate with what it costs: seconds and bytes of one rank's step, and whether they fit."""
+    """A candidate with what it costs a rank: seconds of a step, bytes on device and host; does it fit?"""
 
     cluster: Cluster
     how: How
     parts: dict[str, float]
     memory: dict[str, float]
+    host: int
     fits: bool
 
     @property
@@ -374,6 +380,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Plan]:
                 how=how,
                 parts=step_parts(work, machine, cluster, how),
                 memory=memory,
+                host=host_bytes(work, cluster),
                 fits=sum(memory.values()) <= machine.memory_bytes,
             )
         )
@@ -461,20 +468,52 @@ def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) ->
     local = min(ranks, cluster.local)
     nodes = math.ceil(ranks / local)
     gather = all_gather_seconds(size, machine, nodes, local, cluster.local)
-    # A ring's all-reduce is a reduce-scatter and then a gather.
-    there_and_back = 3 if machine.reduce_scatter_as_all_reduce else 2
-    return there_and_back * tensors * gather
+    return _there_and_back(machine) * tensors * gather
 
 
 def _replica_seconds(work: Work, machine: Machine, cluster: Cluster) -> float:
-    """The all-reduce of one layer's expert gradients over the ranks that hold the same.
+    """The sum of one layer's expert gradients over the ranks that hold the same.
 
     Every rank of a node is in such a group, so all of them are on its link at once.
     """
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
-    size = _stored_parameters(work, cluster) * work.bytes_per_element
-    return all_reduce_seconds(size, machine, replicas // local, local, cluster.local)
+    stored = _stored_parameters(work, cluster)
+    return _gradients_seconds(stored, work, machine, replicas // local, local, cluster.local)
+
+
+def _gradients_seconds(
+    parameters: float,
+    work: Work,
+    machine: Machine,
+    nodes: int,
+    local: int,
+    on_link: int | None = None,
+) -> float:
+    """What ranks with the same parameters send each other: gradients and, under ZeRO, new weights."""
+    num_bytes = parameters * work.bytes_per_element
+    if work.zero_stage == 0:
+        return all_reduce_seconds(num_bytes, machine, nodes, local, on_link)
+    share = num_bytes / (nodes * local)
+    return _there_and_back(machine) * all_gather_seconds(share, machine, nodes, local, on_link)
+
+
+def _there_and_back(machine: Machine) -> int:
+    """Return how many gathers a gather and a reduce-scatter are: a ring's all-reduce is two."""
+    return 3 if machine.reduce_scatter_as_all_reduce else 2
+
+
+def _held(work: Work, cluster: Cluster) -> Held:
+    """Return what a rank holds of parameters."""
+    return held_bytes(
+        [work.dense_parameters],
+        [math.ceil(work.layers * _stored_parameters(work, cluster))],
+        cluster.world,
+        cluster.expert_parallel_size,
+        work.zero_stage if cluster.world > 1 else 0,
+        work.offload,
+        work.bytes_per_element,
+    )
 
 
 def _divisors(number: int) -> list[int]:

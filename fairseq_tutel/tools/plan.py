@@ -63,6 +63,18 @@ def add_to(tools: Any) -> None:
         metavar="N",
         help="all that is not experts [attention of the MoE layers: 4 x layers x model-dim squared]",
     )
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of --moe-zero-stage: 1 cuts the optimizer's state, 2 gradients too [0]",
+    )
+    parser.add_argument(
+        "--offload-optimizer",
+        action="store_true",
+        help="as --moe-offload-optimizer: the optimizer's state is in host memory",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans here too")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw them here: {', '.join(PLOTS)}"
@@ -107,6 +119,8 @@ def chosen_work(arguments: argparse.Namespace) -> Work:
         dense = 4 * arguments.layers * arguments.model_dim**2
     if dense < 0:
         raise ValueError(f"--dense-parameters is {dense}; give a number from 0.")
+    if arguments.zero_stage not in (0, 1, 2):
+        raise ValueError(f"--zero-stage is {arguments.zero_stage}; give 0, 1 or 2.")
     return Work(
         tokens=arguments.tokens,
         model_dim=arguments.model_dim,
@@ -117,6 +131,8 @@ def chosen_work(arguments: argparse.Namespace) -> Work:
         glu=arguments.glu,
         layers=arguments.layers,
         dense_parameters=dense,
+        zero_stage=arguments.zero_stage,
+        offload=arguments.offload_optimizer,
     )
 
 
@@ -174,7 +190,8 @@ def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
     cluster = plans[0].cluster
     head = (
         f"{cluster.world} x {machine.name} on {cluster.nodes} node(s); {work.layers} MoE layer(s) of "
-        f"{work.experts} experts, {_billions(work)} parameters; predicted, for {work.tokens} tokens a rank"
+        f"{work.experts} experts, {_billions(work)} parameters{_shared(work)}; predicted, for "
+        f"{work.tokens} tokens a rank"
     )
     ranked = [_line(plan, work) for plan in plans]
     detailed = plans[:DETAILED]
@@ -185,6 +202,9 @@ def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
     memory = [
         [kind, *(f"{plan.memory[kind] / 1e9:.2f}" for plan in detailed)] for kind in plans[0].memory
     ]
+    if work.offload:
+        host = [f"{plan.host / 1e9:.2f}" for plan in detailed]
+        memory.append(["optimizer state, in host memory", *host])
 
     def table(rows: list, header: list[str]) -> str:
         aligned = ("left", *("right",) * (len(header) - 1))
@@ -216,6 +236,11 @@ def _with(link: Link, gb_s: float | None) -> Link:
 def _billions(work: Work) -> str:
     parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
     return f"{parameters / 1e9:.2f} billion"
+
+
+def _shared(work: Work) -> str:
+    stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage else ""
+    return stage + ", optimizer state in host memory" * work.offload
 
 
 def _line(plan: Plan, work: Work) -> list[str]:

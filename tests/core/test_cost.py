@@ -241,18 +241,51 @@ def test_memory_by_hand():
     parameters = 3 * 64 + 1000
     assert found == {
         "parameters": 2 * parameters,
-        "gradients": 2 * parameters,
-        "Adam moments": 8 * parameters,
-        "fp32 masters": 8 * parameters,
+        "gradients": (2 + 4) * parameters,  # fairseq keeps a copy in fp32
+        "optimizer state": (8 + 4) * parameters,
         "activations": 3 * 2 * (8 * 4 + 16 * (2 * 4 + 2 * 16)),
         "row buffers": 3 * 16 * 4 * 2,
         "gathered weights": 4 * 64 * 2,
     }
     full = cost.memory_bytes(replace(work, bytes_per_element=4), FOUR, How(adaptive_r=2))
-    assert full["fp32 masters"] == full["gathered weights"] == 0
+    assert (full["gradients"], full["optimizer state"]) == (4 * parameters, 8 * parameters)
+    assert full["gathered weights"] == 0
     everything = cost.memory_bytes(work, FOUR, How(adaptive_r=0))
     assert everything["gathered weights"] == 4 * (256 - 64) * 2
     assert everything["row buffers"] == 0
+
+
+def test_zero_and_offload_by_hand():
+    # Eight ranks, two replicas of what P = 4 ranks store: 64 weights of each of 3 layers.
+    cluster = replace(FOUR, nodes=2 * FOUR.nodes)
+    work = replace(WORK, layers=3, dense_parameters=1000)
+    whole, cut = 3 * 64 + 1000, 3 * 64 // 2 + 1000 // 8
+
+    def held(stage, offload=False):
+        asked = replace(work, zero_stage=stage, offload=offload)
+        memory = cost.memory_bytes(asked, cluster, How(adaptive_r=1))
+        return memory["gradients"], memory["optimizer state"], cost.host_bytes(asked, cluster)
+
+    assert held(0) == (6 * whole, 12 * whole, 0)
+    assert held(1) == (2 * whole, 12 * cut, 0)
+    assert held(2) == (2 * cut, 12 * cut, 0)
+    assert held(2, offload=True) == (2 * cut, 0, 12 * cut)
+    # On one rank there is nobody to share with.
+    alone, one = Cluster(nodes=1, local=1, expert_parallel_size=1), How()
+    memories = [cost.memory_bytes(replace(work, zero_stage=stage), alone, one) for stage in (0, 2)]
+    assert memories[0] == memories[1]
+
+
+def test_zero_sends_gradients_there_and_weights_back():
+    work, cluster = replace(WORK, dense_parameters=8000), replace(FOUR, expert_parallel_size=1)
+    parts = [
+        cost.step_parts(replace(work, zero_stage=stage), ROUND, cluster, How()) for stage in (0, 1)
+    ]
+    share = 2 * 8000 / cluster.world
+    gather = cost.all_gather_seconds(share, ROUND, cluster.nodes, cluster.local)
+    assert parts[1]["dense gradients"] == pytest.approx(2 * gather)
+    changed = {part for part in parts[0] if parts[0][part] != parts[1][part]}
+    assert changed <= {"dense gradients", "expert gradients"}
 
 
 def test_candidates_cover_every_choice_once_and_are_ranked():

@@ -86,6 +86,18 @@ def test_more_experts_than_one_gpu_holds_are_marked():
     assert last[-1] == "no"
 
 
+def test_zero_and_offload_make_room():
+    def gigabytes(*words):
+        ranking, _, memory = tables(tool("plan", *CLUSTER, *MODEL, *words))
+        return float(ranking[2][6]), {row[0] for row in memory[2:]}
+
+    stages = [gigabytes("--zero-stage", stage)[0] for stage in (0, 1, 2)]
+    assert stages == sorted(stages, reverse=True)
+    smallest, kinds = gigabytes("--zero-stage", 2, "--offload-optimizer")
+    assert smallest < stages[2]
+    assert "optimizer state, in host memory" in kinds
+
+
 def test_links_of_the_command_line_count():
     def best_step(*words):
         return float(tables(tool("plan", *CLUSTER, *MODEL, *words))[0][2][4])
@@ -129,6 +141,7 @@ REFUSED = {
     "inter": (("--inter-gb-s", "nan"), "--inter-gb-s is nan; give GB/s above 0."),
     "alpha": (("--alpha-us", -1), "--alpha-us is -1; give microseconds from 0."),
     "dense": (("--dense-parameters", -1), "--dense-parameters is -1; give a number from 0."),
+    "zero": (("--zero-stage", 3), "--zero-stage is 3; give 0, 1 or 2."),
     "machine": (("--machine", "FOLDER/none.json"), "FOLDER/none.json can not be read as a machine"),
     "json": (("--json", "FOLDER/none/plan.json"), "--json is FOLDER/none/plan.json; give the name"),
     "plot": (("--plot", "FOLDER/plan.txt"), "--plot is FOLDER/plan.txt; end it in one of .png, "),
