@@ -202,6 +202,25 @@ def test_nothing_is_collected_beside_a_file_that_can_not_be_read(tmp_path, caplo
     assert "kept all folders" in caplog.text
 
 
+def test_what_is_no_checkpoint_of_shards_keeps_none(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / "checkpoint1.pt").unlink()
+    (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip, which names " + first.encode())
+    (tmp_path / "train.log").write_text(first)
+    (tmp_path / "checkpoint2.pt.tmp").write_bytes(b"half of a")
+    shard_folder.collect(tmp_path)
+    assert held(tmp_path) == []
+
+
+def test_names_of_a_committed_folder_are_on_the_disk(tmp_path, monkeypatch):
+    folder, happened = shard_folder.begin(tmp_path), []
+    stock = os.rename
+    monkeypatch.setattr(shard_folder, "sync", lambda path: happened.append(("sync", path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: happened.append("rename") or stock(a, b))
+    committed = tmp_path / shard_folder.commit(folder, ["one"])
+    assert happened == ["rename", ("sync", committed), ("sync", committed.parent)]
+
+
 def test_other_people_s_folders_are_left_alone(tmp_path):
     (tmp_path / "experts" / "mine").mkdir(parents=True)
     shard_folder.collect(tmp_path)

@@ -115,3 +115,10 @@ def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing
     assert caught.value.errno == errno.ENOSPC
     assert "earlier checkpoints are as they were" in str(caught.value)
     assert not os.path.exists(temporary)
+
+
+def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    whole_files.write(CONTENT, tmp_path / "a.pt")
+    assert synced == [(tmp_path / "a.pt").stat().st_size]
