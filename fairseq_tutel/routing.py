@@ -231,8 +231,9 @@ def _assign_by_experts(
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
     real_T = batch.real_T
+    # Filled on the device: a copy from the host would wait for it.
     real_tokens = (
-        torch.as_tensor(num_tokens, device=scores_TE.device) if real_T is None else real_T.sum()
+        torch.full((), num_tokens, device=scores_TE.device) if real_T is None else real_T.sum()
     )
     limit = capacity.places(top_k, num_experts, real_tokens)
     position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
