@@ -99,8 +99,10 @@ class MoEOptimizerMixin:
         state = dict(self.optimizer.state.get(parameter, {}))  # type: ignore[attr-defined]
         if self.holds_masters:
             state[MASTER] = parameter.data
-        own = len(parameter)
-        return {k: state[k] for k in sorted(state) if _is_per_expert(state[k], parameter, own)}
+        own = [k for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))]
+        # Until its first step fairseq's memory-efficient wrapper has a file's tensors in host memory, where
+        # a GPU's collectives do not reach them.
+        return {key: state[key].to(parameter.device) for key in own}
 
     def gather_state(self, place: Topology) -> None:
         """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""

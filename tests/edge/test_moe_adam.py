@@ -178,3 +178,18 @@ def test_a_scale_per_expert_is_the_same_for_all_its_slices():
     assert torch.equal(own["exp_avg"], whole["exp_avg"][1:, 3:])
     assert torch.equal(own["exp_avg_scale"], whole["exp_avg_scale"][1:])
     assert own["step"] == 7
+
+
+def test_a_state_that_a_wrapper_left_in_host_memory_is_gathered_from_the_device():
+    """As after a resume with --memory-efficient-fp16 whose first update overflows."""
+    parameter = torch.nn.Parameter(torch.empty(2, 3, 5, device="meta"))
+    twin = MoEOptimizerMixin()
+    twin.params, twin.optimizer = [parameter], FusedAdam([parameter], **SETTINGS)
+    twin.optimizer.state[parameter] = {
+        "step": 7, "exp_avg": torch.zeros(2, 3, 5), "exp_avg_scale": torch.ones(2, 1, 1),
+    }  # fmt: skip
+    state = twin.expert_state(0)
+    assert {key: value.device.type for key, value in state.items()} == {
+        "exp_avg": "meta",
+        "exp_avg_scale": "meta",
+    }
