@@ -137,6 +137,7 @@ def place_copies(
         if order_N is not None:
             order_N, ids_1N = order_N.contiguous(), ids_KT.view(1, -1)
             # An order may mix choices, so its blocks say nothing of the counts by choice.
+            del starts_BE  # as large as the next
             starts_BE = _block_starts(ids_1N, order_N, torch.empty_like(assigned_KE[:1]), 1, 1)
         chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
         num_blocks = triton.cdiv(length, BLOCK_N)

@@ -8,6 +8,7 @@ layer; when the fused gate is used; fake tensors and torch.compile, which see sh
 """
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -141,6 +142,27 @@ def compare_long_scan(device: str):
         ops.assign_slots(ids_KT, 9), reference.assign_slots(ids_KT, 9), strict=True
     ):
         assert torch.equal(got, expected)
+
+
+def starts_held_at_once() -> int:
+    """Return the most tables of blocks, [blocks, E] each, that one numbering of copies keeps."""
+    from fairseq_tutel.kernels import triton_route
+
+    make, made, held = triton_route._block_starts, [], []
+
+    def counted(*arguments):
+        table = make(*arguments)
+        made.append(weakref.ref(table))
+        held.append(sum(each() is not None for each in made))
+        return table
+
+    triton_route._block_starts = counted
+    try:
+        triton_route.assign_slots_by(order(2, 9), asking(2, 9, 4), 4)
+    finally:
+        triton_route._block_starts = make
+    assert len(held) == 2
+    return max(held)
 
 
 def compare_stride_copy(backend: str, device: str):
@@ -324,6 +346,12 @@ def test_interpreted_slots(interpreter, shape):
 @triton
 def test_an_interpreted_scan_over_several_tiles_of_blocks(interpreter):
     interpreter.run(compare_long_scan, "cpu")
+
+
+@triton
+def test_a_numbering_by_an_order_keeps_one_table_of_blocks(interpreter):
+    """With two, 100 000 tokens among 256 experts need more than their ids in bytes."""
+    assert interpreter.run(starts_held_at_once) == [1]
 
 
 @triton
