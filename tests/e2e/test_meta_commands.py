@@ -62,6 +62,7 @@ def test_the_training_line_runs():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: each rank needs a GPU")
 def test_the_training_line_runs_in_half_precision():
     check(train())
 

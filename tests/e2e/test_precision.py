@@ -30,7 +30,9 @@ ON_GPU = {
 
 def _train(data, folder, *flags, updates=6, ranks=1, cpu=True):
     """Train on two micro-batches per update, whatever the number of ranks."""
-    more = ("--update-freq", 2 // ranks, *(("--cpu",) if cpu else ()))
+    # By itself fairseq takes all GPUs of a machine.
+    place = ("--cpu",) if cpu else ("--distributed-world-size", 1)
+    more = ("--update-freq", 2 // ranks, *place)
     args = lm_args(data, folder, *more, *flags, updates=updates)
     return fairseq("train", *args, ranks=ranks)
 

@@ -294,12 +294,11 @@ def test_on_a_gpu_the_one_that_does_less_is_picked_but_not_in_a_capture(fresh, p
 
     configs = [Config(64), Config(1)]
     tuner = Tuner(60.0, lambda: TuningCache(path, IDENTITY))
-    graph = torch.cuda.CUDAGraph()
     launch(configs[0])
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert tuner.pick("product", (), configs, launch) == Config(64)
     assert tuner.pick("product", (), configs, launch) == Config(1)
     kept = TuningCache(path, IDENTITY).entries["product ()"]
     assert kept["Config(block=64)"] > 10 * kept["Config(block=1)"]
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one captures once
         assert tuner.pick("product", (), configs, launch) == Config(1)

@@ -80,7 +80,8 @@ def test_compiled_gradients_with_every_candidate(kind, monkeypatch):
 
 def test_compiled_gradients_in_tf32_are_near(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    case = replace(LAYER, dtype=torch.float32)
+    # Smooth: a relu next to its corner is cut by another precision on its other side.
+    case = replace(LAYER, dtype=torch.float32, activation="gelu")
     given = inputs(case, "cuda")
     got = run(kernels.ops("triton", torch.device("cuda")), case, given)
     check(got, oracle(case, given), torch.float16, "TF32")  # which has as many bits
