@@ -44,10 +44,11 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
+        parameter.grad.div_(topology.world_size)
         if topology.replica_group is not None:
             with guarded("the all-reduce of expert gradients", topology.replica_group):
                 dist.all_reduce(parameter.grad, group=topology.replica_group)
-        parameter.grad.div_(topology.world_size)
 
 
 def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> None:

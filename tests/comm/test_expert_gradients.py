@@ -56,6 +56,18 @@ def test_a_missing_gradient_counts_as_zero_and_hangs_nobody(ranks):
     assert [expert for _, expert in got] == [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]]
 
 
+def reduce_half() -> list[float]:
+    expert = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    expert.grad = torch.tensor([60000.0], dtype=torch.float16)
+    mark_expert(expert)
+    reduce_expert_gradients([expert], make_topology([4], 2))
+    return expert.grad.tolist()
+
+
+def test_scaled_fp16_gradients_of_replicas_do_not_overflow_on_the_way(ranks):
+    assert ranks(4).run(reduce_half) == [[30000.0]] * 4  # of a largest number of 65504
+
+
 def norm(parallel: int, poison: float) -> float:
     topology = make_topology([4], parallel)
     dense = with_gradient([3.0, 1.0], expert=False)
