@@ -14,6 +14,8 @@ from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 
+ROW_BYTES = 16  # that the rows of every matrix are multiples of
+
 
 def _shape(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_E), a.shape[0], b.shape[1])
@@ -58,15 +60,23 @@ def grouped_weight_grad(
     num_experts = len(groups.counts)
     if dout_RO.shape[0] == 0:
         dweight_EOI = dout_RO.new_zeros(num_experts, dout_RO.shape[1], rows_RI.shape[1])
-    else:
-        dweight_EOI = grouped_mm(dout_RO.t(), rows_RI, _ends(groups, dout_RO))
+        return dweight_EOI, dout_RO.new_zeros(num_experts, dout_RO.shape[1]) if bias else None
+    ends_E = _ends(groups, dout_RO)
+    dweight_EOI = _sums(dout_RO, rows_RI, ends_E)
     if not bias:
         return dweight_EOI, None
-    dbias_EO = torch.zeros(
-        num_experts + 1, dout_RO.shape[1], dtype=torch.float32, device=dout_RO.device
-    )
-    dbias_EO.index_add_(0, _expert_of_rows(groups, dout_RO), dout_RO.float())
-    return dweight_EOI, dbias_EO[:num_experts].to(dout_RO.dtype)
+    # A product with ones, of as few columns as there may be: no atomics, the same bits every run.
+    ones = dout_RO.new_ones(dout_RO.shape[0], ROW_BYTES // dout_RO.element_size())
+    return dweight_EOI, _sums(dout_RO, ones, ends_E)[:, :, 0].contiguous()
+
+
+def _sums(dout_RO: Tensor, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """Return dout.T @ rows of every group [E, O, I], 0 for an empty one.
+
+    Some GPUs' kernels leave there what lay in memory (pytorch/pytorch issue 172439, pull request 174314).
+    """
+    is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+    return grouped_mm(dout_RO.t(), rows_RI, ends_E).masked_fill_(is_empty_E.view(-1, 1, 1), 0.0)
 
 
 def ffn_up(
@@ -147,7 +157,7 @@ def _check(*operands: Tensor) -> None:
             )
         for width in operand.shape[1:]:
             size = width * operand.element_size()
-            if size % 16:
+            if size % ROW_BYTES:
                 raise ValueError(
                     "backend (--moe-backend) is 'grouped_mm', which takes rows of whole 16 bytes; a row "
                     f"of {width} numbers in {operand.dtype}, of a model, an expert or a slice of one, is "
