@@ -106,10 +106,19 @@ def identity_here() -> dict[str, str]:
     return {
         "device": device,
         "arch": arch,
-        "triton": _version("triton"),
+        "triton": _triton_version(),
         "fairseq_tutel": _version("fairseq-tutel"),
         "source": _source_hash(),
     }
+
+
+def _triton_version() -> str:
+    """Return it by the module, whose package has another name for ROCm."""
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return triton.__version__
 
 
 def _version(package: str) -> str:

@@ -207,6 +207,18 @@ def test_another_version_or_device_has_timings_of_its_own(monkeypatch, tmp_path)
         assert TuningCache.here().path != cache.path, part
 
 
+def test_another_triton_is_told_apart_whatever_its_package_is_called(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    def version(package: str) -> str:
+        raise tuning_cache.PackageNotFoundError(package)  # pytorch-triton-rocm, say
+
+    monkeypatch.setattr(tuning_cache, "version", version)
+    assert tuning_cache.identity_here()["triton"] == triton.__version__
+    monkeypatch.setattr(triton, "__version__", "99.0")
+    assert tuning_cache.identity_here()["triton"] == "99.0"
+
+
 def write(index: int) -> None:
     """Remember which of the processes this is."""
     write.index = index
