@@ -51,12 +51,12 @@ class MoEOptimizerMixin:
         """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
         super().all_reduce_grads(module)  # type: ignore[misc]
         place = topology.in_use()
-        if place.world_size > 1:
-            rescale_expert_gradients(module.parameters(), place.world_size)
         if place.expert_parallel_size > 1:
             reduce_expert_gradients(module.parameters(), place)
-            if self._is_scaled_by_torch():
-                spread_overflow(module.parameters(), place)
+        if place.world_size > 1:
+            rescale_expert_gradients(module.parameters(), place.world_size)
+        if place.expert_parallel_size > 1 and self._is_scaled_by_torch():
+            spread_overflow(module.parameters(), place)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""

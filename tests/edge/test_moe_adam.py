@@ -1,12 +1,14 @@
 """moe_adam is fairseq's Adam: the same 20 updates, and each reads the other's state; fp16 moments."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq.optim.adam import Adam
 
-from fairseq_tutel.comm.gradients import mark_expert
+from fairseq_tutel.comm import topology
+from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.slices import Slice, mark_slice
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.optim.moe_adam import FusedAdam
@@ -193,3 +195,23 @@ def test_a_state_that_a_wrapper_left_in_host_memory_is_gathered_from_the_device(
         "exp_avg": "meta",
         "exp_avg_scale": "meta",
     }
+
+
+def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(monkeypatch):
+    class Stock:
+        cfg = SimpleNamespace(amp=False)
+
+        def all_reduce_grads(self, module):
+            """Reduce what is dense, of which there is nothing."""
+
+    class Twin(MoEOptimizerMixin, Stock):
+        pass
+
+    place = Topology(world_size=64, expert_parallel_size=64)
+    monkeypatch.setattr(topology, "in_use", lambda: place)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    mark_expert(parameter)
+    mark_root_scaled(parameter)
+    parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
+    Twin().all_reduce_grads(torch.nn.ParameterList([parameter]))
+    assert parameter.grad.item() == 7500  # eight times as large it would be infinite
