@@ -61,22 +61,24 @@ def grouped_weight_grad(
     if dout_RO.shape[0] == 0:
         dweight_EOI = dout_RO.new_zeros(num_experts, dout_RO.shape[1], rows_RI.shape[1])
         return dweight_EOI, dout_RO.new_zeros(num_experts, dout_RO.shape[1]) if bias else None
-    ends_E = _ends(groups, dout_RO)
-    dweight_EOI = _sums(dout_RO, rows_RI, ends_E)
+    dweight_EOI = _sums(dout_RO, rows_RI, groups)
     if not bias:
         return dweight_EOI, None
     # A product with ones, of as few columns as there may be: no atomics, the same bits every run.
     ones = dout_RO.new_ones(dout_RO.shape[0], ROW_BYTES // dout_RO.element_size())
-    return dweight_EOI, _sums(dout_RO, ones, ends_E)[:, :, 0].contiguous()
+    return dweight_EOI, _sums(dout_RO, ones, groups)[:, :, 0].contiguous()
 
 
-def _sums(dout_RO: Tensor, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """Return dout.T @ rows of every group [E, O, I], 0 for an empty one.
+def _sums(dout_RO: Tensor, rows_RI: Tensor, groups: Groups) -> Tensor:
+    """Return dout.T @ rows of every group [E, O, I], 0 for an empty one; nothing of the tail is in it.
 
     Some GPUs' kernels leave there what lay in memory (pytorch/pytorch issue 172439, pull request 174314).
     """
-    is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-    return grouped_mm(dout_RO.t(), rows_RI, ends_E).masked_fill_(is_empty_E.view(-1, 1, 1), 0.0)
+    ends_E = groups.counts.cumsum(0, dtype=torch.int32)  # without the tail
+    sums_EOI = grouped_mm(dout_RO.t(), rows_RI, ends_E)
+    if dout_RO.is_cpu and 0 not in groups.host:  # a GPU would have to be asked
+        return sums_EOI
+    return sums_EOI.masked_fill_((groups.counts == 0).view(-1, 1, 1), 0.0)
 
 
 def ffn_up(

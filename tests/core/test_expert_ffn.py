@@ -171,6 +171,23 @@ def test_grouped_mm_leaves_a_tail_alone():
         close(parameter.grad, grads[name], name)
 
 
+def test_gradients_of_grouped_mm_have_nothing_of_a_tail():
+    from fairseq_tutel.kernels import grouped_mm
+
+    dout, rows, groups = (
+        torch.randn(9, 4),
+        torch.randn(9, 8),
+        Groups.of_tensor(torch.tensor([3, 4])),
+    )
+    expected = grouped_mm.grouped_weight_grad(dout[:7], rows[:7], groups, bias=True)
+    dout[7:] = float("nan")
+    for found, grad in zip(
+        grouped_mm.grouped_weight_grad(dout, rows, groups, bias=True), expected, strict=True
+    ):
+        close(found, grad, "gradient")
+    close(expected[1], torch.stack([dout[:3].sum(0), dout[3:7].sum(0)]), "bias")
+
+
 def test_an_expert_without_rows_has_gradient_0_whatever_grouped_mm_leaves_there(monkeypatch):
     """Some GPUs' kernels write nothing for a group without rows."""
     product = torch.nn.functional.grouped_mm
