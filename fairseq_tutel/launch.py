@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.comm import guard
+from fairseq_tutel.comm.launcher import own_gpu
 from fairseq_tutel.comm.meeting import meeting
 
 
@@ -33,7 +34,7 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_world_size = world
         distributed.distributed_rank = int(os.environ["RANK"])
         distributed.distributed_no_spawn = True
-        distributed.device_id = 0 if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
+        distributed.device_id = 0 if on_cpu else own_gpu()
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"

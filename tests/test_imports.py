@@ -305,7 +305,7 @@ EDGE = {
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
     ),
     "save_shards": "comm.checkpoint expert_stack optim.moe_optimizer",
-    "launch": "comm.guard comm.meeting",
+    "launch": "comm.guard comm.launcher comm.meeting",
     "wrapped": (
         "comm.checkpoint comm.guard comm.restart comm.topology launch optim.moe_optimizer "
         "optim.shard_plan optim.sharded_fp16 run_config save_shards shards together "

@@ -1,8 +1,10 @@
-"""How many ranks share a node, as the launcher says it."""
+"""How many ranks share a node, and which GPU is whose, as the launcher says it."""
 
 import os
 import re
 from collections.abc import Mapping
+
+import torch
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
@@ -15,3 +17,8 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
         if found:
             return int(found[1])
     return 0
+
+
+def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this process's GPU among those that it sees, which may be its own alone."""
+    return int(environment.get("LOCAL_RANK", 0)) % torch.cuda.device_count()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fairseq_tutel.comm import hierarchical
 from fairseq_tutel.comm.all_to_all import LinearTrip
 from fairseq_tutel.comm.fit import Row, fit_machine, predicted, relative_errors
-from fairseq_tutel.comm.launcher import ranks_per_node
+from fairseq_tutel.comm.launcher import own_gpu, ranks_per_node
 from fairseq_tutel.comm.machine import Machine, typical
 from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.comm.trip import Trip
@@ -98,7 +98,7 @@ def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _machine(arguments, device, _DTYPES[dtype], Topology()), []
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", own_gpu())
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
