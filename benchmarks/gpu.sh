@@ -38,7 +38,9 @@ part() {
     printf '{%s\n}\n' "$parts" > "$OUT/gpu_parts.json"
 }
 
-part kernels 140 python -m pytest -m gpu tests/kernels -q
+# Most of their time goes into compiling, which has cores enough: a process for each file.
+part kernels 140 xargs -P 4 -n 1 python -m pytest -m gpu -q <<< "tests/kernels/test_gemm_gpu.py
+    tests/kernels/test_route.py tests/kernels/test_triton.py tests/kernels/test_autotune.py"
 # Long enough to compile and measure every configuration of a product: a training does so in its first steps, a
 # few seconds a process. What ops found, layer reads.
 export FAIRSEQ_TUTEL_TUNE_SECONDS=50

@@ -13,7 +13,7 @@ def facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return facts for a result's file; nothing in them names the machine."""
     return {
         "torch": importlib.metadata.version("torch"),
-        "triton": _version("triton"),
+        "triton": _triton_version(),
         "device": _name(device),
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 2),
@@ -43,8 +43,10 @@ def _name(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _version(package: str) -> str | None:
+def _triton_version() -> str | None:
+    """Return it by the module, whose package has another name for ROCm."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        import triton
+    except ImportError:
         return None
+    return str(triton.__version__)

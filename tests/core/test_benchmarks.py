@@ -358,20 +358,28 @@ def test_the_gpu_script_goes_on_after_a_part_that_fails_or_hangs(tmp_path):
     )
     assert done.returncode == 1
     ran = calls.read_text().splitlines()
-    assert [line.split()[1] for line in ran] == ["pytest", "benchmarks.ops", "benchmarks.layer"]
-    assert f"--json {out}/gpu_layer.json" in ran[-1]
+    *tests, ops, layer = ran
+    assert [line.split()[1] for line in (ops, layer)] == ["benchmarks.ops", "benchmarks.layer"]
+    with_gpu_tests = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests" / "kernels").glob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    }
+    assert {line.split()[5] for line in tests} == with_gpu_tests
+    assert all(line.startswith("-m pytest -m gpu -q ") for line in tests)
+    assert f"--json {out}/gpu_layer.json" in layer
     assert all(line.endswith(f"{out}/cache/tuning") for line in ran)
     # Measuring configurations leaves most of a part's time for what it is to find out.
-    for line, limit in zip(ran[1:], (100, 290), strict=True):
+    for line, limit in zip((ops, layer), (100, 290), strict=True):
         assert 20 < int(line.split()[-2]) <= limit / 2
     parts = json.loads((out / "gpu_parts.json").read_text())
     assert {name: part["passed"] for name, part in parts.items()} == {
         "kernels": False, "ops": False, "layer": True,
     }  # fmt: skip
-    assert (parts["kernels"]["status"], parts["ops"]["status"]) == (3, 124)
+    assert (parts["kernels"]["status"], parts["ops"]["status"]) == (123, 124)
     assert (parts["ops"]["limit"], parts["layer"]["limit"]) == (1, 290)
     assert "ops: stopped after its 1 seconds" in done.stdout
-    assert "kernels: exit status 3" in done.stdout and "layer: exit status 0" in done.stdout
+    assert "kernels: exit status 123" in done.stdout and "layer: exit status 0" in done.stdout
     assert (out / "cache" / ".gitignore").read_text() == "*\n"
     done = subprocess.run(
         ["bash", copy],
@@ -381,4 +389,4 @@ def test_the_gpu_script_goes_on_after_a_part_that_fails_or_hangs(tmp_path):
         timeout=60,
     )
     assert done.returncode == 1 and "torch finds no GPU here; run it on a machine" in done.stderr
-    assert len(calls.read_text().splitlines()) == 3
+    assert calls.read_text().splitlines() == ran
