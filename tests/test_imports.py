@@ -269,7 +269,7 @@ EDGE = {
         "config flags tools.checkpoint_file tools.ffn_layers tools.new_start tools.saved_options"
     ),
     "tools.mixed_experts": "config tools.ffn_layers tools.moe_file",
-    "tools.upcycle_layer": "comm.slices config experts gates initial moe_layer",
+    "tools.upcycle_layer": "capacity comm.slices config experts gates initial moe_layer",
     "tools.upcycle_optimizer": (
         "comm.zero_shards config tools.ffn_layers tools.optimizer_state tools.upcycle_layer"
     ),
@@ -290,7 +290,7 @@ EDGE = {
         "config tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
         "tools.mixed_experts tools.moe_file tools.one_file"
     ),
-    "tools.dense_layer": "config tools.ffn_layers tools.moe_file tools.upcycle_layer",
+    "tools.dense_layer": "capacity config tools.ffn_layers tools.moe_file tools.upcycle_layer",
     "tools.dense": (
         "criterions.gate_loss flags tools.by_layer tools.checkpoint_file tools.dense_layer "
         "tools.ffn_layers tools.moe_file tools.one_file tools.saved_options"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairseq_tutel.capacity import capacity_of
 from fairseq_tutel.config import MoEConfig, label_of
 from fairseq_tutel.tools.ffn_layers import Layer
 from fairseq_tutel.tools.moe_file import ROWS, experts_of
@@ -94,7 +95,7 @@ def is_exact(
     It does where the weights of a token's experts sum to 1, and experts repeat every p of them: a token
     gets all p kinds alike, since p is 1 or its gate cannot tell them apart, and so does the dense step.
     """
-    drops = config.eval_capacity_factor or config.eval_capacity_token_fraction > 0
+    drops = capacity_of(config, training=False).is_limited
     if not sums_to_1(config) or config.choice == "experts" or config.prescore or drops:
         return False
     return any(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.capacity import capacity_of
 from fairseq_tutel.comm.slices import Part
 from fairseq_tutel.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.experts import Experts
@@ -177,7 +178,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
         found.append(f"all weights are multiplied by {scale:g} (--moe-routed-scaling-factor)")
     if config.prescore and several:
         found.append("weights multiply what experts read (--moe-prescore), before the activation")
-    if config.eval_capacity_factor or config.eval_capacity_token_fraction > 0:
+    if capacity_of(config, training=False).is_limited:
         found.append("with a capacity in evaluation tokens may be dropped")
     if how.perturb:
         found.append(f"the experts' weights have noise (--perturb {how.perturb:g})")

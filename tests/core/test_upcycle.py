@@ -86,6 +86,7 @@ UNEQUAL = {
     "prescored": {"prescore": True},
     "experts choose": {"choice": "experts"},
     "capacity": {"eval_capacity_factor": 0.5},
+    "capacity as in training": {"capacity_factor": 0.5, "eval_capacity_token_fraction": -1.0},
     "noise": {"perturb": 0.1},
     "units drawn anew": {"reinitialize": 0.5},
 }
