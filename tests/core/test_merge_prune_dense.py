@@ -229,8 +229,9 @@ DENSE = {
     "equal experts, top-1": ({"change": equal_experts, "top_k": 1}, "0", False),
     "equal experts, prescored": ({"change": equal_experts, "prescore": True}, "0", False),
     "equal experts, capacity": ({"change": equal_experts, "eval_capacity_factor": 0.5}, "0", False),
-    "equal experts, training's capacity": (
-        {"change": equal_experts, "capacity_factor": 0.5, "eval_capacity_token_fraction": -1.0}, "0", False),
+    "equal experts, as training": (
+        {"change": equal_experts, "capacity_factor": 0.5, "eval_capacity_token_fraction": -1.0},
+        "0", False),
     "equal experts, who choose": ({"change": equal_experts, "choice": "experts"}, "0", False),
 }  # fmt: skip
 

@@ -26,6 +26,16 @@ def test_a_file_as_it_was_written_is_whole(path):
     assert whole_files.is_whole(str(path)) and whole_files.has_an_end(str(path))
 
 
+def test_a_file_s_identity_is_that_of_its_copies_and_of_no_other_content(path, tmp_path):
+    own, copy = whole_files.identity(str(path)), tmp_path / "copy.pt"
+    copy.write_bytes(path.read_bytes())
+    assert whole_files.identity(str(copy)) == own
+    other = {"weight": CONTENT["weight"] + 1, "step": 3}
+    for old in (False, True):
+        torch.save(other, path, _use_new_zipfile_serialization=not old)
+        assert whole_files.identity(str(path)) != own
+
+
 def test_a_file_that_was_cut_off_is_not(path):
     content = path.read_bytes()
     for size in range(0, len(content), 7):

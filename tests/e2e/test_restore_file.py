@@ -1,0 +1,70 @@
+"""The file that a training goes on from, where every rank has a --save-dir or --restore-file of its own.
+
+Covered: a file that one rank does not have; two files, also of ranks that exchange no rows, which would
+train two models; a file to begin with that is nowhere; copies, which are one file.
+"""
+
+import re
+import shutil
+
+import pytest
+from cli import fairseq, refused, start, torchrun_environment, wait
+from models import lm_args
+from ports import free_port
+
+
+def start_each(*arguments):
+    """Start a training on as many ranks as there are arguments, and return what `wait` takes."""
+    ranks, port = len(arguments), free_port()
+    started = []
+    for rank, args in enumerate(arguments):
+        started += start("train", *args, env=torchrun_environment(rank, ranks, port))
+    return started
+
+
+@pytest.fixture(scope="module")
+def saved(lm_data, tmp_path_factory):
+    """Two folders of two trainings of two updates."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    for seed, folder in enumerate(folders, start=1):
+        fairseq("train", *lm_args(lm_data, folder, "--seed", seed, updates=2))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "experts", "sentence"),
+    [
+        ("nothing", 0, r"checkpoint_last\.pt, which exists for rank 0, but not for rank 1; give"),
+        (
+            "another",
+            1,
+            r"checkpoint_last\.pt, which is one checkpoint for rank 0 and another for rank 1;",
+        ),
+    ],
+)
+def test_ranks_that_would_go_on_from_different_places_are_refused(
+    lm_data, tmp_path, saved, of_rank_1, experts, sentence
+):
+    first, second = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(saved[0], first)
+    if of_rank_1 == "another":
+        shutil.copytree(saved[1], second)
+    alike = ("--moe-expert-parallel-size", experts, "--moe-comm-timeout", 20)
+    run = wait(start_each(*(lm_args(lm_data, folder, *alike) for folder in (first, second))))
+    assert run.exit_codes == [1, 1]
+    for log in run.logs:
+        assert re.search(f"ValueError: --restore-file is .*{sentence}", log.splitlines()[-1])
+
+
+def test_copies_on_every_node_are_one_checkpoint(lm_data, tmp_path, saved):
+    for name in ("a", "b"):
+        shutil.copytree(saved[0], tmp_path / name)
+    run = wait(start_each(*(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b"))))
+    assert run.exit_codes == [0, 0]
+    assert "(epoch 1 @ 2 updates)" in run.logs[0]
+
+
+@pytest.mark.parametrize("flag", ["--finetune-from-model", "--continue-once"])
+def test_a_file_to_begin_with_that_is_nowhere_is_refused(lm_data, tmp_path, flag):
+    output = refused("train", *lm_args(lm_data, tmp_path, flag, "nowhere.pt"))
+    assert f"{flag} is nowhere.pt, which does not exist; give a path" in output
