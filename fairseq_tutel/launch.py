@@ -38,7 +38,9 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            distributed.ddp_backend = "legacy_ddp"
+            # The default, which needs a GPU, by its two names; what else was asked for is kept, or refused.
+            if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
+                distributed.ddp_backend = "legacy_ddp"
     if not on_cpu:
         torch.cuda.set_device(distributed.device_id)
 

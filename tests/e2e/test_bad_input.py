@@ -122,6 +122,7 @@ RANK_CASES = {
         ("--optimizer", "moe_adafactor"),
         "--optimizer is moe_adafactor, whose updates look at all experts of a layer at once",
     ),
+    "averages of replicas": (("--ddp-backend", "slowmo"), "--ddp-backend is slowmo, which would"),
     "moving average": (("--store-ema",), "--store-ema is set on several ranks"),
 }
 
