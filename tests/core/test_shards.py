@@ -5,6 +5,7 @@ records in a checkpoint; missing, torn, damaged files; records of others; folder
 kept and collected.
 """
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from fairseq_tutel.comm.slices import Slice, cut
 from fairseq_tutel.shards import Piece, ShardedTensor, bind, digest, is_record, unbind
 
 FOLDER = "experts/0123456789abcdef"
+PIECE = ["layer.0.safetensors", "0.0", "00"]
 
 
 def write(root: Path, whole: Tensor, how: Slice, first: int = 0) -> ShardedTensor:
@@ -108,19 +110,26 @@ def test_a_flipped_bit_is_found(tmp_path):
         tensor.whole()
 
 
+def test_a_piece_of_another_shape_is_refused_though_its_bytes_are_right(tmp_path):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
+        dataclasses.replace(tensor, shape=(4, 2, 1)).whole()
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"expert_shards": 2}, "version 2"),
         ({"folder": "../../etc"}, "no fairseq_tutel wrote"),
-        ({"pieces": [["../a.safetensors", "0", "00"]]}, "no fairseq_tutel wrote"),
+        ({"pieces": [["../a.safetensors", "0", "00"]] * 4}, "no fairseq_tutel wrote"),
         ({"dtype": "load"}, "no fairseq_tutel wrote"),
         ({"dtype": "float33"}, "no fairseq_tutel wrote"),
         ({"folder": 3}, "no fairseq_tutel wrote"),
         ({"shape": ["a", 2]}, "no fairseq_tutel wrote"),
         ({"shape": [5, 2]}, "no fairseq_tutel wrote"),
         ({"slices": [0, 1]}, "no fairseq_tutel wrote"),
-        ({"slices": [3, 1]}, "no fairseq_tutel wrote"),
+        ({"slices": [3, 1], "pieces": [PIECE] * 12}, "no fairseq_tutel wrote"),
+        ({"slices": [2, 0], "pieces": [PIECE] * 8}, "no fairseq_tutel wrote"),
         ({"pieces": [["a.safetensors"]]}, "no fairseq_tutel wrote"),
     ],
 )
@@ -204,10 +213,10 @@ def test_nothing_is_collected_beside_a_file_that_can_not_be_read(tmp_path, caplo
 
 def test_what_is_no_checkpoint_of_shards_keeps_none(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
-    (tmp_path / "checkpoint1.pt").unlink()
+    (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.tmp")
+    (tmp_path / "checkpoint_last.pt.tmp").write_bytes(b"PK\x03\x04 and no more")
     (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip, which names " + first.encode())
     (tmp_path / "train.log").write_text(first)
-    (tmp_path / "checkpoint2.pt.tmp").write_bytes(b"half of a")
     shard_folder.collect(tmp_path)
     assert held(tmp_path) == []
 
