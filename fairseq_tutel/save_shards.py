@@ -32,8 +32,6 @@ def save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: Any
     records = checkpoint.save_in_shards(model, place, states, save_dir)
     if inner is None:
         return
-    if place.rank > 0:
-        return inner.save_state(None)
     by_index: dict[int, dict[str, Any]] = {}
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
@@ -44,4 +42,4 @@ def save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: Any
                         for (of_layer, tensor), record in records.items()
                         if of_layer == layer and tensor.startswith(f"{name}.")
                     }
-    inner.save_state(by_index)
+    inner.save_state(by_index, place)

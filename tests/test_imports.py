@@ -221,9 +221,7 @@ EDGE = {
     "optim.moe_optimizer": (
         "comm.checkpoint comm.gradients comm.slices comm.topology comm.zero_shards shards"
     ),
-    "optim.sharded": (
-        "comm.gradients comm.zero_shards comm.topology optim.moe_optimizer optim.shard_plan"
-    ),
+    "optim.sharded": ("comm.topology comm.zero_shards optim.moe_optimizer optim.shard_plan"),
     "optim.sharded_fp16": "",
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",

@@ -113,14 +113,18 @@ class MoEOptimizerMixin:
                     key: gather_to_first(value, place, slice_of(parameter))
                     for key, value in self.expert_state(index).items()
                 }
-        self.save_state(gathered if place.rank == 0 else None)
+        self.save_state(gathered, place)
 
-    def save_state(self, state: dict[int, dict[str, Any]] | None) -> None:
-        """Put these in place of the local values, by parameter and key, into the next `state_dict`.
+    def save_state(self, state: dict[int, dict[str, Any]], place: Topology) -> None:
+        """Put these in place of the local values, by parameter and key, into rank 0's next `state_dict`.
 
         Collective where the state of other parameters is apart, which comes along.
+
+        Args:
+            state: of the same parameters on all ranks; the values of rank 0 count.
+            place: of this rank.
         """
-        self._gathered_state = state
+        self._gathered_state = state if place.rank == 0 else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, the experts' gathered where `gather_state` was called.

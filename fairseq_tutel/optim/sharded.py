@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fairseq_tutel.comm import topology
-from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.comm.zero_shards import Shards
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin
 from fairseq_tutel.optim.shard_plan import plan_of
@@ -108,13 +108,13 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
         device = self.shards.pieces[index].parameter.device
         return {key: value.to(device) for key, value in self._whole_tensors(index).items()}
 
-    def save_state(self, state: dict[int, dict[str, Any]] | None) -> None:
-        """Put these, and on rank 0 other state that is apart, into the next `state_dict`. Collective."""
-        super().save_state(state)
+    def save_state(self, state: dict[int, dict[str, Any]], place: Topology) -> None:
+        """Put these, and other state that is apart, into rank 0's next `state_dict`. Collective."""
+        super().save_state(state, place)
         if not self.is_apart:
             return
-        for index, parameter in enumerate(self.model_params()):
-            if is_expert(parameter):
+        for index in range(len(self.model_params())):
+            if index in state:
                 continue
             whole = self._whole_tensors(index)
             if self._gathered_state is not None:

@@ -18,7 +18,7 @@ from models import lm_args
 from tool_in_process import convert
 
 from fairseq_tutel import shard_folder
-from fairseq_tutel.shards import bind, unbind
+from fairseq_tutel.shards import bind, is_record, unbind
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SHARDED = ("--moe-checkpoint", "sharded")
@@ -235,6 +235,15 @@ def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):
     for log in run.logs:
         assert "rank 1 could not write its experts to" in log
     assert load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_state_that_zero_cuts_is_in_the_shards_alone(lm_data, tmp_path, size):
+    zero = ("--moe-zero-stage", 1, "--moe-expert-parallel-size", size)
+    train(lm_data, tmp_path, 1, 2, 1, *zero, *SHARDED)
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["last_optimizer_state"]
+    moments = [entry[key] for entry in state["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    assert sum(map(is_record, moments)) == 2 * 8  # of four tensors in each of two layers
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
