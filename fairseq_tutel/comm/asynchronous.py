@@ -27,12 +27,28 @@ class Pending(Protocol):
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Pending:
-    """Begin `function(rows)`, which is not differentiated, and return at once."""
+    """Begin `function(rows)`, which is not differentiated, and return at once.
+
+    Where one fails, those that were begun before its error was seen fail too, unsent: a peer would take
+    their rows for those of the failed one.
+    """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
     future: Future[Tensor] = Future()
-    _jobs().put((function, rows, future))
-    return future
+    _jobs().put((function, rows, future, _Thread.errors_seen))
+    return _InThread(future)
+
+
+@dataclass(frozen=True)
+class _InThread:
+    future: "Future[Tensor]"
+
+    def result(self) -> Tensor:
+        try:
+            return self.future.result()
+        except BaseException:
+            _Thread.errors_seen += 1
+            raise
 
 
 class _Thread:
@@ -40,6 +56,7 @@ class _Thread:
 
     jobs: "queue.SimpleQueue[Any] | None" = None
     thread: threading.Thread | None = None
+    errors_seen = 0
 
 
 def _jobs() -> "queue.SimpleQueue[Any]":
@@ -76,15 +93,21 @@ atexit.register(_leave)
 
 
 def _work(jobs: "queue.SimpleQueue[Any]") -> None:
+    failure: BaseException | None = None
+    failed_at = -1
     while True:
         job = jobs.get()
         if job is None:
             return
-        function, rows, future = job
+        function, rows, future, errors_seen = job
         try:
+            if failure is not None and errors_seen == failed_at:
+                raise failure
+            failure = None
             with torch.no_grad():
                 future.set_result(function(rows))
         except BaseException as error:  # raised again where the result is asked for
+            failure, failed_at = error, errors_seen
             future.set_exception(error)
         # Nothing may keep tensors alive until the next job comes.
         del job, function, rows, future

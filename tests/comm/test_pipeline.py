@@ -7,6 +7,7 @@ bytes and messages by formula, of rows, of their copies and of gathered weights.
 """
 
 import dataclasses
+import threading
 
 import mortal
 import pytest
@@ -155,6 +156,30 @@ def test_an_error_beside_is_raised_where_it_is_waited_for():
     with pytest.raises(RuntimeError, match="the peer is gone"):
         pending.result()
     assert asynchronous.start(torch.neg, torch.ones(1)).result() == -1  # the thread lives on
+
+
+def test_what_was_begun_before_an_error_was_seen_is_not_sent():
+    """A peer, which waits for the first one's rows, would take the second one's."""
+    all_begun, failed, sent = threading.Event(), threading.Event(), []
+
+    def fail(rows):
+        all_begun.wait()
+        failed.set()
+        raise RuntimeError("the peer is gone")
+
+    def send(rows):
+        sent.append(rows)
+        return rows
+
+    pending = [asynchronous.start(fail, torch.ones(1)), asynchronous.start(send, torch.ones(1))]
+    all_begun.set()
+    failed.wait()
+    pending.append(asynchronous.start(send, torch.ones(1)))
+    for each in pending:
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            each.result()
+    assert sent == []
+    assert asynchronous.start(send, torch.ones(1)).result() == 1
 
 
 def fails_in_the_second_chunk(rank, when):
