@@ -97,6 +97,16 @@ def start(command, *args, ranks=1, env=None, stdin=None):
     return started
 
 
+def start_each(command, *arguments):
+    """Start a command on as many ranks as there are lists of arguments, one's each; see `start`."""
+    ranks, port = len(arguments), free_port()
+    return [
+        started
+        for rank, args in enumerate(arguments)
+        for started in start(command, *args, env=torchrun_environment(rank, ranks, port))
+    ]
+
+
 def wait(started, timeout=TIMEOUT_S):
     """Wait for all ranks; those still running at the time limit are killed and reported."""
     begin = time.monotonic()

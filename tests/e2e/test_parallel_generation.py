@@ -8,9 +8,8 @@ different files, a launch without ranks.
 import re
 
 import pytest
-from cli import USER_DIR, fairseq, refused, start, tail, torchrun_environment, wait
+from cli import USER_DIR, fairseq, refused, start, start_each, tail, wait
 from models import lm_args, mt_args
-from ports import free_port
 from test_checkpoints import FAULTY
 
 SHARED = ("--moe-expert-parallel-size", 2)
@@ -177,16 +176,8 @@ def test_a_size_that_does_not_fit_is_refused(mt, mt_data):
 
 @pytest.mark.long
 def test_ranks_with_different_files_are_told_so(mt, mt_data):
-    port = free_port()
-    started = [
-        each
-        for rank, path in enumerate(mt)
-        for each in start(
-            "tutel-run", "generate", *_words("generate", mt_data, path, *SHARED),
-            env=torchrun_environment(rank, 2, port),
-        )
-    ]  # fmt: skip
-    run = wait(started)
+    words = [("generate", *_words("generate", mt_data, path, *SHARED)) for path in mt]
+    run = wait(start_each("tutel-run", *words))
     assert 0 not in run.exit_codes
     for log in run.logs:
         assert "[4, 4, 4, 4] on rank 0 and [2, 2, 2] on rank 1" in log, tail(log)

@@ -8,18 +8,8 @@ import re
 import shutil
 
 import pytest
-from cli import fairseq, refused, start, torchrun_environment, wait
+from cli import fairseq, refused, start_each, wait
 from models import lm_args
-from ports import free_port
-
-
-def start_each(*arguments):
-    """Start a training on as many ranks as there are arguments, and return what `wait` takes."""
-    ranks, port = len(arguments), free_port()
-    started = []
-    for rank, args in enumerate(arguments):
-        started += start("train", *args, env=torchrun_environment(rank, ranks, port))
-    return started
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +40,9 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
     if of_rank_1 == "another":
         shutil.copytree(saved[1], second)
     alike = ("--moe-expert-parallel-size", experts, "--moe-comm-timeout", 20)
-    run = wait(start_each(*(lm_args(lm_data, folder, *alike) for folder in (first, second))))
+    run = wait(
+        start_each("train", *(lm_args(lm_data, folder, *alike) for folder in (first, second)))
+    )
     assert run.exit_codes == [1, 1]
     for log in run.logs:
         assert re.search(f"ValueError: --restore-file is .*{sentence}", log.splitlines()[-1])
@@ -59,7 +51,9 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
 def test_copies_on_every_node_are_one_checkpoint(lm_data, tmp_path, saved):
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
-    run = wait(start_each(*(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b"))))
+    run = wait(
+        start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b")))
+    )
     assert run.exit_codes == [0, 0]
     assert "(epoch 1 @ 2 updates)" in run.logs[0]
 

@@ -9,9 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli import HYDRA, ROOT, refused, start, tail, torchrun_environment, wait
+from cli import HYDRA, ROOT, refused, start, start_each, tail, wait
 from models import lm_args, mt_args
-from ports import free_port
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 TIMEOUT_S = 3
@@ -20,16 +19,6 @@ TIMEOUT_S = 3
 def _start(data, folder, *flags, fault, rank, ranks=2):
     words = lm_args(data, folder, "--user-dir", FAULTY, "--moe-comm-timeout", TIMEOUT_S, *flags)
     return start("train", *words, ranks=ranks, env={"FAULT": fault, "FAULT_RANK": str(rank)})
-
-
-def _start_each(*commands):
-    """Start ranks whose command lines differ."""
-    port, count = free_port(), len(commands)
-    return [
-        started
-        for rank, words in enumerate(commands)
-        for started in start("train", *words, env=torchrun_environment(rank, count, port))
-    ]
 
 
 def _last_error(log):
@@ -90,8 +79,10 @@ DIFFERENT = {
 def test_ranks_with_different_options_are_told_so_at_start(lm_data, tmp_path, flag):
     first, second = DIFFERENT[flag]
     run = wait(
-        _start_each(
-            lm_args(lm_data, tmp_path, flag, first), lm_args(lm_data, tmp_path, flag, second)
+        start_each(
+            "train",
+            lm_args(lm_data, tmp_path, flag, first),
+            lm_args(lm_data, tmp_path, flag, second),
         )
     )
     for log in run.logs:
@@ -104,7 +95,7 @@ def test_ranks_with_different_options_are_told_so_at_start(lm_data, tmp_path, fl
 
 def test_a_model_of_encoder_and_decoder_is_compared_too(mt_data, tmp_path):
     first, second = (mt_args(mt_data, tmp_path, "--encoder-ffn-embed-dim", n) for n in (32, 48))
-    run = wait(_start_each(first, second))
+    run = wait(start_each("train", first, second))
     for log in run.logs:
         error = _last_error(log)
         assert "ValueError: --encoder-ffn-embed-dim is 32 on rank 0 and 48 on rank 1" in error, (
@@ -117,7 +108,9 @@ def test_another_dictionary_of_the_same_size_is_told(lm_data, tmp_path):
     shutil.copytree(lm_data, other)
     lines = (other / "dict.txt").read_text().splitlines()
     (other / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
-    run = wait(_start_each(lm_args(lm_data, tmp_path / "a"), lm_args(other, tmp_path / "a")))
+    run = wait(
+        start_each("train", lm_args(lm_data, tmp_path / "a"), lm_args(other, tmp_path / "a"))
+    )
     for log in run.logs:
         assert "the digest of the source dictionary is " in _last_error(log), tail(log)
 
@@ -128,7 +121,8 @@ def test_what_a_rank_may_have_of_its_own_is_not_compared(lm_data, tmp_path):
     own = ("--log-interval", 5, "--log-file", tmp_path / "log", "--data-buffer-size", 3)
     own = (*own, "--tensorboard-logdir", tmp_path / "board", "--keep-last-epochs", 2)
     run = wait(
-        _start_each(
+        start_each(
+            "train",
             lm_args(lm_data, tmp_path / "a", updates=1),
             lm_args(other, tmp_path / "b", *own, updates=1),
         )
