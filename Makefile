@@ -40,7 +40,7 @@ test: setup ## run the quick tests
 test-long: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
-test-faults: setup ## hit 200 trainings by one random fault each (half an hour)
+test-faults: setup ## hit 300 trainings by one random fault each (an hour)
 	$(BIN)/python -m tests.faults
 
 lint: setup ## check style and types

@@ -21,6 +21,8 @@ START_SECONDS = 90.0
 SLACK_SECONDS = 15.0
 # The greatest --moe-expert-parallel-size of so many ranks that fits two experts.
 MOST = {1: 1, 2: 2, 3: 1, 4: 4}
+# Ranks of a node, so that four of them are two nodes.
+NODE = {1: 1, 2: 2, 3: 3, 4: 2}
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 # Ports are drawn from one generator.
 _starting = threading.Lock()
@@ -86,7 +88,7 @@ def train(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", int(timeout), "--batch-size", 8,
         "--save-interval-updates", SAVE_EVERY, "--update-freq", max(1, MICRO_BATCHES // ranks),
         *([] if "--optimizer" in flags else SGD),
-        *[flag.format(most=MOST[ranks]) for flag in flags], *extra, updates=updates,
+        *[flag.format(most=MOST[ranks], node=NODE[ranks]) for flag in flags], *extra, updates=updates,
     )  # fmt: skip
     with _starting:
         started = start("train", *words, ranks=ranks, env={"FAULT": json.dumps(what)})

@@ -50,9 +50,17 @@ FLAGS = (
     ("--bf16",),
     ("--optimizer", "moe_adam", "--lr", "0.01"),
     ("--keep-interval-updates", "1"),
-)
+    ("--moe-zero-stage", "1"),
+    ("--moe-zero-stage", "2", "--moe-expert-parallel-size", "1", "--optimizer", "moe_adam", "--lr", "0.01"),
+    ("--moe-offload-optimizer",),
+    ("--moe-offload-optimizer", "--moe-zero-stage", "2", "--bf16"),
+    ("--moe-expert-parallel-size", "{most}", "--moe-adaptive", "auto", "--moe-capacity-factor", "1"),
+    ("--moe-expert-count", "12", "--moe-use-2dh", "--moe-local-size", "{node}"),
+)  # fmt: skip
 # With these another number of ranks gives other numbers: random ones, rounded ones, or Adam's of noise.
 OF_ONE_W = {"--moe-drop-policy", "--dropout", "--bf16", "--optimizer"}
+# A tuner chooses by what it measures, so that another run's sums may round otherwise.
+ROUNDED = {"--moe-adaptive"}
 
 TEARS = ("truncate", "flip", "empty", "remove")
 

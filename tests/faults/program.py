@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.faults",
         description="Trainings of 1 to 4 ranks, each hit by one random fault and then gone on with.",
     )
-    parser.add_argument("--trials", type=int, default=200, help="how many (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=300, help="how many (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first trial; the others' follow (default: 0)"
     )
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--comm-timeout", type=int, default=6, help="--moe-comm-timeout (default: %(default)s)"
     )
     parser.add_argument(
-        "--format", nargs="+", default=[], choices=("full", "sharded"),
-        help="values of --moe-checkpoint to draw from (default: the option is not given)",
+        "--format", nargs="+", default=["full", "sharded"], choices=("full", "sharded"),
+        help="values of --moe-checkpoint to draw from (default: both)",
     )  # fmt: skip
     parser.add_argument("--kind", help="only trials of kinds that have this in their name")
     parser.add_argument("--json", type=Path, help="write all trials to this file")

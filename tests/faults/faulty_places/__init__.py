@@ -21,7 +21,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
-from fairseq_tutel.comm import shards
+from fairseq_tutel.comm import shards, zero_transfer
 from fairseq_tutel.plugin import register
 
 register()
@@ -193,10 +193,13 @@ COLLECTIVES = (
     "broadcast",
     "gather",
     "barrier",
+    "reduce_scatter",
 )
 
 for name in COLLECTIVES:
     before(dist, name, "collective")
+for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
+    before(zero_transfer, name, "collective")
 after(distributed_utils, "distributed_init", "joined")
 before(Trainer, "__init__", "built")
 before(checkpoint_utils, "load_checkpoint_to_cpu", "read")
