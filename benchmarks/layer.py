@@ -24,6 +24,7 @@ from benchmarks.output import Report, Row
 from benchmarks.peers import BUILDERS, OURS, OWN, Builder
 from benchmarks.peers.variant import Unsupported, Variant
 from fairseq_tutel.allocator import keep_freed_memory
+from fairseq_tutel.kernels import backend_for
 
 BASE = "dense"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
@@ -56,6 +57,9 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
 def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> int:
     device = device_of(options.device)
     cases = _chosen("--configs", options.configs, CASES[device.type])
+    if options.variants is None:
+        same = f"ours/{backend_for('auto', device)[0]}"  # is ours/auto: once is enough
+        builders = {name: build for name, build in builders.items() if name != same}
     chosen = _chosen("--variants", options.variants, builders)
     chosen = {BASE: builders[BASE], **chosen}
     for number in (*options.threads, options.rounds or 1):
