@@ -3,6 +3,8 @@
 e local experts, s slices of an expert.
 """
 
+import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -14,6 +16,8 @@ from fairseq_tutel.comm.slices import Part, Slice, cut, mark_slice
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.shards import ShardedTensor
+
+logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Any]
 
@@ -49,6 +53,8 @@ class ExpertStack(nn.Module):
         self.num_local, self.first = self.part.num_local, self.part.first
         # How a part that cannot be read ends the loading.
         self.refuse: Callable[[ValueError], NoReturn] = _raise
+        # Whether `load_state_dict` takes this rank's part, too: where every rank saves a file of its own.
+        self.saved_by_rank = False
         # What a state dict holds in place of the local part: all experts, or where they were written.
         self.gathered: dict[str, Any] | None = None
         self.everywhere: dict[str, Tensor] | None = None
@@ -120,22 +126,57 @@ class ExpertStack(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in (self.gathered or {}).items():
             destination[prefix + name] = tensor
+        if self.saved_by_rank and not self.gathered and hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["part"] = self._held()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _held(self) -> tuple[int, ...]:
+        return (self.config.num_experts, *dataclasses.astuple(self.part))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        if self.saved_by_rank:
+            self._check_part(state_dict, prefix, local_metadata.get("part"))
         for name in self.expert_parameters():
             tensor = state_dict.get(prefix + name)
             if tensor is not None:
                 state_dict[prefix + name] = self._local_part(prefix + name, tensor)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def _local_part(self, key: str, tensor: Tensor | ShardedTensor) -> Tensor:
+    def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
+        """Refuse another rank's part, and say where a part does not tell whose it is."""
+        num_experts, mine = self.config.num_experts, self.part.of(self.config.num_experts)
+        if held is not None and held not in (self._held(), (num_experts, num_experts, 0, 1, 0)):
+            raise ValueError(
+                f"the state dict's {prefix}{next(iter(self.expert_parameters()), '')} holds "
+                f"{Part(*held[1:]).of(held[0])}, but this rank has {mine}; give every rank the file that "
+                "it saved, on as many ranks, or one of all experts."
+            )
+        if held is None and any(
+            self._is_own_part(name, state_dict[prefix + name])
+            for name in self.expert_parameters()
+            if prefix + name in state_dict
+        ):
+            logger.warning(
+                "%s of a state dict does not say which experts it holds; it is taken for this rank's, %s.",
+                prefix[:-1],
+                mine,
+            )
+
+    def _is_own_part(self, name: str, tensor: Tensor | ShardedTensor) -> bool:
+        """Whether a tensor has the shape of this rank's part, and that is not all experts."""
+        own = tuple(self.expert_parameters()[name].shape)
+        return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
+
+    def _local_part(self, key: str, tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
         name = key.rpartition(".")[2]
         expected = (self.config.num_experts, *self.whole_shape(name))
+        if self.saved_by_rank and self._is_own_part(name, tensor):
+            return tensor
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
-                f"{expected}; give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
-                "(a first number below the expert count is a crash file that holds one rank's part)."
+                f"{expected}; {self._fitting()}."
             )
         if isinstance(tensor, ShardedTensor):
             how = self.slice_of(name)
@@ -144,6 +185,18 @@ class ExpertStack(nn.Module):
             except ValueError as error:
                 self.refuse(error)
         return self.own_part(name, tensor[self.first : self.first + self.num_local])
+
+    def _fitting(self) -> str:
+        """Return what would give a checkpoint's tensors their shapes."""
+        if self.saved_by_rank:
+            return (
+                f"or, of a rank's own file, {self.num_local} of them; build the layer with the arguments, "
+                "and on the number of ranks, that it was saved with"
+            )
+        return (
+            "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
+            "(a first number below the expert count is a crash file that holds one rank's part)"
+        )
 
 
 def _raise(error: ValueError) -> NoReturn:

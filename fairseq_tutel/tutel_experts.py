@@ -4,6 +4,7 @@ R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,6 +256,16 @@ def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
     return not any(width % slices for width in widths)
 
 
+def _count_name(module: Callable[..., Any]) -> str:
+    """Return how a user's class calls the number of local experts; older ones have another name."""
+    try:
+        names = inspect.signature(module).parameters
+    except ValueError:  # of a class written in C
+        return COUNTS[0]
+    older = "local_experts"
+    return older if older in names and COUNTS[0] not in names else COUNTS[0]
+
+
 def build_from_dict(
     experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
 ) -> ExpertStack:
@@ -263,8 +274,8 @@ def build_from_dict(
         build = functools.partial(
             experts["module"],
             model_dim=config.model_dim,
-            num_experts_per_device=part.num_local,
             sharded_count=context.sharded_count,
+            **{_count_name(experts["module"]): part.num_local},
             **{key: value for key, value in experts.items() if key not in NOT_PASSED},
         )
         return ModuleExperts(config, part, build, context)

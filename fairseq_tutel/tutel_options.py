@@ -114,6 +114,17 @@ def say_no_effect(name: str, value: Any) -> None:
     logger.warning("%s is %r, which has no effect; results are the same without it.", name, value)
 
 
+def say_copies(ranks: int) -> None:
+    """Log where several ranks hold the same experts, whose gradients no rank has alone."""
+    if ranks > 1:
+        logger.warning(
+            "%d ranks hold a whole copy of each expert; reduce its gradients over them, as "
+            "fairseq_tutel.comm.gradients.reduce_expert_gradients and docs/tutel.md do: a loop or "
+            "optimizer that leaves experts out lets the copies drift apart.",
+            ranks,
+        )
+
+
 def check_overlap(degree: Any) -> int:
     """Return `a2a_ffn_overlap_degree`: chunks in which rows travel while experts work."""
     require(

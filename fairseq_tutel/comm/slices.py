@@ -34,6 +34,13 @@ class Part:
     slices: int = 1
     index: int = 0
 
+    def of(self, num_experts: int) -> str:
+        """Return in words which of so many experts these are."""
+        last = self.first + self.num_local - 1
+        which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
+        cut = f" in slice {self.index} of {self.slices}" if self.slices > 1 else ""
+        return f"{which} of {num_experts}{cut}"
+
 
 def mark_slice(parameter: nn.Parameter, how: Slice) -> None:
     """Let a parameter say how it is cut, and the fp32 copy that fairseq makes of it too."""
