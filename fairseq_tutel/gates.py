@@ -24,7 +24,7 @@ class LinearGate(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.fp32 = config.gate_fp32
+        self.fp32_gate = config.gate_fp32
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -34,7 +34,7 @@ class LinearGate(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in x's dtype."""
-        if not self.fp32:
+        if not self.fp32_gate:
             return F.linear(x_TD, self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -52,7 +52,7 @@ class CosineGate(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.fp32 = config.gate_fp32
+        self.fp32_gate = config.gate_fp32
         self.first_temperature = config.gate_temperature
         dim = config.gate_projection_dim
         self.projection_weight = nn.Parameter(torch.empty(dim, config.model_dim))
@@ -70,7 +70,7 @@ class CosineGate(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in x's dtype."""
-        if not self.fp32:
+        if not self.fp32_gate:
             return self._logits(x_TD)
         with torch.autocast(x_TD.device.type, enabled=False):
             return self._logits(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)))

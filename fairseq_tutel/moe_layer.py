@@ -91,15 +91,10 @@ class MoELayer(nn.Module):
         experts: ExpertStack | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.name = config, name
+        self.name = name
         self.topology = topology or Topology()
-        self.gate_configs = [
-            # What the layer's losses ask of a gate, such as noise, is checked for each.
-            dataclasses.replace(c, balance_loss=config.balance_loss)
-            for c in gate_configs or [config] * len(config.gate_types)
-        ]
+        self.configure(config, gate_configs or [config] * len(config.gate_types))
         autotune.allow(config.kernel_tuning_seconds)  # of the process, as every layer says alike
-        self.rules = [routing.Rules.of(c) for c in self.gate_configs]
         if gates is None:
             kinds = (
                 config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
@@ -128,8 +123,18 @@ class MoELayer(nn.Module):
         self.watches_load = False
         self.busiest: Tensor | None = None
         self.counts_load = True  # off in a recompute, which is no new micro-batch
-        self.balance_weights = parse_balance_loss(config.balance_loss)
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
+
+    def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
+        """Set what every forward goes by, of the layer and of each gate; what is built stays."""
+        self.config = config
+        self.gate_configs = [
+            # What the layer's losses ask of a gate, such as noise, is checked for each.
+            dataclasses.replace(c, balance_loss=config.balance_loss)
+            for c in gate_configs
+        ]
+        self.rules = [routing.Rules.of(c) for c in self.gate_configs]
+        self.balance_weights = parse_balance_loss(config.balance_loss)
 
     def reset_parameters(self, seed: int, name: str) -> None:
         """Initialise everything from generators seeded by (seed, name): alike for every W."""

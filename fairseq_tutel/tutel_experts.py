@@ -76,6 +76,10 @@ class FFNExperts(Experts):
         self.activation_with_self = options.get("activation_fn_with_self")
         out_dim = options.get("output_dim") or config.model_dim
         hidden_dim = config.hidden_dim // part.slices
+        # What an activation finds on the experts in Tutel.
+        self.model_dim, self.output_dim = config.model_dim, out_dim
+        self.hidden_size_per_expert, self.hidden_size = config.hidden_dim, hidden_dim
+        self.num_experts_per_device, self.sharded_count = part.num_local, part.slices
         self.fc2_weight = nn.Parameter(torch.empty(part.num_local, out_dim, hidden_dim))
         if not config.expert_bias:
             return

@@ -6,7 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_tutel.config import AT_LEAST_1, CAPACITY, NOT_NEGATIVE, TEMPERATURE, Rule
+from fairseq_tutel.config import (
+    AT_LEAST_1,
+    CAPACITY,
+    NOT_NEGATIVE,
+    TEMPERATURE,
+    MoEConfig,
+    Rule,
+)
 from fairseq_tutel.tutel_options import TRUE_OR_FALSE, check, check_keys, logger, require
 
 # Tutel's key -> (field of MoEConfig, Tutel's default, rule).
@@ -66,10 +73,34 @@ def gate_fields(
             values[key] = getattr(module, key, values[key])
     for key, value in values.items():
         check(f"gate_type's {key}", value, known[key][2])
+        if known[key][2] is TRUE_OR_FALSE:
+            values[key] = bool(value)
     fields = {known[key][0]: value for key, value in values.items()}
     factor = fields["capacity_factor"]
     top_k = min(fields["top_k"], num_experts)
     return {**fields, "gate_type": kind, "top_k": top_k, "eval_capacity_factor": factor}
+
+
+def show_fields(gate: nn.Module, config: MoEConfig) -> None:
+    """Give a gate the attributes that `set_fields` reads, where it has none."""
+    for name, _, _ in COMMON.values():
+        if not hasattr(gate, name):
+            setattr(gate, name, getattr(config, name))
+
+
+def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]:
+    """Return the fields of MoEConfig that stand on a gate as attributes, as they are now.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    fields = {}
+    for name, _, rule in COMMON.values():
+        fields[name] = getattr(gate, name)
+        if fields[name] != getattr(config, name):
+            check(f"gates[{index}].{name}", fields[name], rule)
+    fields["top_k"] = min(fields["top_k"], config.num_experts)
+    return {**fields, "eval_capacity_factor": fields["capacity_factor"]}
 
 
 def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module | None:

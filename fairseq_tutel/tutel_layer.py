@@ -30,7 +30,13 @@ from fairseq_tutel.tutel_experts import (
     check_experts,
     drawn_from,
 )
-from fairseq_tutel.tutel_gates import custom_gate, gate_dicts, gate_fields
+from fairseq_tutel.tutel_gates import (
+    custom_gate,
+    gate_dicts,
+    gate_fields,
+    set_fields,
+    show_fields,
+)
 
 
 class TutelMoELayer(nn.Module):
@@ -55,6 +61,7 @@ class TutelMoELayer(nn.Module):
         parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (r as large as it can
             be) or auto (as data; `ft.UpdateTuner` is what measures).
         use_2dh: rows go by 2-D hierarchical all-to-all where experts are on several whole nodes.
+        pad_samples: has no effect, as in Tutel.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -76,32 +83,39 @@ class TutelMoELayer(nn.Module):
         is_gshard_loss: bool = True,
         parallel_type: str = "adaptive:1",
         use_2dh: bool = False,
+        *,
+        pad_samples: bool | None = None,
     ) -> None:
         super().__init__()
         options.check("model_dim", model_dim, AT_LEAST_1)
+        if pad_samples is not None:
+            options.say_no_effect("pad_samples", pad_samples)
+        self.is_postscore = is_postscore
+        self.batch_prioritized_routing = batch_prioritized_routing
+        self.normalize_gate = normalize_gate
+        self.is_gshard_loss = is_gshard_loss
         gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
         per_device, expert_fields = check_experts(experts, model_dim)
         self.num_global_experts = options.count_experts(per_device, group)
-        self._shared_by = max(1, options.count_ranks(group) // self.num_global_experts)
-        sliced = self._shared_by > 1 and can_slice(experts, model_dim, self._shared_by)
+        self.sharded_count = max(1, options.count_ranks(group) // self.num_global_experts)
+        divisors = (r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0)
+        self.valid_rs = [0, *divisors]
+        sliced = self.sharded_count > 1 and can_slice(experts, model_dim, self.sharded_count)
         topology = _topology(group, self.num_global_experts, sliced, use_2dh)
         how = options.check_how(
             a2a_ffn_overlap_degree,
             parallel_type,
             use_2dh,
-            self._shared_by,
+            self.sharded_count,
             topology,
             topology.slices(self.num_global_experts),
         )
         fields = {
             **expert_fields,
             "num_experts": self.num_global_experts,
-            "prescore": not is_postscore,
-            "drop_policy": "bpr" if batch_prioritized_routing else "position",
-            "normalize_gate": "before" if normalize_gate else "none",
-            "balance_loss": "gshard" if is_gshard_loss else "load_importance_tutel",
+            **self._fields(),
         }
-        agreed = _agreed_seeds(gate_seed, expert_seed, self._shared_by, group)
+        agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
         self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.how = how
         self.experts.saved_by_rank = True
@@ -153,8 +167,10 @@ class TutelMoELayer(nn.Module):
         Raises:
             ValueError: a shape or number that does not fit.
         """
-        options.check_switch("inequivalent_tokens", inequivalent_tokens)
+        if options.check_switch("inequivalent_tokens", inequivalent_tokens):
+            options.say_no_effect("inequivalent_tokens", True)
         options.check_megablocks(megablocks_size)
+        self._take_over()
         kept, self.moe.how = self.moe.how, self._how(a2a_ffn_overlap_degree, adaptive_r)
         try:
             y, balance_loss = self._routed(input, reserve_dims, gate_index, capacity_factor, top_k)
@@ -163,13 +179,44 @@ class TutelMoELayer(nn.Module):
         y.l_aux = balance_loss  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
 
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields of MoEConfig that attributes of the layer decide."""
+
+        def is_on(name: str) -> bool:
+            return options.check_switch(name, getattr(self, name))
+
+        return {
+            "prescore": not is_on("is_postscore"),
+            "drop_policy": "bpr" if is_on("batch_prioritized_routing") else "position",
+            "normalize_gate": "before" if is_on("normalize_gate") else "none",
+            "balance_loss": "gshard" if is_on("is_gshard_loss") else "load_importance_tutel",
+        }
+
+    def _take_over(self) -> None:
+        """Let the layer run by what was set on it, or on its gates, since the last call."""
+        configs, of_layer = self.moe.gate_configs, self._fields()
+        fields = [
+            {**of_layer, **set_fields(gate, i, config)}
+            for i, (gate, config) in enumerate(zip(self.gates, configs, strict=True))
+        ]
+        if any(
+            getattr(config, name) != value
+            for config, own in zip(configs, fields, strict=True)
+            for name, value in own.items()
+        ):
+            _check_noise(fields)
+            configs = [
+                dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)
+            ]
+            self.moe.configure(configs[0], configs)
+
     def _how(self, overlap: int | None, degree: int | None) -> How:
         """Return how one call runs; what is not given is the layer's."""
         how, slices = self.moe.how, self.experts.part.slices
         if overlap is not None:
             how = dataclasses.replace(how, overlap=options.check_overlap(overlap))
         if degree is not None:
-            degree = options.check_adaptive(degree, self._shared_by, slices)
+            degree = options.check_adaptive(degree, self.sharded_count, slices)
             how = dataclasses.replace(how, adaptive_r=degree)
         return how
 
@@ -204,6 +251,29 @@ class TutelMoELayer(nn.Module):
             y_TD, output = self.moe(x_TD, **call)
             out = tuple(token) if y_TD.shape[1] == token.numel() else (y_TD.shape[1],)
         return y_TD.view(*outer, *out).to(x.dtype), output.balance_loss
+
+    @property
+    def a2a_ffn_overlap_degree(self) -> int:
+        """Chunks in which rows travel while experts work; may be set."""
+        return self.moe.how.overlap
+
+    @a2a_ffn_overlap_degree.setter
+    def a2a_ffn_overlap_degree(self, degree: int) -> None:
+        self.moe.how = self._how(degree, None)
+
+    @property
+    def adaptive_degree(self) -> int:
+        """The r of `parallel_type`; may be set, to one of `valid_rs`."""
+        return self.moe.how.adaptive_r
+
+    @adaptive_degree.setter
+    def adaptive_degree(self, degree: int) -> None:
+        self.moe.how = self._how(None, degree)
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts this rank has, whole or in slices."""
+        return self.experts.num_local
 
     @property
     def experts(self) -> ExpertStack:
@@ -256,18 +326,18 @@ def _build(
     """Return the layer of these gates and experts; `fields` are of every gate's MoEConfig."""
     gate_seed, expert_seed = seeds
     model_dim, num_experts = fields["model_dim"], fields["num_experts"]
-    configs, gates = [], []
+    own, modules = [], []
     for i, gate in enumerate(gate_type):
         with drawn_from(hashed_seed(gate_seed, "", -1, _gate_name(i))):
             module = custom_gate(gate, model_dim, num_experts)
-        own = gate_fields(gate, num_experts, module)
-        options.require(
-            fields["balance_loss"] == "gshard" or own["gate_noise"] > 0,
-            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
-            "such as 1.0.",
-        )
-        configs.append(MoEConfig(**fields, **own))
-        gates.append(build_gate(configs[-1], own["gate_type"]) if module is None else module)
+        own.append({**fields, **gate_fields(gate, num_experts, module)})
+        modules.append(module)
+    _check_noise(own)
+    configs = [MoEConfig(**gate) for gate in own]
+    gates = [
+        build_gate(config, config.gate_type) if module is None else module
+        for config, module in zip(configs, modules, strict=True)
+    ]
     part = topology.part(num_experts)
     context = ExpertContext(
         model_dim=model_dim,
@@ -282,7 +352,18 @@ def _build(
     )
     for i, built in enumerate(gates):
         reset_gate(built, gate_seed, "", _gate_name(i))
+        show_fields(built, configs[i])
     return layer
+
+
+def _check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a load without noise to weigh it by, from the fields of every gate's MoEConfig."""
+    for i, gate in enumerate(fields):
+        options.require(
+            gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
+            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
+            "such as 1.0.",
+        )
 
 
 def _gate_name(index: int) -> str:

@@ -134,11 +134,10 @@ def check_overlap(degree: Any) -> int:
     return degree
 
 
-def check_switch(name: str, value: Any) -> None:
-    """Take `inequivalent_tokens`, off by default."""
+def check_switch(name: str, value: Any) -> bool:
+    """Return a boolean, for which Tutel's users also give 0 or 1."""
     check(name, value, TRUE_OR_FALSE)
-    if value:
-        say_no_effect(name, bool(value))
+    return bool(value)
 
 
 def check_megablocks(size: Any) -> None:
@@ -161,8 +160,7 @@ def check_how(
         topology: where experts live.
         slices: of an expert; 1 where each of those ranks has it whole.
     """
-    check("use_2dh", use_2dh, TRUE_OR_FALSE)
-    if use_2dh and topology.grid is None:
+    if check_switch("use_2dh", use_2dh) and topology.grid is None:
         say_no_effect("use_2dh", True)
     text = parallel_type if isinstance(parallel_type, str) else ""
     adaptive = re.fullmatch(r"adaptive:(-?\d+)", text)

@@ -104,6 +104,123 @@ def test_what_is_given_to_a_call_holds_for_that_call():
     equals_loop(layer, 1, 0.5)
 
 
+SET_LATER = [
+    ("is_postscore", False, {"prescore": True}),
+    ("normalize_gate", 0, {"normalize": False}),
+    ("batch_prioritized_routing", 1, {"bpr": True}),
+    ("top_k", 1, {"top_k": 1}),
+    ("top_k", 9, {"top_k": E}),
+    ("capacity_factor", 0.25, {"factor": 0.25}),
+    ("capacity_factor", 0, {"factor": 0}),
+]
+
+
+@pytest.mark.parametrize("custom_one", (False, True))
+@pytest.mark.parametrize(("name", "value", "how"), SET_LATER, ids=str)
+def test_what_is_set_between_two_calls_holds_from_then_on(name, value, how, custom_one):
+    kind = {"type": "custom", "module": OwnGate} if custom_one else {}
+    layer = build({**TOP, "k": 2, "capacity_factor": 0.5, **kind})
+    owner = layer if hasattr(layer, name) else layer.gates[0]
+    before = getattr(owner, name)
+    own = {"gate": layer.gates[0]} if custom_one else {}
+    for given in (value, before, value):
+        setattr(owner, name, given)
+        equals_loop(layer, **{"top_k": 2, "factor": 0.5, **own, **(how if given is value else {})})
+    equals_loop(layer, **{"factor": 0.5, **own, **how, "top_k": 3}, call={"top_k": 3})
+
+
+def test_a_gate_s_noise_and_the_loss_may_be_set_and_of_several_gates_each_its_own():
+    layer, x = build([TOP, {**TOP, "k": 1}]), tokens(T)
+    layer.gates[1].gate_noise = 2.0
+    assert torch.equal(layer(x), layer(x))
+    assert not torch.equal(layer(x, gate_index=1), layer(x, gate_index=1))
+    layer.gates[1].top_k = 3
+    layer.eval()
+    close(layer(x, gate_index=1), layer(x, gate_index=1, top_k=3), "output")
+    equals_loop(layer, 2)
+    layer.gates[0].gate_noise = 2.0
+    layer.is_gshard_loss = False
+    expected = build([{**TOP, "gate_noise": 2.0}] * 2, is_gshard_loss=False).eval()
+    close(layer(x).l_aux, expected(x).l_aux, "l_aux")
+
+
+def test_fp32_gate_may_be_set():
+    layer, seen = build({**TOP, "fp32_gate": 0}).bfloat16(), []
+    layer.gates[0].register_forward_hook(lambda module, given, logits: seen.append(logits.dtype))
+    layer.gates[0].fp32_gate = True
+    layer(tokens(T).bfloat16())
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("top_k", 0, r"gates\[0\].top_k is 0; give a whole number, at least 1"),
+        ("capacity_factor", "1", r"gates\[0\].capacity_factor is '1'; give a finite number"),
+        ("gate_noise", -1, r"gates\[0\].gate_noise is -1; give a finite number, at least 0"),
+        ("is_postscore", "no", "is_postscore is 'no'; give True or False"),
+        ("is_gshard_loss", False, "is_gshard_loss is False but gate 0 has no gate_noise"),
+        ("adaptive_degree", "2", "adaptive_r is '2'; give a whole number"),
+        ("a2a_ffn_overlap_degree", 0, "a2a_ffn_overlap_degree is 0; give"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_in_one_sentence(name, value, message):
+    layer = build()
+    with pytest.raises(ValueError, match=message) as error:
+        setattr(layer if hasattr(layer, name) else layer.gates[0], name, value)
+        layer(tokens(T))
+    assert str(error.value).endswith(".") and "--" not in str(error.value)
+
+
+def test_the_numbers_that_tutels_layer_shows():
+    layer = build(a2a_ffn_overlap_degree=2, parallel_type="adaptive:0")
+    assert layer.num_local_experts == layer.num_global_experts == E
+    assert (layer.sharded_count, layer.valid_rs) == (1, [0, 1])
+    assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree) == (2, 0)
+    layer.a2a_ffn_overlap_degree, layer.adaptive_degree = 3, 1
+    assert layer.moe.how == ft.How(overlap=3, adaptive_r=1)
+    gate = layer.gates[0]
+    assert (gate.top_k, gate.capacity_factor, gate.gate_noise) == (2, 0.0, 0.0)
+    for r in layer.valid_rs:
+        close(layer(tokens(T), adaptive_r=r), build()(tokens(T)), "output")
+
+
+def test_an_activation_finds_tutels_names_on_the_experts():
+    names = ("model_dim", "hidden_size", "hidden_size_per_expert", "output_dim")
+    more = ("num_experts_per_device", "sharded_count")
+    seen = []
+
+    def activation(x, own):
+        seen.append([getattr(own, name) for name in names + more])
+        return torch.tanh(x)
+
+    build(experts={**FFN, "activation_fn_with_self": activation, "output_dim": 3})
+    assert seen == [[D, H, H, 3, E, 1]]
+
+
+def test_numbers_for_booleans():
+    gate, ffn = {**TOP, "capacity_factor": 0.5}, {**FFN, "output_dim": 3}
+    names = ("is_postscore", "batch_prioritized_routing", "normalize_gate", "is_gshard_loss")
+    x = tokens(T)
+    for on in (True, False):
+        options = dict.fromkeys(names[:3], on) | {"use_2dh": False, "is_gshard_loss": True}
+        gates, experts = {**gate, "fp32_gate": on}, {**ffn, "has_fc1_bias": on}
+        layer = build(gates, experts, **options)
+        as_numbers = build(
+            {**gates, "fp32_gate": int(on)},
+            {**experts, "has_fc1_bias": int(on)},
+            **{name: int(value) for name, value in options.items()},
+        )
+        assert torch.equal(layer(x), as_numbers(x, inequivalent_tokens=0))
+
+
+def test_pad_samples_has_no_effect(caplog):
+    tutel_options.say_no_effect.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(build(pad_samples=False)(tokens(T)), build()(tokens(T)))
+    assert "pad_samples is False, which has no effect" in caplog.text
+
+
 def test_our_capacity_and_where_tutels_is_another():
     # T = 11, E = 4: ours k * ceil(1.25 * 11 / 4), Tutel's k * int(1.25 * ceil(11 / 4)) = 3.
     layer = build({**TOP, "k": 1, "capacity_factor": 1.25})
