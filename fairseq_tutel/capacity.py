@@ -21,17 +21,19 @@ class Capacity:
         token_fraction: above 0, ceil(token_fraction * T) places, whatever the factor.
         minimum: places at least, where there is a limit.
         multiple: a limit is rounded up to a multiple of this.
+        fixed: above 0, so many places, whatever the rest.
     """
 
     factor: float = 0.0
     token_fraction: float = 0.0
     minimum: int = 0
     multiple: int = 1
+    fixed: int = 0
 
     @property
     def is_limited(self) -> bool:
         """Whether anything can be dropped."""
-        return self.factor != 0 or self.token_fraction > 0
+        return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
 
     def places(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
         """Return the places per expert, an int64 scalar on the device of `num_tokens`.
@@ -41,6 +43,8 @@ class Capacity:
             num_experts: E.
             num_tokens: [] int64, the real tokens; left on the device, so that nobody waits for it.
         """
+        if self.fixed > 0:
+            return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()
         if self.token_fraction > 0:
             limit = (tokens * self.token_fraction).ceil().long()
@@ -50,6 +54,8 @@ class Capacity:
 
     def most_places(self, top_k: int, num_experts: int, num_tokens: int) -> int:
         """Return a number on the host that `places` of at most `num_tokens` never exceeds."""
+        if self.fixed > 0:
+            return self.fixed
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
         limit = max(int(per_token * num_tokens) + top_k + 1, self.minimum)
         return self._rounded(limit)
@@ -65,17 +71,21 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
     return asked < 0 or (config.choice == "experts" and unset)
 
 
-def capacity_of(config: MoEConfig, training: bool, factor: float | None = None) -> Capacity:
+def capacity_of(
+    config: MoEConfig, training: bool, factor: float | Capacity | None = None
+) -> Capacity:
     """Return the rule of a forward.
 
     Args:
         config: the layer's.
         training: evaluation has a capacity of its own, no limit by default.
-        factor: of this call alone, instead of the configured rule.
+        factor: of this call alone, instead of the configured rule; or the whole rule.
 
     Raises:
         ValueError: `factor` is no number that a capacity could have.
     """
+    if isinstance(factor, Capacity):
+        return factor
     fraction = 0.0
     if factor is not None and not (isinstance(factor, int | float) and CAPACITY[0](factor)):
         raise ValueError(f"capacity_factor is {factor!r}; {CAPACITY[1]}.")

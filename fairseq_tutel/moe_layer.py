@@ -14,7 +14,7 @@ from fairseq_tutel import exchange, exploration, losses, routing
 from fairseq_tutel.balance_bias import BalanceBias
 from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.beside import Beside
-from fairseq_tutel.capacity import capacity_of
+from fairseq_tutel.capacity import Capacity, capacity_of
 from fairseq_tutel.comm.adaptive import gather_weights, nearest_degree
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.how import How
@@ -49,7 +49,7 @@ class MoEOutput:
 class _Call:
     """What one forward was asked for beside its tokens; see MoELayer.forward."""
 
-    capacity_factor: float | None
+    capacity_factor: float | Capacity | None
     top_k: int | None
     gate_index: int
     token_ids_T: Tensor | None
@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
         padding_mask: Tensor | None = None,
         *,
         time_first: bool = False,
-        capacity_factor: float | None = None,
+        capacity_factor: float | Capacity | None = None,
         top_k: int | None = None,
         gate_index: int | None = None,
         token_ids: Tensor | None = None,
@@ -163,7 +163,7 @@ class MoELayer(nn.Module):
                 without D, or [batch, time] with `time_first`.
             time_first: x is laid out time first, as fairseq does; dropping still goes by
                 (sentence, time).
-            capacity_factor: overrides the configured rule for this call; 0 drops nothing.
+            capacity_factor: overrides the configured rule for this call; 0 drops nothing. Or a whole rule.
             top_k: overrides the configured one for this call.
             gate_index: overrides the configured one for this call.
             token_ids: int64 of padding_mask's shape; a hash gate needs them.
@@ -218,7 +218,7 @@ class MoELayer(nn.Module):
         self, x_TD: Tensor, batch: routing.MicroBatch, call: "_Call"
     ) -> tuple[routing.Assignment, losses.GateOutput]:
         """Gate and assign, by the gate of this call; count what the balance bias goes by."""
-        gate, config, rules = self._gate(call.gate_index)
+        gate, config, rules = self.gate_at(call.gate_index)
         top_k = config.top_k if call.top_k is None else call.top_k
         seen_TD = exploration.gate_input(x_TD, config, self.training)
         clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
@@ -246,8 +246,12 @@ class MoELayer(nn.Module):
             num_ranks=self.topology.world_size if self.training else 1,
         )
 
-    def _gate(self, index: int) -> tuple[nn.Module, MoEConfig, routing.Rules]:
-        """Return a gate, and the configuration and rules that go with it."""
+    def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, routing.Rules]:
+        """Return a gate, and the configuration and rules that go with it.
+
+        Raises:
+            ValueError: there is no such gate.
+        """
         if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
             raise ValueError(
                 f"gate_index is {index!r} but there are {len(self.gate_configs)} gates; choose from 0 to "

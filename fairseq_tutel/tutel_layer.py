@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import tutel_options as options
+from fairseq_tutel.capacity import Capacity
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.how import How
@@ -22,6 +23,7 @@ from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.gates import build_gate, reset_gate
 from fairseq_tutel.initial import hashed_seed
 from fairseq_tutel.moe_layer import MoELayer
+from fairseq_tutel.tutel_capacity import most_tokens, tutel_capacity
 from fairseq_tutel.tutel_experts import (
     ExpertContext,
     ModuleExperts,
@@ -62,6 +64,7 @@ class TutelMoELayer(nn.Module):
             be) or auto (as data; `ft.UpdateTuner` is what measures).
         use_2dh: rows go by 2-D hierarchical all-to-all where experts are on several whole nodes.
         pad_samples: has no effect, as in Tutel.
+        tutel_capacity: experts have as many places as Tutel gives them, otherwise as in `ft.MoELayer`.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -85,6 +88,7 @@ class TutelMoELayer(nn.Module):
         use_2dh: bool = False,
         *,
         pad_samples: bool | None = None,
+        tutel_capacity: bool = False,
     ) -> None:
         super().__init__()
         options.check("model_dim", model_dim, AT_LEAST_1)
@@ -94,6 +98,8 @@ class TutelMoELayer(nn.Module):
         self.batch_prioritized_routing = batch_prioritized_routing
         self.normalize_gate = normalize_gate
         self.is_gshard_loss = is_gshard_loss
+        self.group = group
+        self.tutel_capacity = options.check_switch("tutel_capacity", tutel_capacity)
         gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
         per_device, expert_fields = check_experts(experts, model_dim)
         self.num_global_experts = options.count_experts(per_device, group)
@@ -156,7 +162,8 @@ class TutelMoELayer(nn.Module):
             top_k: of this call, instead of the gate's.
             a2a_ffn_overlap_degree: of this call, instead of the layer's.
             reserve_dims: see `input`.
-            inequivalent_tokens: has no effect: ranks may always differ in tokens.
+            inequivalent_tokens: ranks may always differ in tokens; with `tutel_capacity` the places of all
+                go by the largest number of them.
             adaptive_r: of this call, instead of what `parallel_type` says.
             megablocks_size: has no effect.
 
@@ -167,13 +174,16 @@ class TutelMoELayer(nn.Module):
         Raises:
             ValueError: a shape or number that does not fit.
         """
-        if options.check_switch("inequivalent_tokens", inequivalent_tokens):
-            options.say_no_effect("inequivalent_tokens", True)
+        together = options.check_switch("inequivalent_tokens", inequivalent_tokens)
         options.check_megablocks(megablocks_size)
+        if together and not self.tutel_capacity:
+            options.say_no_effect("inequivalent_tokens", True)
         self._take_over()
         kept, self.moe.how = self.moe.how, self._how(a2a_ffn_overlap_degree, adaptive_r)
         try:
-            y, balance_loss = self._routed(input, reserve_dims, gate_index, capacity_factor, top_k)
+            y, balance_loss = self._routed(
+                input, reserve_dims, gate_index, capacity_factor, top_k, together
+            )
         finally:
             self.moe.how = kept
         y.l_aux = balance_loss  # type: ignore[attr-defined]
@@ -227,6 +237,7 @@ class TutelMoELayer(nn.Module):
         gate_index: int,
         capacity_factor: float | None,
         top_k: int | None,
+        together: bool,
     ) -> tuple[Tensor, Tensor]:
         if top_k is not None:
             options.check("top_k", top_k, AT_LEAST_1)
@@ -243,6 +254,8 @@ class TutelMoELayer(nn.Module):
             "capacity_factor": capacity_factor,
             "top_k": top_k,
         }
+        if self.tutel_capacity:
+            call["capacity_factor"] = self._capacity(x_TD, together, **call)
         if isinstance(self.experts, ModuleExperts):
             with self.experts.features(token) as returned:
                 y_TD, output = self.moe(x_TD, **call)
@@ -251,6 +264,27 @@ class TutelMoELayer(nn.Module):
             y_TD, output = self.moe(x_TD, **call)
             out = tuple(token) if y_TD.shape[1] == token.numel() else (y_TD.shape[1],)
         return y_TD.view(*outer, *out).to(x.dtype), output.balance_loss
+
+    def _capacity(
+        self,
+        x_TD: Tensor,
+        together: bool,
+        gate_index: int,
+        capacity_factor: float | None,
+        top_k: int | None,
+    ) -> Capacity:
+        """Return Tutel's places in one call, where asked for by the tokens of all ranks together."""
+        _, config, _ = self.moe.gate_at(gate_index)
+        num_tokens = len(x_TD)
+        if together and self.topology.world_size > 1:
+            num_tokens = most_tokens(num_tokens, x_TD.device, self.group)
+        return tutel_capacity(
+            config.capacity_factor if capacity_factor is None else capacity_factor,
+            config.top_k if top_k is None else top_k,
+            self.num_global_experts,
+            num_tokens,
+            self.sharded_count * self.moe.how.overlap,
+        )
 
     @property
     def a2a_ffn_overlap_degree(self) -> int:

@@ -141,11 +141,12 @@ CORE = {
         "comm.adaptive comm.cost comm.guard comm.how comm.launcher comm.tuner moe_layer"
     ),
     "tutel_options": "comm.how comm.topology config",
+    "tutel_capacity": "capacity comm.guard tutel_options",
     "tutel_gates": "config tutel_options",
     "tutel_experts": "comm.slices config expert_stack experts initial kernels.groups tutel_options",
     "tutel_layer": (
-        "comm.gradients comm.guard comm.how comm.launcher comm.topology config expert_stack gates initial "
-        "moe_layer tutel_experts tutel_gates tutel_options"
+        "capacity comm.gradients comm.guard comm.how comm.launcher comm.topology config expert_stack gates "
+        "initial moe_layer tutel_capacity tutel_experts tutel_gates tutel_options"
     ),
     "fairseq_tutel": (
         "comm.balance comm.how comm.topology config dispatch losses metrics moe_layer routing tutel_layer "

@@ -2,7 +2,7 @@
 
 Covered: its example's loop, which reduces all but `skip_allreduce`; an optimizer that knows experts by
 `_tutel_expert`, against one process; a file of each rank by {rank}-of-{size}, whose training goes on, and
-what is not this rank's file; custom experts that cut themselves by `sharded_count`.
+what is not this rank's file; custom experts that cut themselves by `sharded_count`; Tutel's capacity.
 """
 
 import copy
@@ -296,3 +296,24 @@ def test_whole_copies_of_an_expert_on_several_ranks_are_said(ranks):
     for records in ranks(2).run(copies, "whole custom", -2):
         assert len(records) == 1 and "2 ranks hold a whole copy of each expert" in records[0]
     assert ranks(2).run(copies, "ffn", -2) == ranks(2).run(copies, "custom", 2) == [[], []]
+
+
+def kept_rows(together: bool, per_device: int) -> int:
+    """Return how many of this rank's tokens, 10 or 4, found a place."""
+    rank = dist.get_rank()
+    experts = {**FFN, "num_experts_per_device": per_device}
+    gate = {"type": "top", "capacity_factor": 0.5}
+    layer = ft.moe_layer(gate, D, experts, seeds=(1, 2), tutel_capacity=True)
+    torch.nn.init.zeros_(layer.gates[0].weight)  # all tokens to expert 0
+    y = layer(torch.randn(10 if rank == 0 else 4, D), inequivalent_tokens=together)
+    return int((y.abs().sum(dim=1) > 0).sum())
+
+
+def test_tutels_capacity_goes_by_the_ranks(ranks):
+    assert ranks(2).run(kept_rows, False, 1) == [2, 1]  # int(0.5 * 10 / 2), and of 4 tokens
+    assert ranks(2).run(kept_rows, True, 1) == [2, 2]
+    assert ranks(2).run(kept_rows, False, -2) == [
+        6,
+        2,
+    ]  # one expert: 5 and 2, up to a multiple of 2
+    assert ranks(2).run(kept_rows, True, -2) == [6, 4]

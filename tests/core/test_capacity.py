@@ -1,7 +1,8 @@
 """Capacity rules against plain arithmetic, and what they promise under every drop policy.
 
-Covered: the factor's sign, a fraction of the tokens, minimum, multiple; which rule training, evaluation
-and a single call have; the host's bound; conservation and limits for every policy under every rule.
+Covered: the factor's sign, a fraction of the tokens, minimum, multiple, a number; which rule training,
+evaluation and a single call have; the host's bound; conservation and limits for every policy under
+every rule.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
 
 
 def by_hand(rule: Capacity, top_k: int, num_experts: int, num_tokens: int) -> int:
+    if rule.fixed:
+        return rule.fixed
     if rule.token_fraction > 0:
         limit = math.ceil(num_tokens * rule.token_fraction)
     else:
@@ -34,6 +37,7 @@ rules = st.builds(
     token_fraction=st.just(0.0) | st.floats(0.001, 1.5),
     minimum=st.integers(0, 40),
     multiple=st.integers(1, 9),
+    fixed=st.just(0) | st.integers(1, 40),
 )
 
 

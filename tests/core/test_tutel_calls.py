@@ -6,6 +6,7 @@ Tutel's; no tokens, dtypes, where the loss hangs; what has no effect; the name b
 
 import gc
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from tutel_case import (
 import fairseq_tutel as ft
 from fairseq_tutel import tutel_options
 from fairseq_tutel.moe_layer import MoELayer
+from fairseq_tutel.tutel_capacity import tutel_capacity
 
 
 @pytest.mark.parametrize("count", ({"count_per_node": 3}, {"num_experts_per_device": -1}, {}))
@@ -231,6 +233,43 @@ def test_our_capacity_and_where_tutels_is_another():
     assert (layer(tokens(T), capacity_factor=0.1).abs().sum(dim=1) > 0).tolist() == [True] + [
         False
     ] * 10
+
+
+@pytest.mark.parametrize("bpr", (False, True))
+@pytest.mark.parametrize(
+    ("k", "factor", "overlap", "places"),
+    [
+        # T = 11 tokens on E = 4 experts: int(f * 3) for each choice, up to a multiple of the chunks.
+        (1, 1.25, 1, 3),
+        (2, 0.5, 1, 2),
+        (3, -0.9, 1, 6),
+        (1, 1.0, 2, 4),
+        (2, 0.5, 3, 3),
+        (2, 0, 2, 2 * T),
+    ],
+)
+def test_tutels_capacity_where_it_is_asked_for(k, factor, overlap, places, bpr):
+    gate = {**TOP, "k": k, "capacity_factor": factor}
+    options = {"tutel_capacity": True, "batch_prioritized_routing": bpr}
+    equals_loop(build(gate, a2a_ffn_overlap_degree=overlap, **options), k, limit=places, bpr=bpr)
+    layer = build({**TOP, "k": 4, "capacity_factor": 9.0}, **options)
+    call = {"top_k": k, "capacity_factor": factor, "a2a_ffn_overlap_degree": overlap}
+    equals_loop(layer.eval(), k, limit=places, bpr=bpr, call=call)
+    layer.tutel_capacity = False
+    ours = k * math.ceil(abs(factor) * T / E) if factor else 2 * T
+    equals_loop(layer, k, limit=ours, bpr=bpr, call=call)
+
+
+def test_a_capacity_that_is_none_is_refused_where_tutel_stops():
+    layer = build(tutel_capacity=True)
+    with pytest.raises(ValueError, match=r"factor is 0\.1, which by tutel_capacity gives no"):
+        layer(tokens(T), capacity_factor=0.1)
+    assert layer(tokens(0), capacity_factor=0.1).shape == (0, D)
+
+
+def test_a_large_multiple_is_a_multiple_of_128():
+    assert tutel_capacity(1.0, 1, 2, 10, 256).fixed == 256
+    assert tutel_capacity(1.0, 1, 2, 10, 257).fixed == 384
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
