@@ -4,6 +4,7 @@ Importing this needs torch and numpy only. The walk, in reading order: gates, ro
 dispatch, exchange, experts, moe_layer.
 """
 
+from fairseq_tutel.allocator import keep_freed_memory
 from fairseq_tutel.comm.balance import update_biases
 from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.topology import Topology, make_topology
@@ -32,6 +33,7 @@ __all__ = [
     "combine",
     "dispatch",
     "gshard_loss",
+    "keep_freed_memory",
     "make_topology",
     "moe_layer",
     "route",

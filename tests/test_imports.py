@@ -149,8 +149,8 @@ CORE = {
         "initial moe_layer tutel_capacity tutel_experts tutel_gates tutel_options"
     ),
     "fairseq_tutel": (
-        "comm.balance comm.how comm.topology config dispatch losses metrics moe_layer routing tutel_layer "
-        "update_tuner"
+        "allocator comm.balance comm.how comm.topology config dispatch losses metrics moe_layer routing "
+        "tutel_layer update_tuner"
     ),
     "safe_globals": "",
     "whole_files": "",
