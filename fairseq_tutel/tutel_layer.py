@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel import tutel_options as options
 from fairseq_tutel.capacity import Capacity
-from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.launcher import ranks_per_node
@@ -125,21 +124,13 @@ class TutelMoELayer(nn.Module):
         self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.how = how
         self.experts.saved_by_rank = True
-        self._mark_experts()
+        options.say_copies(topology.num_replicas)
         self.result_func = result_func
         if scan_expert_func is not None:
             for name, parameter in self.experts.expert_parameters().items():
                 scan_expert_func(name, parameter)
         if seed_after is not None:
             torch.manual_seed(seed_after)
-
-    def _mark_experts(self) -> None:
-        """Mark this rank's own experts by the attribute that Tutel's distributed optimizer reads."""
-        options.say_copies(self.topology.num_replicas)
-        for parameter in self.experts.expert_parameters().values():
-            # Those that all ranks hold are averaged as any other parameter.
-            if is_expert(parameter) or self.topology.world_size == 1:
-                parameter._tutel_expert = True  # type: ignore[attr-defined]
 
     def forward(
         self,

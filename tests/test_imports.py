@@ -145,8 +145,8 @@ CORE = {
     "tutel_gates": "config tutel_options",
     "tutel_experts": "comm.slices config expert_stack experts initial kernels.groups tutel_options",
     "tutel_layer": (
-        "capacity comm.gradients comm.guard comm.how comm.launcher comm.topology config expert_stack gates "
-        "initial moe_layer tutel_capacity tutel_experts tutel_gates tutel_options"
+        "capacity comm.guard comm.how comm.launcher comm.topology config expert_stack gates initial "
+        "moe_layer tutel_capacity tutel_experts tutel_gates tutel_options"
     ),
     "fairseq_tutel": (
         "allocator comm.balance comm.how comm.topology config dispatch losses metrics moe_layer routing "

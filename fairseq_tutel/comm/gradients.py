@@ -16,8 +16,12 @@ from fairseq_tutel.comm.topology import Topology
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Mark a parameter as this rank's own part of the experts (fairseq's data parallel skips it)."""
+    """Mark a parameter as this rank's own part of the experts.
+
+    fairseq's data parallel skips it by the first name, Tutel's distributed optimizer by the second.
+    """
     parameter.expert = True  # type: ignore[attr-defined]
+    parameter._tutel_expert = True  # type: ignore[attr-defined]
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
