@@ -45,6 +45,7 @@ class OlderExperts(OwnExperts):
 FFN = {"type": "ffn", "hidden_size_per_expert": 8, "activation_fn": lambda x: F.relu(x)}
 KINDS = {
     "ffn": {**FFN, "num_experts_per_device": 2},
+    "one expert a rank": {**FFN, "num_experts_per_device": 1},
     "one expert on all ranks": {**FFN, "num_experts_per_device": -2},
     "custom": {"type": "custom", "module": OwnExperts, "num_experts_per_device": 2},
     "whole custom": {"type": "custom", "module": OlderExperts, "num_experts_per_device": -2},
@@ -192,6 +193,19 @@ def test_a_file_of_fewer_experts_is_refused_though_its_shapes_are_a_ranks(ranks,
     Program("ffn", path).save()
     messages = ranks(2).run(refused, "ffn", str(tmp_path / "{rank}"), path)
     assert all("holds experts 0 to 1 of 2, but this rank has" in m for m in messages), messages
+
+
+def opened(path: str):
+    program = Program("one expert a rank", path)
+    program.load()
+    return program.model.moe.experts.fc1_weight.detach()
+
+
+def test_each_rank_takes_its_part_of_a_file_that_one_process_saved(ranks, tmp_path):
+    one = Program("one expert a rank", str(tmp_path / "0-of-1"))
+    one.save()
+    parts = ranks(2).run(opened, one.path)
+    assert torch.equal(torch.cat(parts), one.model.moe.experts.fc1_weight)
 
 
 def other_forms(kind: str) -> list[str]:
