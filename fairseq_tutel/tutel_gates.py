@@ -73,7 +73,7 @@ def gate_fields(
             values[key] = getattr(module, key, values[key])
     for key, value in values.items():
         check(f"gate_type's {key}", value, known[key][2])
-        if known[key][2] is TRUE_OR_FALSE:
+        if known[key][2] is TRUE_OR_FALSE:  # 0 and 1 are, too
             values[key] = bool(value)
     fields = {known[key][0]: value for key, value in values.items()}
     factor = fields["capacity_factor"]
