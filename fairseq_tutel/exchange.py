@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.comm import all_to_all, hierarchical, pipeline
-from fairseq_tutel.comm.all_to_all import LinearTrip
+from fairseq_tutel.comm.all_to_all import LinearTrip, even_exchange
 from fairseq_tutel.comm.copies import destinations, repeat_blocks
-from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.hierarchical import HierarchicalTrip
 from fairseq_tutel.comm.how import How
 from fairseq_tutel.comm.regroup import permute, regroup_maps
+from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Grid
 from fairseq_tutel.comm.trip import Counts, Trip
@@ -40,6 +40,7 @@ class ExchangePlan:
         backend: of the kernels that regroup; see `kernels.backend_for`.
         timer: of the rows.
         name: of the layer, for errors.
+        stamp: of this call, which ranks compare.
     """
 
     group: dist.ProcessGroup | None = None
@@ -51,6 +52,12 @@ class ExchangePlan:
     backend: str = "auto"
     timer: ExchangeTimer | None = None
     name: str = ""
+    stamp: Stamp = NO_STAMP
+
+    @property
+    def operation(self) -> str:
+        """What an error calls the exchange."""
+        return f"{Trip.name} of {self.name}" if self.name else Trip.name
 
     @property
     def hops(self) -> Grid | None:
@@ -88,12 +95,15 @@ def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, plan: ExchangePl
 def agreed_capacity(counts_E: Tensor, plan: ExchangePlan) -> int:
     """Return the places per expert that suffice on every rank: the largest count, at least 1.
 
-    One small all-reduce, and the one host read of a padded forward.
+    One small exchange, and the one host read of a padded forward. A capacity factor would bound this
+    rank's need by its own tokens; how many the others have, only they know.
     """
-    need = counts_E.max().clamp_min(1)
-    with guarded("the agreement on the size of buffers", plan.group):
-        dist.all_reduce(need, op=dist.ReduceOp.MAX, group=plan.group)
-    return int(need)
+    assert plan.group is not None
+    need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(plan.group), 1)
+    own_PX = plan.stamp.beside(need_P1)
+    came_PX = even_exchange(own_PX, plan.group, "the agreement on the size of buffers").cpu()
+    compare(came_PX[:, 0], plan.operation, plan.group)
+    return int(came_PX[:, 1].max())
 
 
 def _counts(counts_E: Tensor, capacity: int, plan: ExchangePlan) -> tuple[Counts, Counts]:
@@ -105,10 +115,13 @@ def _counts(counts_E: Tensor, capacity: int, plan: ExchangePlan) -> tuple[Counts
         return (_even_counts(counts_E, plan) if counts_E.is_cuda else host), host
     leaving_PE = _leaving(counts_E, plan)
     if plan.hops is None:
-        device = all_to_all.exchange_counts(leaving_PE, plan.group)
+        device = all_to_all.exchange_counts(leaving_PE, plan.group, plan.stamp)
     else:
-        device = hierarchical.exchange_counts(leaving_PE, plan.hops)
-    return device, device.to_host()
+        device = hierarchical.exchange_counts(leaving_PE, plan.hops, plan.stamp)
+    host = device.to_host()
+    assert host.stamps_P is not None
+    compare(host.stamps_P, plan.operation, plan.group)
+    return device, host
 
 
 def _leaving(counts_E: Tensor, plan: ExchangePlan) -> Tensor:
@@ -130,8 +143,7 @@ def _even_counts(counts_E: Tensor, plan: ExchangePlan) -> Counts:
 
 def _trip(device: Counts, host: Counts, plan: ExchangePlan) -> Trip:
     assert plan.group is not None
-    name = f"the exchange of rows of {plan.name}" if plan.name else Trip.name
-    options = {"wire": plan.wire, "timer": plan.timer, "name": name}
+    options = {"wire": plan.wire, "timer": plan.timer, "name": plan.operation}
     if plan.hops is None:
         return LinearTrip.of(host, plan.group, **options)
     return HierarchicalTrip.of(device, host, plan.hops, plan.backend, **options)

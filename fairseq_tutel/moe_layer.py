@@ -17,7 +17,7 @@ from fairseq_tutel.beside import Beside
 from fairseq_tutel.capacity import Capacity, capacity_of
 from fairseq_tutel.comm.adaptive import gather_weights, nearest_degree
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
-from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm.stamp import Calls, Stamp
 from fairseq_tutel.comm.static import static_how
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.topology import Topology
@@ -118,6 +118,8 @@ class MoELayer(nn.Module):
             if config.balance_bias
             else None
         )
+        group = self.topology.expert_group
+        self.calls = None if group is None else Calls(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
         # For the tuner: the most that an expert was assigned in the last micro-batch, dropped or not.
         self.watches_load = False
@@ -209,7 +211,7 @@ class MoELayer(nn.Module):
         counts_E = weight.new_zeros(self.config.num_experts, dtype=torch.int64)
         capacity = self._buffer_capacity(counts_E, plan) or 0
         rows_RD = weight.new_zeros(len(counts_E) * capacity, self.config.model_dim)
-        tensors = self._tensors(plan.how, weight.device)
+        tensors = self._tensors(plan, weight.device)
         exchange.run(
             rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), plan
         )
@@ -261,6 +263,7 @@ class MoELayer(nn.Module):
         return gate, self.gate_configs[index], self.rules[index]
 
     def _plan(self) -> exchange.ExchangePlan:
+        """Return how the rows of a new call travel."""
         slices = self.topology.slices(self.config.num_experts)
         degree = nearest_degree(self.how.adaptive_r, slices, self.config.hidden_layer_norm)
         # Experts that are all here, for good or for this forward, need nobody else.
@@ -275,13 +278,14 @@ class MoELayer(nn.Module):
             backend=self.config.backend,
             timer=self.timer,
             name=self.name,
+            stamp=Stamp(self.calls, self.training),
         )
 
     def _mixed(
         self, x_TD: Tensor, decision: routing.Routing, plan: exchange.ExchangePlan
     ) -> Tensor:
         """Dispatch, exchange, run the experts and combine; in one node where no row leaves."""
-        config, experts, tensors = self.config, self.experts, self._tensors(plan.how, x_TD.device)
+        config, experts, tensors = self.config, self.experts, self._tensors(plan, x_TD.device)
         stays = plan.group is None and not config.prescore
         if stays and isinstance(experts, Experts) and experts.is_one_node:
             return experts(x_TD, Groups.of_tensor(decision.counts_E), tensors, decision)
@@ -291,11 +295,12 @@ class MoELayer(nn.Module):
         )
         return combine(rows_RD, decision, config.backend, config.prescore)
 
-    def _tensors(self, how: How, device: torch.device) -> Tensors:
+    def _tensors(self, plan: exchange.ExchangePlan, device: torch.device) -> Tensors:
         """Return the tensors that this rank's experts compute with in this forward."""
         if self.experts.everywhere is not None:
             return self.experts.tensors()
-        gathered = gather_weights(self.experts, self.topology, how.adaptive_r)
+        degree = plan.how.adaptive_r
+        gathered = gather_weights(self.experts, self.topology, degree, plan.stamp)
         return self.experts.prepared(gathered, device)
 
     @staticmethod

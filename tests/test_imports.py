@@ -111,13 +111,16 @@ CORE = {
     "comm.timer": "",
     "comm.asynchronous": "",
     "comm.trip": "comm.asynchronous comm.timer comm.wire",
-    "comm.all_to_all": "comm.guard comm.trip",
-    "comm.hierarchical": ("comm.all_to_all comm.regroup comm.topology comm.trip kernels"),
+    "comm.stamp": "comm.guard",
+    "comm.all_to_all": "comm.guard comm.stamp comm.trip",
+    "comm.hierarchical": (
+        "comm.all_to_all comm.regroup comm.stamp comm.topology comm.trip kernels"
+    ),
     "comm.pipeline": "comm.trip",
     "comm.copies": "comm.regroup comm.trip",
     "exchange": (
-        "comm.all_to_all comm.copies comm.guard comm.hierarchical comm.how comm.pipeline "
-        "comm.regroup comm.timer comm.topology comm.trip kernels.groups"
+        "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline "
+        "comm.regroup comm.stamp comm.timer comm.topology comm.trip kernels.groups"
     ),
     "expert_stack": "comm.slices config kernels.groups shards",
     "expert_ffn": "dispatch expert_stack kernels.groups kernels.weights routing",
@@ -127,14 +130,16 @@ CORE = {
         "kernels.activations kernels.groups routing"
     ),
     "beside": "config custom initial kernels.activations",
-    "comm.adaptive": "comm.guard comm.slices comm.topology expert_stack",
+    "comm.adaptive": (
+        "comm.all_to_all comm.guard comm.slices comm.stamp comm.topology expert_stack"
+    ),
     "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
     "comm.shards": "comm.guard comm.slices comm.topology expert_stack shard_folder shards",
     "comm.checkpoint": "comm.guard comm.shards comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
-        "balance_bias balance_weights beside capacity comm.adaptive comm.gradients comm.how "
-        "comm.static comm.timer comm.topology config dispatch exchange expert_stack experts "
+        "balance_bias balance_weights beside capacity comm.adaptive comm.gradients "
+        "comm.stamp comm.static comm.timer comm.topology config dispatch exchange expert_stack experts "
         "exploration gates kernels.autotune kernels.groups losses routing"
     ),
     "update_tuner": (

@@ -21,10 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fairseq_tutel.comm.all_to_all import even_exchange
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.slices import slice_of
+from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
+
+WHAT = "the gathering of experts' weights"
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
@@ -38,15 +42,28 @@ def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
 
 
-def gather_weights(experts: ExpertStack, topology: Topology, degree: int) -> dict[str, Any]:
+def gather_weights(
+    experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp = NO_STAMP
+) -> dict[str, Any]:
     """Return the tensors that this rank computes with under r = `degree`. Collective, with autograd.
 
     Backward sums the gradients of all ranks that gathered, and keeps the own slice's.
+
+    Args:
+        experts: this rank's.
+        topology: where the others are.
+        degree: r.
+        stamp: of this call, which r = 0 compares here: no counts travel then.
+
+    Raises:
+        ValueError: the topology was made without the groups that r needs.
     """
     named = experts.expert_parameters()
     slices = experts.part.slices
     joined = slices if degree == 0 else slices // degree
-    group = topology.expert_group if degree == 0 else topology.share_groups.get(joined)
+    group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
+    if degree == 0 and group is not None:
+        _compare(stamp, group, next(iter(named.values())).device)
     if group is None:
         tensors: dict[str, Any] = dict(named)
     else:
@@ -61,6 +78,12 @@ def gather_weights(experts: ExpertStack, topology: Topology, degree: int) -> dic
             if name in tensors:
                 tensors[name] = _in_place(tensors[name], part, degree)
     return tensors
+
+
+def _compare(stamp: Stamp, group: dist.ProcessGroup, device: torch.device) -> None:
+    nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=device)
+    came_PX = even_exchange(stamp.beside(nothing_P0), group, WHAT)
+    compare_late(came_PX[:, 0], WHAT, group)
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
@@ -86,7 +109,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         number = dist.get_world_size(group)
         stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
-        with guarded("the gathering of experts' weights", group):
+        with guarded(WHAT, group):
             works = [
                 dist.all_gather(list(stack.unbind(0)), t.contiguous(), group=group, async_op=True)
                 for stack, t in zip(stacks, tensors, strict=True)

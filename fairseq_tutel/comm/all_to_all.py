@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
 from fairseq_tutel.comm.trip import Counts, Trip
 
 Splits = tuple[int, ...]
@@ -51,21 +52,25 @@ class LinearTrip(Trip):
         return exchange_rows(wire_RX, *splits, self.group, self)
 
 
-def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Counts:
+def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, stamp: Stamp = NO_STAMP) -> Counts:
     """Tell every rank how many rows it is to be sent for each of its experts. Collective.
 
     Args:
         counts_PE: [P, e] int64, rows for each expert of each rank of the group.
         group: the ranks.
+        stamp: of this call, which goes along.
     """
-    return Counts(counts_PE, even_exchange(counts_PE, group))
+    came = even_exchange(stamp.beside(counts_PE), group)
+    return Counts(counts_PE, came[:, 1 : 1 + counts_PE.shape[1]], stamps_P=came[:, 0])
 
 
-def even_exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+def even_exchange(
+    blocks: Tensor, group: dist.ProcessGroup, operation: str = "the exchange of row counts"
+) -> Tensor:
     """Send block i to rank i of the group; return what came, in the order of the ranks."""
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks)
-    with guarded("the exchange of row counts", group):
+    with guarded(operation, group):
         dist.all_to_all_single(out, blocks, group=group)
     return out
 

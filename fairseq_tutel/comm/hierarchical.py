@@ -17,6 +17,7 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.comm.all_to_all import Splits, even_exchange, exchange_rows
 from fairseq_tutel.comm.regroup import regroup_maps
+from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
 from fairseq_tutel.comm.topology import Grid
 from fairseq_tutel.comm.trip import Counts, Trip
 
@@ -99,14 +100,16 @@ def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move,
     return lambda rows: rows.index_select(0, there), lambda rows: rows.index_select(0, back)
 
 
-def exchange_counts(counts_PE: Tensor, grid: Grid) -> Counts:
+def exchange_counts(counts_PE: Tensor, grid: Grid, stamp: Stamp = NO_STAMP) -> Counts:
     """Tell every rank of the grid what is to come, in two hops as the rows'. Collective.
 
     Args:
         counts_PE: [P, e] int64, rows for each expert of each rank of the grid.
         grid: the nodes.
+        stamp: of this call, which goes along.
     """
-    leaving_NLE = counts_PE.view(grid.nodes, grid.local, -1)
-    passing_LNE = even_exchange(leaving_NLE.transpose(0, 1), grid.node_group)
-    arriving_NLE = even_exchange(passing_LNE.transpose(0, 1), grid.rail_group)
-    return Counts(counts_PE, arriving_NLE.reshape(counts_PE.shape), passing_LNE)
+    own = slice(1, 1 + counts_PE.shape[1])
+    leaving_NLX = stamp.beside(counts_PE).view(grid.nodes, grid.local, -1)
+    passing_LNX = even_exchange(leaving_NLX.transpose(0, 1), grid.node_group)
+    came_PX = even_exchange(passing_LNX.transpose(0, 1), grid.rail_group).flatten(0, 1)
+    return Counts(counts_PE, came_PX[:, own], passing_LNX[..., own], came_PX[:, 0])

@@ -33,13 +33,13 @@ def static_how(
         element_bytes: likewise, of an element of a row as it is computed.
 
     Raises:
-        ValueError: an r that these slices do not allow.
+        ValueError: an r that these slices do not allow, or that the topology has no groups for.
     """
     algorithm, grid = config.a2a_algorithm, topology.grid
-    degree, overlap = (
-        static_degree(config, topology.slices(config.num_experts)),
-        config.a2a_ffn_overlap_degree,
-    )
+    slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
+    degree = static_degree(config, slices)
+    if degree > 0:
+        topology.share_group(slices, degree)
     if algorithm == "auto" and grid is None:
         algorithm = "linear"
     elif algorithm == "auto" and grid is not None:

@@ -61,7 +61,18 @@ class Topology:
         return self.world_size // self.expert_parallel_size
 
     def part(self, num_experts: int) -> Part:
-        """Return which of a layer's experts this rank holds, or holds a slice of."""
+        """Return which of a layer's experts this rank holds, or holds a slice of.
+
+        Raises:
+            ValueError: the topology was made for other experts.
+        """
+        size = self.expert_parallel_size
+        if num_experts % size and size % num_experts:
+            raise ValueError(
+                f"num_experts (--moe-expert-count) is {num_experts}, but the layer's topology was made for "
+                f"experts that {size} ranks share; make it with make_topology([{num_experts}]), or of all "
+                "layers' numbers of experts."
+            )
         count = max(1, num_experts // self.expert_parallel_size)
         slices = self.slices(num_experts)
         which, index = divmod(self.expert_rank, slices)
@@ -71,6 +82,21 @@ class Topology:
         """Return the global ids of these experts."""
         part = self.part(num_experts)
         return range(part.first, part.first + part.num_local)
+
+    def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
+        """Return the ranks that gather s / r slices of an expert under r >= 1; None for one slice.
+
+        Raises:
+            ValueError: the topology was made for other experts, or for another r.
+        """
+        joined = slices // degree
+        if joined > 1 and joined not in self.share_groups:
+            raise ValueError(
+                f"adaptive_r (--moe-adaptive-r) is {degree}, so that {joined} ranks gather an expert's "
+                "slices, but the layer's topology was made without such groups; make it with make_topology "
+                "for all layers' numbers of experts, and without degree_of or with one that gives this r."
+            )
+        return self.share_groups.get(joined)
 
     def slices(self, num_experts: int) -> int:
         """Return s, how many ranks of the expert group one expert has."""

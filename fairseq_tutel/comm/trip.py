@@ -24,11 +24,13 @@ class Counts(NamedTuple):
         arriving_PE: [P, e], from each rank for each expert here.
         passing_LNE: [L, N, e], from each rank of this node, for this local index of each node; only a
             hierarchical trip passes through.
+        stamps_P: [P] int64 of each rank, where they travelled with the counts; see comm/stamp.py.
     """
 
     leaving_PE: Tensor
     arriving_PE: Tensor
     passing_LNE: Tensor | None = None
+    stamps_P: Tensor | None = None
 
     def chunk(self, index: int, number: int) -> "Counts":
         """Return the counts of chunk `index` of `number`: every block is cut alike by all ranks."""
@@ -45,10 +47,10 @@ class Counts(NamedTuple):
         """Return the same on the host, by one read."""
         if not self.leaving_PE.is_cuda:
             return self
-        given = [c for c in self if c is not None]
-        host = torch.cat([c.reshape(-1) for c in given]).cpu()
-        parts = host.split([c.numel() for c in given])
-        return Counts(*(part.view(c.shape) for part, c in zip(parts, given, strict=True)))
+        given = {key: c for key, c in self._asdict().items() if c is not None}
+        host = torch.cat([c.reshape(-1) for c in given.values()]).cpu()
+        parts = host.split([c.numel() for c in given.values()])
+        return Counts(**{k: p.view(given[k].shape) for k, p in zip(given, parts, strict=True)})
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:

@@ -19,7 +19,12 @@ from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.comm.zero import Bucket, Piece, Share
 from fairseq_tutel.comm.zero_reduce import GradientReducer, sharded_grad_norm
 
-GROUP = object()
+
+class Group:
+    """A stand-in of a process group."""
+
+
+GROUP = Group()
 PLACE = Topology(
     world_size=4, rank=0, expert_parallel_size=2, expert_group=GROUP, replica_group=GROUP
 )

@@ -1,0 +1,200 @@
+"""Ranks that make different calls of layers that fit each other end by a sentence, on every path.
+
+Covered: another layer, another mode, a call too many, layers of other sizes; linear and in two hops,
+padded, gathered (r = 0), slices (r = 1, r = s), in chunks, replicas; ranks without tokens; calls that
+need nobody do not count; torch.compile; a GPU's stamps are compared a call later; topologies made for
+other experts, or for another r.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel import How, MoEConfig, MoELayer, Topology, make_topology
+from fairseq_tutel.comm import stamp
+from fairseq_tutel.comm.checkpoint import drop_everywhere, gather_everywhere
+from fairseq_tutel.comm.guard import CommunicationError
+
+CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
+
+# How rows travel: (experts of both layers, P, ranks of a node, options, how).
+PATHS = {
+    "linear": (4, 4, 0, {}, How()),
+    "replicas": (4, 2, 0, {}, How()),
+    "two hops": (4, 4, 2, {}, How(algorithm="2dh")),
+    "padded": (4, 4, 0, {"exchange": "padded"}, How()),
+    "padded, two hops": (4, 4, 2, {"exchange": "padded"}, How(algorithm="2dh")),
+    "gathered": (4, 4, 0, {}, How(adaptive_r=0)),
+    "slices, r = 0": (2, 4, 0, {}, How(adaptive_r=0)),
+    "slices, r = 1": (2, 4, 0, {}, How(adaptive_r=1)),
+    "slices, r = s": (2, 4, 0, {}, How(adaptive_r=2)),
+    "chunks": (4, 4, 0, {}, How(overlap=3)),
+}
+
+
+def two_layers(experts, parallel, local, options, how):
+    place = make_topology(experts, parallel, local)
+    configs = [dataclasses.replace(CONFIG, num_experts=n, **options) for n in experts]
+    layers = [MoELayer(c, place, seed=i, name=f"layers.{i}") for i, c in enumerate(configs)]
+    for layer in layers:
+        layer.how = how
+    return layers
+
+
+def call(layer, tokens=3):
+    try:
+        return layer(torch.ones(tokens, CONFIG.model_dim))[0]
+    except CommunicationError as error:
+        return str(error)
+
+
+def in_different_layers(experts, *path):
+    layers = two_layers(experts, *path)
+    odd = dist.get_rank() % 2
+    before = [call(layer).shape for layer in layers]
+    assert before == [(3, CONFIG.model_dim)] * 2
+    return call(layers[odd], tokens=3 * (1 - odd))
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_ranks_in_different_layers_are_told_so(ranks, name):
+    count, *path = PATHS[name]
+    said = ranks(4).run(in_different_layers, [count, count], *path)
+    group = (
+        "rank {} in {}; rank {} in {}"
+        if name == "replicas"
+        else "ranks 0, 2 in {}; ranks 1, 3 in {}"
+    )
+    for rank, sentence in enumerate(said):
+        assert sentence.startswith(f"rank {rank} could not finish the "), sentence
+        calls = [f"call 2 of layers.{i}, for training" for i in range(2)]
+        if name == "replicas":
+            first = rank - rank % 2
+            calls = [first, calls[0], first + 1, calls[1]]
+        assert f"since ranks make different calls ({group.format(*calls)});" in sentence
+
+
+@pytest.mark.parametrize("name", ("linear", "two hops", "padded", "gathered"))
+def test_so_are_those_in_layers_of_other_sizes(ranks, name):
+    _, *path = PATHS[name]
+    for sentence in ranks(4).run(in_different_layers, [4, 8], *path):
+        assert "ranks 0, 2 in call 2 of layers.0" in sentence
+
+
+def one_evaluates_within_a_training(count, *path):
+    layer, other = two_layers([count, count], *path)
+    if dist.get_rank() == 0:
+        layer.eval()
+    said = [call(layer)]
+    # As after a call that only one rank has made.
+    other.calls.made += dist.get_rank()
+    return [*said, call(other)]
+
+
+@pytest.mark.parametrize("name", ("linear", "padded", "gathered"))
+def test_so_are_those_in_another_mode_or_call(ranks, name):
+    for mode, late in ranks(2).run(one_evaluates_within_a_training, 4, 2, 0, *PATHS[name][3:]):
+        assert (
+            "(rank 0 in call 1 of layers.0, for evaluation; rank 1 in call 1 of layers.0, for "
+            "training);" in mode
+        )
+        assert "(rank 0 in call 1 of layers.1, for training; rank 1 in call 2 of layers.1" in late
+
+
+def calls_of_ones_own():
+    (layer,) = two_layers([4], 0, 0, {}, How())
+    gather_everywhere(layer, layer.topology)
+    for _ in range(dist.get_rank()):
+        layer(torch.ones(1, CONFIG.model_dim))
+    drop_everywhere(layer)
+    layer(torch.ones(1, CONFIG.model_dim))
+    return layer.calls.made
+
+
+def test_calls_that_need_nobody_do_not_count(ranks):
+    assert ranks(2).run(calls_of_ones_own) == [1, 1]
+
+
+def frames_compiled():
+    layer = two_layers([4], 0, 0, {}, How())[0].eval()
+    x, compiled = torch.ones(3, CONFIG.model_dim), torch.compile(layer, backend="eager")
+    seen = []
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+        seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return seen
+
+
+@pytest.mark.long
+def test_a_compiled_layer_is_not_compiled_anew_for_every_call(ranks):
+    for seen in ranks(2).run(frames_compiled):
+        assert 0 < seen[1] == seen[-1]
+
+
+class OnGpu:
+    """Stamps of a GPU: on the host when their event says so."""
+
+    is_cuda = True
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def to(self, device, non_blocking):
+        assert device == "cpu" and non_blocking
+        return torch.tensor(self.numbers)
+
+
+def test_stamps_of_a_gpu_are_compared_at_the_next_call_after_they_came(monkeypatch):
+    seen = []
+
+    class Event:
+        def record(self):
+            seen.append("record")
+
+        def synchronize(self):
+            seen.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(stamp, "_late", [])
+    monkeypatch.setattr(stamp, "compare", lambda told, what, _: seen.append((told[0].item(), what)))
+    for i in range(3):
+        stamp.compare_late(OnGpu([i, i]), f"call {i}", None)
+    assert seen == [
+        "record",
+        *("wait", (0, "call 0"), "record"),
+        *("wait", (1, "call 1"), "record"),
+    ]
+
+
+@pytest.mark.parametrize("experts", (2, 6))
+def test_a_topology_made_for_other_experts_is_refused_with_the_layer(experts):
+    place = Topology(world_size=4, rank=1, expert_parallel_size=4)
+    config = dataclasses.replace(CONFIG, num_experts=experts)
+    with pytest.raises(ValueError, match=r"but the layer's topology was made .*make_topology"):
+        MoELayer(config, place)
+
+
+def another_degree():
+    place = make_topology([1], 4, degree_of=lambda slices: 4)
+    layer = MoELayer(dataclasses.replace(CONFIG, num_experts=1, adaptive_r=4), place, seed=1)
+    x = torch.ones(3, CONFIG.model_dim)
+    good = [layer(x)[0]]
+    said = []
+    for degree in (1, 2):
+        layer.how = How(adaptive_r=degree)
+        with pytest.raises(ValueError) as error:
+            layer(x)
+        said.append(str(error.value))
+    layer.how = How(adaptive_r=0)
+    torch.testing.assert_close(layer(x)[0], good[0])
+    return said
+
+
+def test_an_r_that_the_topology_has_no_groups_for_is_refused(ranks):
+    for said in ranks(4).run(another_degree):
+        for degree, sentence in zip((1, 2), said, strict=True):
+            assert sentence.startswith(
+                f"adaptive_r (--moe-adaptive-r) is {degree}, so that {4 // degree} ranks gather"
+            )
