@@ -1,7 +1,8 @@
 """Machine: how fast a cluster's links, memory and arithmetic are, measured, given or of a known GPU."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,4 +193,7 @@ def typical(gpu: str | None) -> Machine:
     """Return what is known of a GPU by its name, the A100's numbers for one not known; None: a CPU's."""
     if gpu is None:
         return CPU
-    return next((m for key, m in PRESETS.items() if key in gpu.lower()), PRESETS["a100"])
+    for key, machine in PRESETS.items():
+        if re.search(rf"{key}(?!\d)", gpu.lower()):  # an RTX A1000 is no A100
+            return machine
+    return replace(PRESETS["a100"], name=f"A100, since {gpu} is not known")

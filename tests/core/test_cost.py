@@ -15,7 +15,7 @@ from fairseq_tutel.comm import cost
 from fairseq_tutel.comm.cost import Cluster, Work
 from fairseq_tutel.comm.fit import fit, fit_machine, predicted, relative_errors
 from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.machine import PRESETS, Link, Machine
+from fairseq_tutel.comm.machine import CPU, PRESETS, Link, Machine, typical
 
 ROUND = Machine(  # numbers that a reader can follow
     name="round",
@@ -324,6 +324,22 @@ def test_r_divides_the_slices():
         cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=3))
     with pytest.raises(ValueError, match="expert_parallel_size is 4 for 6 experts"):
         cost.memory_bytes(replace(WORK, experts=6), FOUR, How())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", PRESETS["a100"]),
+        ("NVIDIA H100 80GB HBM3", PRESETS["h100"]),
+        ("NVIDIA GH200 480GB", PRESETS["h200"]),
+        ("AMD Instinct MI250X", PRESETS["mi250"]),
+        ("NVIDIA RTX A1000", replace(A100, name="A100, since NVIDIA RTX A1000 is not known")),
+        ("AMD Instinct MI2500", replace(A100, name="A100, since AMD Instinct MI2500 is not known")),
+        (None, CPU),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_number_or_said_not_to_be(gpu, expected):
+    assert typical(gpu) == expected
 
 
 @pytest.mark.parametrize("name", PRESETS)
