@@ -23,9 +23,11 @@ PAUSE_SECONDS = 0.02
 
 
 def may_happen() -> bool:
-    """Whether a launcher that keeps the store said that it will start ranks again."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    """Whether a launcher keeps the store, and so may start ranks again beside it.
+
+    Also where it allows no restart after a failure: torchrun starts all ranks again when a node joins.
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -64,9 +64,9 @@ def test_who_does_not_come_is_said_in_time():
 
 @pytest.mark.parametrize(
     ("keeps_the_store", "restarts", "may"),
-    [("True", "2", True), ("True", "0", False), ("False", "2", False), (None, None, False)],
+    [("True", "2", True), ("True", "0", True), ("False", "2", False), (None, None, False)],
 )
-def test_it_is_for_launchers_that_keep_the_store_and_start_again(
+def test_it_is_for_launchers_that_keep_the_store_whatever_restarts_after_failures_they_allow(
     keeps_the_store, restarts, may, monkeypatch
 ):
     given = {"USE_AGENT_STORE": keeps_the_store, "MAX_RESTARTS": restarts}
