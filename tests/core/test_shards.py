@@ -251,3 +251,13 @@ def test_a_link_to_a_checkpoint_finds_its_shards(tmp_path):
     state = torch.load(link, weights_only=True)
     bind(state, link)
     assert torch.equal(state["a"].whole(), whole)
+
+
+def test_a_checkpoint_that_is_written_over_names_what_it_names_now(tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    for names in ({"a" * 16}, {"b" * 16, "c" * 16}):
+        inode = path.stat().st_ino if path.exists() else None
+        with path.open("wb") as file:  # in place, as a copy over it is
+            torch.save([f"experts/{name}" for name in names], file)
+        assert inode in (None, path.stat().st_ino)
+        assert shard_folder.mentions(path) == names
