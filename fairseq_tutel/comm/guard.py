@@ -18,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fairseq_tutel.comm.launcher import keeps_the_store
+
 logger = logging.getLogger(__name__)
 
 # Or the time-out, where that is shorter.
@@ -30,12 +32,6 @@ LONGEST_SECONDS = 365 * 24 * 3600
 ROLL = "fairseq_tutel/roll_call"
 # gloo raises plain RuntimeErrors; these name its source file. The last is a file store's.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
-
-
-_NO_STORE = (
-    "the store by which ranks find each other does not answer either, so rank 0 or the launcher, which "
-    "keeps it, has ended or stopped; look at the log of that first."
-)
 
 
 class CommunicationError(RuntimeError):
@@ -138,7 +134,7 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
     rank = dist.get_rank() if rank is None else rank
     what = f"rank {rank} could not finish {operation} and gave up after {seconds:.0f} s"
     name = f"{CommunicationError.__module__}.{CommunicationError.__name__}"
-    print(f"{name}: {what}: {_NO_STORE}", file=sys.stderr, flush=True)
+    print(f"{name}: {what}: {_no_store()}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -184,6 +180,21 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
+def how_to_wait_longer(seconds: float) -> str:
+    """Say what to do where ranks waited so long for a slow one; 0 for as long as torch lets them."""
+    if seconds:
+        return f"raise --moe-comm-timeout (now {seconds:g})"
+    return "give a moe_ task a --moe-comm-timeout beyond torch's own limits"
+
+
+def _no_store() -> str:
+    keeper = "the launcher" if keeps_the_store() else "rank 0"
+    return (
+        f"see {keeper}'s error above or in its log: it keeps the store by which ranks find each other, "
+        "which does not answer either, so it has ended or stopped."
+    )
+
+
 def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     rank = dist.get_rank()
     members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
@@ -192,19 +203,19 @@ def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     # A launcher that sees a rank end may end this one before the roll is called.
     logger.error("%scalling the roll for up to %g s", start, wait)
     missing = _call_the_roll(rank, sorted(members), wait)
-    now = f"--moe-comm-timeout (now {_timeout[0].total_seconds() if _timeout else 0:g})"
+    longer = how_to_wait_longer(_timeout[0].total_seconds() if _timeout else 0)
     if missing is None:
-        return start + _NO_STORE
+        return start + _no_store()
     if not missing:
         return (
             f"{start}{name_ranks(sorted(members))} all answered a roll call, so a connection broke or "
-            f"one of them was late; look for the first error in their logs, or raise {now} where one is "
+            f"one of them was late; look for the first error in their logs, or {longer} where one is "
             "only slow."
         )
     name = name_ranks(missing)
     return (
         f"{start}{name} did not answer a roll call of {wait:g} s; look at the log of {name} "
-        f"for what ended or stopped it, or raise {now} where it is only slow."
+        f"for what ended or stopped it, or {longer} where it is only slow."
     )
 
 

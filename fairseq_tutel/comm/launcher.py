@@ -1,4 +1,4 @@
-"""How many ranks share a node, and which GPU is whose, as the launcher says it."""
+"""How many ranks share a node, which GPU is whose and who keeps the store, as the launcher says it."""
 
 import os
 import re
@@ -17,6 +17,11 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
         if found:
             return int(found[1])
     return 0
+
+
+def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the store by which ranks find each other is the launcher's, and not rank 0's."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def own_gpu(environment: Mapping[str, str] = os.environ) -> int:

@@ -10,7 +10,12 @@ from datetime import timedelta
 
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.comm.guard import CommunicationError, is_of_communication, watched
+from fairseq_tutel.comm.guard import (
+    CommunicationError,
+    how_to_wait_longer,
+    is_of_communication,
+    watched,
+)
 
 # Where torch keeps what `init_process_group` waits for without a `timeout`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
@@ -47,5 +52,5 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
             raise CommunicationError(
                 f"rank {rank} could not meet the other ranks of {world_size} and gave up after "
                 f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of those that did not "
-                f"come, or raise --moe-comm-timeout (now {seconds}) where they are only slow to start."
+                f"come, or {how_to_wait_longer(seconds)} where they are only slow to start."
             ) from error

@@ -5,7 +5,6 @@ and end at once (pytorch/pytorch issue 167288). Here rank 0 draws a name for eac
 it happens, and learns from each rank's answer that it was not an earlier one that asked.
 """
 
-import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, constants, rendezvous
 from torch.distributed.rendezvous import register_rendezvous_handler
+
+from fairseq_tutel.comm.launcher import keeps_the_store
 
 SCHEME = "restarted"
 # For init_process_group, instead of env://.
@@ -27,7 +28,7 @@ def may_happen() -> bool:
 
     Also where it allows no restart after a failure: torchrun starts all ranks again when a node joins.
     """
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return keeps_the_store()
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -51,9 +51,45 @@ def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
     (sentence,), seconds = mortal.run(_reduce, 2, [1], fate, 0)
     assert f"rank 1 could not finish {OPERATION}" in sentence
     assert (
-        "the store by which ranks find each other does not answer either, so rank 0 or" in sentence
+        ": see rank 0's error above or in its log: it keeps the store by which ranks find each other, "
+        "which does not answer either, so it has ended or stopped." in sentence
     )
     assert seconds < 2 * TIMEOUT + guard.GRACE_SECONDS + 4
+
+
+@pytest.mark.parametrize(
+    ("missing", "agent", "seconds", "sentence"),
+    [
+        (None, True, 0, "see the launcher's error above or in its log: it keeps the store"),
+        (None, False, 0, "see rank 0's error above or in its log: it keeps the store"),
+        (
+            [1],
+            False,
+            0,
+            ", or give a moe_ task a --moe-comm-timeout beyond torch's own limits where it is",
+        ),
+        (
+            [],
+            False,
+            0,
+            ", or give a moe_ task a --moe-comm-timeout beyond torch's own limits where one is",
+        ),
+        ([1], False, 7, ", or raise --moe-comm-timeout (now 7) where it is only slow."),
+    ],
+)
+def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
+    missing, agent, seconds, sentence, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
+    monkeypatch.setattr(guard, "_timeout", [])
+    monkeypatch.setattr(guard, "_call_the_roll", lambda *_: missing)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    guard.set_timeout(seconds)
+    with pytest.raises(CommunicationError) as error, guarded(OPERATION):
+        raise dist.DistBackendError("broken")
+    assert sentence in str(error.value)
+    assert "(now 0)" not in str(error.value)
 
 
 def _unequal_calls(rank):

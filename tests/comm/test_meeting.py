@@ -48,8 +48,10 @@ def test_what_comes_after_the_meeting_has_torch_s_time_outs_and_errors():
 
 def test_no_time_leaves_torch_s_own():
     before = _torch_s()
-    with meeting.meeting(0, 1, 0):
+    with pytest.raises(CommunicationError) as caught, meeting.meeting(0, 1, 0):
         assert _torch_s() == before
+        raise dist.DistStoreError("wait timeout")
+    assert "or give a moe_ task a --moe-comm-timeout beyond torch's own limits" in str(caught.value)
 
 
 def _wait(seconds, log):
@@ -70,5 +72,5 @@ def test_a_watch_ends_what_waits_for_a_store_for_ever(seconds, code, tmp_path):
     said = (tmp_path / "log").read_text().removeprefix("fairseq_tutel.comm.guard.")
     assert said.startswith(
         "CommunicationError: rank 3 could not finish a test and gave up after 2 s: "
-        "the store by which ranks find each other does not answer"
+        "see rank 0's error above or in its log: it keeps the store by which ranks find each other, which "
     ) == bool(code)

@@ -53,7 +53,7 @@ def unclear(job: Job, fault: Fault) -> list[str]:
 
 def missing(line: str) -> set[int]:
     """Return the ranks that a sentence says are missing; rank 0 keeps the store."""
-    found = {0} if "the store by which ranks find each other does not answer" in line else set()
+    found = {0} if "see rank 0's error above" in line else set()
     for names in MISSING.findall(line):
         for part in names.split(","):
             first, _, last = part.strip().partition("-")
