@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_tutel import kernels
+from fairseq_tutel.first_order import first_order
 from fairseq_tutel.routing import Routing
 
 
@@ -53,7 +53,7 @@ class _Dispatch(torch.autograd.Function):
         return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
         (row_of_TK,) = ctx.saved_tensors
         return ctx.ops.gather_sum(drows_RD.contiguous(), row_of_TK), None, None, None
@@ -71,7 +71,7 @@ class _Sum(torch.autograd.Function):
         return ops.gather_sum(rows_RD, row_of_TK)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         (source_of_R,) = ctx.saved_tensors
         drows_RD = ctx.ops.gather_rows(dy_TD.contiguous(), token_of(source_of_R, ctx.top_k))
@@ -96,7 +96,7 @@ class _ScaledDispatch(torch.autograd.Function):
         return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, row_of_TK = ctx.saved_tensors
         drows_RD = drows_RD.contiguous()
@@ -120,7 +120,7 @@ class _Combine(torch.autograd.Function):
         return ops.gather_sum(rows_RD, row_of_TK, weights_TK)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK, row_of_TK, source_of_R = ctx.saved_tensors
         dy_TD = dy_TD.contiguous()

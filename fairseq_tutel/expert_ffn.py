@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_tutel.dispatch import read_copies, token_of
 from fairseq_tutel.expert_stack import Tensors
+from fairseq_tutel.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import NAMES, FFNWeights, Kept
 from fairseq_tutel.routing import Routing
@@ -88,7 +88,7 @@ class _FFN(torch.autograd.Function):
         return y_RD if row_of_TK is None else ops.gather_sum(y_RD, row_of_TK, weights_TK)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fairseq_tutel import kernels
 from fairseq_tutel.comm.slices import Part
@@ -17,6 +16,7 @@ from fairseq_tutel.custom import is_custom, load_class
 from fairseq_tutel.custom_experts import CustomExperts
 from fairseq_tutel.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.first_order import first_order
 from fairseq_tutel.initial import draw_linear, seeded_generator
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
@@ -225,7 +225,7 @@ class _GroupedLinear(torch.autograd.Function):
         return ops.grouped_linear(rows, weight, bias, groups)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (rows, weight), groups, ops = ctx.saved_tensors, ctx.groups, ctx.ops
         dout = dout.contiguous()

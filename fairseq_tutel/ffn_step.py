@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fairseq_tutel.comm import checkpoint
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.first_order import first_order
 from fairseq_tutel.metrics import Tally, tally_of
 from fairseq_tutel.moe_layer import MoELayer, MoEOutput
 
@@ -84,6 +85,7 @@ class _InjectBalanceLoss(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         coefficient = ctx.layer.coefficient
         return dy, None if coefficient is None else coefficient.to(ctx.dtype), None

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from fairseq_tutel.first_order import first_order
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +35,7 @@ class _SoftmaxTopK(torch.autograd.Function):
         return probs_TE, ids_TK, weights_TK
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, dprobs_TE: Tensor | None, _: None, dweights_TK: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from fairseq_tutel.first_order import first_order
 
 # Numbers of a slab: on a CPU what its second-level cache holds, else enough to fill a device.
 SLAB = {"cpu": 2**18}
@@ -63,7 +64,7 @@ class _TokenLoss(torch.autograd.Function):
         return of_target * nll + of_each * spread, nll
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, at_target_N, counts_N = ctx.saved_tensors
         of_target, of_each = ctx.shares

@@ -20,6 +20,7 @@ CORE = {
     "balance_weights": "",
     "custom": "",
     "contradictions": "balance_weights",
+    "first_order": "",
     "comm": "",
     "comm.how": "",
     "comm.tuner": "comm.how",
@@ -76,19 +77,19 @@ CORE = {
     "kernels.build": "kernels.build_gemm kernels.build_route kernels.triton_dispatch kernels.variant",
     "config": "comm.how comm.wire contradictions custom drop_policies kernels",
     "initial": "",
-    "token_loss": "",
+    "token_loss": "first_order",
     "gates": "config custom initial",
     "capacity": "config",
     "choice": "kernels.reference_route",
     "slots": "",
-    "fused_gate": "",
+    "fused_gate": "first_order",
     "routing": "capacity choice config drop_policies fused_gate kernels slots",
     "balance_bias": "",
     "comm.launcher": "",
     "comm.guard": "comm.launcher",
     "losses": "choice comm.guard routing",
     "metrics": "routing",
-    "dispatch": "kernels routing",
+    "dispatch": "first_order kernels routing",
     "comm.fingerprint": "comm.guard",
     "comm.meeting": "comm.guard",
     "comm.restart": "comm.launcher",
@@ -107,31 +108,31 @@ CORE = {
     "comm.zero_reduce": "comm.gradients comm.guard comm.topology comm.zero comm.zero_transfer",
     "comm.zero_shards": "comm.gradients comm.topology comm.zero comm.zero_reduce comm.zero_transfer",
     "exploration": "config",
-    "comm.regroup": "",
+    "comm.regroup": "first_order",
     "comm.timer": "",
     "comm.asynchronous": "",
-    "comm.trip": "comm.asynchronous comm.timer comm.wire",
+    "comm.trip": "comm.asynchronous comm.timer comm.wire first_order",
     "comm.stamp": "comm.guard",
     "comm.all_to_all": "comm.guard comm.stamp comm.trip",
     "comm.hierarchical": (
         "comm.all_to_all comm.regroup comm.stamp comm.topology comm.trip kernels"
     ),
     "comm.pipeline": "comm.trip",
-    "comm.copies": "comm.regroup comm.trip",
+    "comm.copies": "comm.regroup comm.trip first_order",
     "exchange": (
         "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline "
         "comm.regroup comm.stamp comm.timer comm.topology comm.trip kernels.groups"
     ),
     "expert_stack": "comm.slices config kernels.groups shards",
-    "expert_ffn": "dispatch expert_stack kernels.groups kernels.weights routing",
+    "expert_ffn": "dispatch expert_stack first_order kernels.groups kernels.weights routing",
     "custom_experts": "comm.slices config custom expert_stack initial kernels.groups",
     "experts": (
-        "comm.slices config custom custom_experts expert_ffn expert_stack initial kernels "
+        "comm.slices config custom custom_experts expert_ffn expert_stack first_order initial kernels "
         "kernels.activations kernels.groups routing"
     ),
     "beside": "config custom initial kernels.activations",
     "comm.adaptive": (
-        "comm.all_to_all comm.guard comm.slices comm.stamp comm.topology expert_stack"
+        "comm.all_to_all comm.guard comm.slices comm.stamp comm.topology expert_stack first_order"
     ),
     "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
     "comm.shards": "comm.guard comm.slices comm.topology expert_stack shard_folder shards",
@@ -217,7 +218,7 @@ CORE = {
 EDGE = {
     "flags": "config",
     "plugin": "allocator flags safe_globals",
-    "ffn_step": "comm.checkpoint comm.topology config metrics moe_layer",
+    "ffn_step": "comm.checkpoint comm.topology config first_order metrics moe_layer",
     "elastic_iterator": "",
     "perplexity": "comm.guard",
     "together": "comm.lockstep ffn_step perplexity",
@@ -244,7 +245,7 @@ EDGE = {
         "tasks.moe_denoising tasks.moe_language_modeling tasks.moe_masked_lm tasks.moe_translation"
     ),
     "criterions.expert_log": "capacity ffn_step metrics",
-    "criterions.gate_loss": "criterions.expert_log ffn_step run_config",
+    "criterions.gate_loss": "criterions.expert_log ffn_step first_order run_config",
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss token_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_tutel.comm.all_to_all import even_exchange
 from fairseq_tutel.comm.guard import guarded
@@ -27,6 +26,7 @@ from fairseq_tutel.comm.slices import slice_of
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.first_order import first_order
 
 WHAT = "the gathering of experts' weights"
 
@@ -119,7 +119,7 @@ class _Gather(torch.autograd.Function):
         return stacks
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
         outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
         with guarded("the summing of experts' gradients", ctx.group):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_tutel.comm.regroup import block_starts, gather, spread, sum_of_copies
 from fairseq_tutel.comm.trip import chunk_of
+from fairseq_tutel.first_order import first_order
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
@@ -62,7 +62,7 @@ class _Sum(torch.autograd.Function):
         return sum_of_copies(rows, copies_MR)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
         (source_R,) = ctx.saved_tensors
         return drows.index_select(0, source_R), None, None

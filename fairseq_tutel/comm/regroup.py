@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from fairseq_tutel.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -65,7 +66,7 @@ class _Gather(torch.autograd.Function):
         return rows_RD.index_select(0, index_X)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, drows_XD: Tensor) -> tuple[Tensor | None, ...]:
         (copies_MR,) = ctx.saved_tensors
         return sum_of_copies(drows_XD, copies_MR), None, None

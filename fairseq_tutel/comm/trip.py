@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_tutel.comm import asynchronous
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.wire import pack, unpack
+from fairseq_tutel.first_order import first_order
 
 
 class Counts(NamedTuple):
@@ -130,7 +130,7 @@ class _Travel(torch.autograd.Function):
         return trip.travel(rows, homeward)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.trip.travel(drows, not ctx.homeward), None, None
 
@@ -145,7 +145,7 @@ class _Start(torch.autograd.Function):
         return rows.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.flight.land(), None
 
@@ -157,7 +157,7 @@ class _Finish(torch.autograd.Function):
         return flight.land()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
         ctx.flight.begin(drows, not ctx.flight.homeward)
         return drows.new_empty(0), None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log
 from fairseq_tutel.ffn_step import MoEFeedForward, moe_layers
+from fairseq_tutel.first_order import first_order
 from fairseq_tutel.run_config import root_of
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class _AddGateLoss(torch.autograd.Function):
         return loss + value.to(loss.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         layers = ctx.layers
 
