@@ -22,7 +22,7 @@ class BalanceBias(nn.Module):
     def __init__(self, num_experts: int, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        self.register_buffer("bias", torch.zeros(num_experts))
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
     @torch.no_grad()

@@ -92,7 +92,8 @@ def asked_at_random(weights_TK: Tensor) -> Tensor:
     Source: GShard (Lepikhin et al. 2020), section 2.2, random routing: 2 * g_2 for K = 2.
     """
     top_k = weights_TK.shape[1]
-    draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device)  # in fp32: halves are coarse
+    # Not in the weights' dtype: halves are coarse.
+    draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device, dtype=torch.float32)
     asked_TK = draws_TK < top_k * weights_TK.detach()
     asked_TK[:, :1] = True
     return asked_TK

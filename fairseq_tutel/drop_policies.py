@@ -35,7 +35,8 @@ def slot_order(
         position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     order_KT = position_T.expand(top_k, num_tokens)
     if policy == "rts" and training:
-        keys_KT = torch.rand(top_k, num_tokens, device=position_T.device)
+        # In half precision many draws would be equal, and ties go to the earlier token.
+        keys_KT = torch.rand(top_k, num_tokens, device=position_T.device, dtype=torch.float32)
         order_KT = keys_KT.argsort(dim=1)
     first_K1 = torch.arange(top_k, device=position_T.device).unsqueeze(1) * num_tokens
     order_N = (order_KT + first_K1).flatten()

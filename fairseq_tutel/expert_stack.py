@@ -96,6 +96,12 @@ class ExpertStack(nn.Module):
         """Return what a forward computes with: the local experts, or all of them where gathered."""
         return self.everywhere or self.expert_parameters()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the experts' rows are in, outside of autocast: the dtype of their weights."""
+        dtypes = (tensor.dtype for tensor in self.expert_parameters().values())
+        return next(dtype for dtype in dtypes if dtype.is_floating_point)
+
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
         """Return tensors as every chunk of a forward needs them, so that it is done once."""
         return tensors

@@ -87,9 +87,9 @@ class Experts(ExpertStack):
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
         """Run expert i on its group of rows, with its hidden dimension or a part of it."""
         tensors = self.prepared(tensors, rows_RD.device)
+        rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         if not self.is_one_node:
             return self._by_parts(rows_RD, groups, tensors)
-        rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     def forward(

@@ -22,9 +22,9 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
         return x_TD
     if config.input_jitter > 0:
         # In half precision there are few numbers near 1, more of them below it than above.
-        x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        noise_TD = torch.empty_like(x_TD).uniform_(1 - config.input_jitter, 1 + config.input_jitter)
-        x_TD = x_TD * noise_TD
+        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        low, high = 1 - config.input_jitter, 1 + config.input_jitter
+        x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)
     return F.dropout(x_TD, config.input_dropout, training) if config.input_dropout else x_TD
 
 

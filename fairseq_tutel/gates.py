@@ -33,9 +33,9 @@ class LinearGate(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in x's dtype."""
+        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in the weight's dtype."""
         if not self.fp32_gate:
-            return F.linear(x_TD, self.weight)
+            return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
@@ -69,9 +69,9 @@ class CosineGate(nn.Module):
         nn.init.constant_(self.log_scale, -math.log(self.first_temperature))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in x's dtype."""
+        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in the weights' dtype."""
         if not self.fp32_gate:
-            return self._logits(x_TD)
+            return self._logits(x_TD.to(self.directions.dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
             return self._logits(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)))
 
@@ -110,7 +110,7 @@ class HashGate(nn.Module):
         experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
         hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
         chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
-        logits_TE = torch.full(hashes_TE.shape, -math.inf, device=token_ids_T.device)
+        logits_TE = torch.full_like(hashes_TE, -math.inf, dtype=torch.float32)
         return logits_TE.scatter_(1, chosen_TK, 0.0)
 
 

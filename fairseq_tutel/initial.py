@@ -30,7 +30,7 @@ def draw_linear(
         init_std: standard deviation of weights; 0 for nn.Linear's own rule.
         generator: on CPU.
     """
-    values = torch.zeros(target.shape)
+    values = torch.zeros(target.shape, dtype=torch.float32)
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)
         nn.init.uniform_(values, -bound, bound, generator=generator)

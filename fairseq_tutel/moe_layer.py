@@ -160,7 +160,8 @@ class MoELayer(nn.Module):
         """Route every token of x through its experts.
 
         Args:
-            x: [..., D]; with `time_first` [time, batch, D].
+            x: [..., D] in any float dtype, which the gate sees, and experts in the dtype of their
+                weights; with `time_first` [time, batch, D].
             padding_mask: bool, True for tokens to leave out (their output is 0): the shape of x
                 without D, or [batch, time] with `time_first`.
             time_first: x is laid out time first, as fairseq does; dropping still goes by
@@ -195,6 +196,8 @@ class MoELayer(nn.Module):
         assignment, gate = self._route(x_TD, batch, call)
         plan = self._plan()
         decision = routing.lay_out(assignment, self._buffer_capacity(assignment.counts_E, plan))
+        if not torch.is_autocast_enabled(x.device.type):
+            x_TD = x_TD.to(self.experts.dtype)
         y_TD = self._mixed(x_TD, decision, plan)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
@@ -207,11 +210,12 @@ class MoELayer(nn.Module):
         The layer keeps no trace of it.
         """
         plan = dataclasses.replace(self._plan(), timer=None)
-        weight = next(p for p in self.experts.expert_parameters().values() if p.is_floating_point())
-        counts_E = weight.new_zeros(self.config.num_experts, dtype=torch.int64)
+        device = next(self.experts.parameters()).device
+        counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
         capacity = self._buffer_capacity(counts_E, plan) or 0
-        rows_RD = weight.new_zeros(len(counts_E) * capacity, self.config.model_dim)
-        tensors = self._tensors(plan, weight.device)
+        shape = len(counts_E) * capacity, self.config.model_dim
+        rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
+        tensors = self._tensors(plan, device)
         exchange.run(
             rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), plan
         )
