@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.config import CAPACITY, MoEConfig
+from fairseq_tutel.config import CAPACITY, MoEConfig, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +87,14 @@ def capacity_of(
     if isinstance(factor, Capacity):
         return factor
     fraction = 0.0
-    if factor is not None and not (isinstance(factor, int | float) and CAPACITY[0](factor)):
+    if factor is not None and not (is_number(factor) and CAPACITY[0](factor)):
         raise ValueError(f"capacity_factor is {factor!r}; {CAPACITY[1]}.")
     if factor is None:
         fraction = 0.0 if training else config.eval_capacity_token_fraction
         as_in_training = training or evaluates_as_in_training(config)
         factor = config.capacity_factor if as_in_training else config.eval_capacity_factor
     return Capacity(
-        factor=factor,
+        factor=float(factor),
         token_fraction=max(fraction, 0.0),
         minimum=config.min_capacity,
         multiple=config.capacity_multiple,

@@ -58,6 +58,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, Python's or NumPy's, and no boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
     """Return the rule of a name from a list, or, where that is allowed, of a class of the user's."""
     classes = ", or package.module.Class" if or_class else ""
@@ -385,6 +390,8 @@ class MoEConfig:
                 raise ValueError(f"{label_of(item.name)} is {value!r}; give {KINDS[item.type]}.")
             if rule is not None and not rule[0](value):
                 raise ValueError(f"{label_of(item.name)} is {shown}; {rule[1]}.")
+            if item.type in (int, float) and not isinstance(value, int | float):  # NumPy's
+                object.__setattr__(self, item.name, item.type(value))
         for name in self.gate_types:
             holds, otherwise = one_of(GATE_TYPES, or_class=True)
             if not holds(name):
@@ -419,7 +426,7 @@ KINDS: dict[Any, str] = {
 def _is_of_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return is_whole(value)
-    return is_whole(value) or isinstance(value, float) if kind is float else isinstance(value, kind)
+    return is_number(value) if kind is float else isinstance(value, kind)
 
 
 def label_of(name: str) -> str:

@@ -177,10 +177,14 @@ class MoELayer(nn.Module):
             output: balance losses and routing.
 
         Raises:
-            ValueError: a mask, index or number that does not fit.
+            ValueError: tokens, a mask, an index or a number that does not fit.
         """
-        x_TD = x.reshape(-1, x.shape[-1])
+        _check_tokens(x, self.config.model_dim, time_first)
+        x_TD = x.reshape(-1, self.config.model_dim)
         padding_T = _flat(padding_mask, "padding_mask", torch.bool, x, time_first)
+        if padding_T is not None:
+            # Attention leaves NaN where a sentence is all padding, and 0 * NaN is a gradient.
+            x_TD = x_TD.masked_fill(padding_T.unsqueeze(1), 0.0)
         batch = routing.MicroBatch(
             real_T=None if padding_T is None else ~padding_T,
             time_first=(x.shape[0], x.shape[1]) if time_first else None,
@@ -319,6 +323,26 @@ class MoELayer(nn.Module):
         for name, loss in named.items():
             total = total + self.balance_weights[name] * loss
         return MoEOutput(balance_loss=total, losses=named, routing=decision)
+
+
+def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
+    """Refuse what is no batch of tokens.
+
+    Raises:
+        ValueError: another width, number of dimensions or kind of number.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
+    if x.shape[-1:] != (model_dim,):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last dimension "
+            f"is {model_dim}."
+        )
+    if time_first and x.dim() != 3:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
+            "leave time_first out."
+        )
 
 
 def _flat(

@@ -8,6 +8,7 @@ every rule.
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,7 +135,8 @@ def test_a_call_s_factor_holds_for_that_call_alone(policy):
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     for factor, limit in ((0.25, 6), (-0.25, 6), (0.0, math.inf), (None, math.inf), (1.0, 20)):
         for training in (True, False):
-            routing = layer.train(training)(x, capacity_factor=factor)[1].routing
+            given = None if factor is None else np.float32(factor)
+            routing = layer.train(training)(x, capacity_factor=given)[1].routing
             assert int(routing.counts_E.max()) <= limit
             dropped = int(routing.dropped_K.sum())
             assert dropped == 80 - int(routing.counts_E.sum())
@@ -151,7 +153,7 @@ def test_evaluation_with_a_fraction_drops_by_it():
     assert int(counts_E.max()) == 5  # ceil(20 / 4)
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30, True, np.float32("nan"), "1"])
 def test_a_call_s_factor_is_checked(factor):
     with pytest.raises(ValueError, match=r"capacity_factor is .*; give a finite number"):
         MoELayer(MoEConfig(4, 4, 4))(torch.ones(3, 4), capacity_factor=factor)

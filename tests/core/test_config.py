@@ -6,6 +6,7 @@ metadata that the flags are made from.
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from fairseq_tutel.balance_weights import BALANCE_LOSSES, parse_balance_loss
@@ -107,6 +108,19 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
     assert message.endswith(".") and "\n" not in message and ". " not in message
     for part in parts:
         assert part in message
+
+
+def test_numbers_of_numpy_are_taken_as_python_s():
+    config = MoEConfig(
+        **{
+            **GOOD,
+            "top_k": np.int32(2),
+            "capacity_factor": np.float32(0.5),
+            "gate_noise": np.int64(1),
+        }
+    )
+    assert [type(v) for v in (config.top_k, config.capacity_factor)] == [int, float]
+    assert (config.top_k, config.capacity_factor, config.gate_noise) == (2, 0.5, 1)
 
 
 def test_every_option_that_can_be_wrong_is_in_the_list():

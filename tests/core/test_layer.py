@@ -1,6 +1,7 @@
 """The whole layer against loops over tokens, choices and experts.
 
-Covered: k = 1 to E, capacity, drops, padding, time-first input, overrides per call, evaluation,
+Covered: k = 1 to E, capacity, drops, padding, NaN in it, time-first input, what is no batch of tokens,
+overrides per call, evaluation,
 glu and layer norm, no tokens, autocast, balance loss, every gradient by name, finite differences,
 the same bits twice.
 """
@@ -109,6 +110,51 @@ def test_padding_gives_zero_and_takes_no_gradient():
     (y.sum() + output.balance_loss).backward()
     assert torch.equal(x.grad[mask], torch.zeros_like(x[mask]))
     assert (x.grad[~mask] != 0).any(dim=1).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"gate_type": "cosine", "gate_projection_dim": 3},
+        {"shared_experts": 1},
+        {"residual": True, "hidden_layer_norm": True},
+        {"choice": "experts"},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+def test_nan_in_padding_reaches_no_gradient(options, dtype):
+    layer, x = build(dtype, balance_loss="gshard:1,z:1", **options), tokens(T, dtype=dtype)
+    mask = torch.arange(T) % 3 == 0
+
+    def run(x: Tensor) -> dict[str, Tensor]:
+        y, output = layer(x, mask)
+        named = {"x": x, **dict(layer.named_parameters())}
+        return {"y": y, **gradients(y.square().sum() + output.balance_loss, named)}
+
+    expected = run(x)
+    for name, got in run(x.detach().masked_fill(mask[:, None], torch.nan).requires_grad_()).items():
+        assert torch.equal(got, expected[name]), name
+
+
+@pytest.mark.parametrize("gate_type", ("linear", "hash", "custom_parts.CalmGate"))
+@pytest.mark.parametrize(
+    "x, call, message",
+    (
+        (torch.ones(3, 6), {}, r"x has shape \(3, 6\) but model_dim is 5; give"),
+        (torch.ones(2, 3, 3), {"time_first": True}, r"x has shape \(2, 3, 3\) but model_dim is 5"),
+        (torch.ones(()), {}, r"x has shape \(\) but model_dim is 5"),
+        (torch.ones(3, 5, dtype=torch.int64), {}, r"x is torch\.int64; give"),
+        (torch.ones(3, 5), {"time_first": True}, r"x has shape \(3, 5\) but time_first is True"),
+        (torch.ones(2, 3, 1, 5), {"time_first": True}, r"\(2, 3, 1, 5\) but time_first is True"),
+    ),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_batch_of_tokens_is_refused_by_a_sentence(gate_type, x, call, message):
+    ids = torch.zeros(x.shape[:-1], dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        build(gate_type=gate_type)(x, token_ids=ids, **call)
 
 
 @pytest.mark.parametrize("padded", (False, True))

@@ -111,7 +111,7 @@ def test_gate_noise_is_of_training_alone():
     equals_loop(layer.eval(), 2)
 
 
-@pytest.mark.parametrize("fp32", (False, True))
+@pytest.mark.parametrize("fp32", (False, True, 0, 1))
 def test_fp32_gate_computes_in_fp32_and_leaves_its_parameters(fp32):
     layer, seen = build({**TOP, "fp32_gate": fp32}).bfloat16(), []
     layer.gates[0].register_forward_hook(lambda module, given, logits: seen.append(logits.dtype))
