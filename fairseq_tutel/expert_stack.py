@@ -6,12 +6,14 @@ e local experts, s slices of an expert.
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.slices import Part, Slice, cut, mark_slice
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.kernels.groups import Groups
@@ -65,7 +67,7 @@ class ExpertStack(nn.Module):
         Args:
             rows_RD: [R, D] expert-major; what lies behind the last group is nobody's.
             groups: rows of each local expert.
-            tensors: what to compute with, by the parameters' names; None for `self.tensors()`.
+            tensors: what to compute with, by name; None for `self.tensors()`.
 
         Returns:
             [R, D], or without the rows behind the last group.
@@ -92,14 +94,22 @@ class ExpertStack(nn.Module):
         """Return the stacked parameters by name, without modules that all experts share."""
         return dict(self.named_parameters(recurse=False))
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The stacked tensors, as built; one that is pruned later, say, is no parameter any more."""
+        return tuple(self.expert_parameters())
+
     def tensors(self) -> Tensors:
-        """Return what a forward computes with: the local experts, or all of them where gathered."""
-        return self.everywhere or self.expert_parameters()
+        """Return what a forward computes with: the local experts, or all of them where gathered.
+
+        To be asked within it: hooks, such as those of torch.nn.utils.prune, make tensors just before.
+        """
+        return self.everywhere or {name: getattr(self, name) for name in self.names}
 
     @property
     def dtype(self) -> torch.dtype:
         """What the experts' rows are in, outside of autocast: the dtype of their weights."""
-        dtypes = (tensor.dtype for tensor in self.expert_parameters().values())
+        dtypes = (getattr(self, name).dtype for name in self.names)
         return next(dtype for dtype in dtypes if dtype.is_floating_point)
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
@@ -111,11 +121,33 @@ class ExpertStack(nn.Module):
         slices = self.part.slices
         return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
-    def mark_slices(self) -> None:
-        """Let every cut parameter say so, for who gathers it without knowing its layer."""
-        if self.part.slices > 1:
-            for name, parameter in self.expert_parameters().items():
+    def mark(self) -> None:
+        """Let every parameter say what it is, for who reduces or gathers it without knowing its layer."""
+        names = self.names  # as they are when a layer first asks, here
+        is_cut = self.part.slices > 1
+        for name, parameter in self.expert_parameters().items():
+            if is_cut or self.num_local < self.config.num_experts:
+                mark_expert(parameter)
+            if self.config.expert_grad_norm == "sqrt_world_size":
+                mark_root_scaled(parameter)
+            if is_cut and name in names:
                 mark_slice(parameter, self.slice_of(name))
+
+    # What may put other parameters in the place of the marked ones: a move from the meta device, a copy,
+    # and a state dict that is assigned.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark()
+
+    def extra_repr(self) -> str:
+        """Return the tensors' shapes."""
+        return ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.names)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter of one expert that is not cut."""
@@ -148,6 +180,7 @@ class ExpertStack(nn.Module):
             if tensor is not None:
                 state_dict[prefix + name] = self._local_part(prefix + name, tensor)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self.mark()
 
     def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
         """Refuse another rank's part, and say where a part does not tell whose it is."""

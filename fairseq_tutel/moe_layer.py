@@ -16,7 +16,6 @@ from fairseq_tutel.balance_weights import parse_balance_loss
 from fairseq_tutel.beside import Beside
 from fairseq_tutel.capacity import Capacity, capacity_of
 from fairseq_tutel.comm.adaptive import gather_weights, nearest_degree
-from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.comm.stamp import Calls, Stamp
 from fairseq_tutel.comm.static import static_how
 from fairseq_tutel.comm.timer import ExchangeTimer
@@ -103,14 +102,9 @@ class MoELayer(nn.Module):
         self.gate = gates[0]
         self.other_gates = nn.ModuleList(gates[1:])
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
-        self.experts.mark_slices()
+        self.experts.mark()
         # May be set anew between two steps, alike on all ranks.
         self.how = static_how(config, self.topology)
-        for parameter in self.experts.expert_parameters().values():
-            if self.topology.expert_parallel_size > 1:
-                mark_expert(parameter)
-            if config.expert_grad_norm == "sqrt_world_size":
-                mark_root_scaled(parameter)
         has_beside = config.shared_experts > 0 or config.residual
         self.beside = Beside(config) if has_beside else None
         self.balance_bias = (
@@ -206,6 +200,14 @@ class MoELayer(nn.Module):
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
         return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and every option that is not its default."""
+        return ", ".join(
+            f"{item.name}={getattr(self.config, item.name)!r}"
+            for item in dataclasses.fields(self.config)
+            if item.name == "top_k" or getattr(self.config, item.name) != item.default
+        )
 
     @torch.no_grad()
     def take_part(self) -> None:
@@ -303,10 +305,16 @@ class MoELayer(nn.Module):
         )
         return combine(rows_RD, decision, config.backend, config.prescore)
 
-    def _tensors(self, plan: exchange.ExchangePlan, device: torch.device) -> Tensors:
-        """Return the tensors that this rank's experts compute with in this forward."""
-        if self.experts.everywhere is not None:
-            return self.experts.tensors()
+    def _tensors(self, plan: exchange.ExchangePlan, device: torch.device) -> Tensors | None:
+        """Return the tensors that this rank's experts compute with in this forward; None for their own."""
+        if self.topology.expert_parallel_size == 1 or self.experts.everywhere is not None:
+            return None
+        gone = sorted(set(self.experts.names) - set(self.experts.expert_parameters()))
+        if gone:
+            raise ValueError(
+                f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
+                "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
+            )
         degree = plan.how.adaptive_r
         gathered = gather_weights(self.experts, self.topology, degree, plan.stamp)
         return self.experts.prepared(gathered, device)

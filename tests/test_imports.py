@@ -123,7 +123,7 @@ CORE = {
         "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline "
         "comm.regroup comm.stamp comm.timer comm.topology comm.trip kernels.groups"
     ),
-    "expert_stack": "comm.slices config kernels.groups shards",
+    "expert_stack": "comm.gradients comm.slices config kernels.groups shards",
     "expert_ffn": "dispatch expert_stack first_order kernels.groups kernels.weights routing",
     "custom_experts": "comm.slices config custom expert_stack initial kernels.groups",
     "experts": (
@@ -139,7 +139,7 @@ CORE = {
     "comm.checkpoint": "comm.guard comm.shards comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
-        "balance_bias balance_weights beside capacity comm.adaptive comm.gradients "
+        "balance_bias balance_weights beside capacity comm.adaptive "
         "comm.stamp comm.static comm.timer comm.topology config dispatch exchange expert_stack experts "
         "exploration gates kernels.autotune kernels.groups losses routing"
     ),
