@@ -83,11 +83,15 @@ def test_every_policy_keeps_what_routing_promises(
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.5, 1.0, -0.7])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded):
+@pytest.mark.parametrize("bias", [None, (2.0, 0.0, 0.0, -2.0)], ids=("plain", "biased"))
+def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded, bias):
     logits_TE = logits(19, seed=top_k)
     logits_TE[7] = logits_TE[3]  # a tie goes to the earlier token
     real = [t % 4 != 1 or not padded for t in range(19)]
-    r = route(logits_TE, top_k, factor, drop_policy=policy, real_T=torch.tensor(real))
+    # With a bias the first choice is not the most probable expert.
+    bias_E = None if bias is None else torch.tensor(bias)
+    rules = {"drop_policy": policy, "real_T": torch.tensor(real), "bias_E": bias_E}
+    r = route(logits_TE, top_k, factor, **rules)
     probs = torch.softmax(logits_TE, 1).tolist()
     for copies in brute_force(policy, probs, r.expert_ids_TK.tolist(), real):
         assert [int(r.slots_TK[t, j]) for t, j in copies] == list(range(len(copies)))

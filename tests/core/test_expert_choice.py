@@ -133,6 +133,28 @@ def test_an_expert_takes_as_many_tokens_as_it_has_places(rule, num_real, places)
     assert assignment.max_rows >= places * E
 
 
+@pytest.mark.parametrize(
+    "rule, rows",
+    [
+        (Capacity(), 8),  # for 2 * ceil(10 / 4) = 6 places
+        (Capacity(factor=0.5), 5),  # for 2 * ceil(5 / 4) = 4
+        (Capacity(token_fraction=0.25), 5),  # for ceil(2.5) = 3
+        (Capacity(factor=9.0), 10),  # never more than there are tokens
+    ],
+    ids=str,
+)
+def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
+    """There the largest number of a token's experts is not known, nor how many rows are filled."""
+    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool))
+    on_cpu = lay_out(assign(logits(10), 2, rule, Rules(**EXPERTS), batch))
+    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool, device="meta"))
+    r = lay_out(assign(logits(10).to("meta"), 2, rule, Rules(**EXPERTS), batch))
+    assert r.expert_ids_TK.shape == r.weights_TK.shape == r.row_of_TK.shape == (10, E)
+    assert r.source_of_R.shape == (rows * E,)
+    assert int(on_cpu.counts_E.max()) <= rows
+    assert on_cpu.source_of_R.shape == (int(on_cpu.counts_E.sum()),)
+
+
 def test_the_padded_layout_gives_every_expert_its_own_block():
     assignment = assign(logits(9), 1, Capacity(), Rules(**EXPERTS), MicroBatch())
     r = lay_out(assignment, 5)

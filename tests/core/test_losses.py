@@ -244,6 +244,17 @@ def test_load_and_importance_equal_loops(num_experts, top_k, function, padded):
     assert (expected > 0) == (num_experts > 1)
 
 
+def test_an_expert_that_is_shut_off_has_no_load_where_fewer_than_k_are_open():
+    clean_TE = torch.zeros(6, 4, dtype=torch.float64)
+    clean_TE[:4, 1:] = -math.inf  # one expert is open to four tokens; a second choice is a shut one
+    clean_TE[4:, 2:] = -math.inf
+    output = GateOutput(logits_TE=clean_TE, clean_TE=clean_TE, noise=0.4)
+    loss = load_importance_loss(route(clean_TE, 2), output)
+    # To the other two both open ones are sure, each against what is shut.
+    expected = (cv_squared([5.0, 1.0, 0.0, 0.0]) + cv_squared([6.0, 2.0, 0.0, 0.0])) / 2
+    assert float(loss) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 5), (1, 1)])
 def test_load_and_importance_in_tutel_s_form_equal_its_formula(num_experts, top_k):
     output, real = noisy_gate(logits(8, num_experts)), [t % 3 != 1 for t in range(8)]

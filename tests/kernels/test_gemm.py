@@ -2,8 +2,9 @@
 
 Covered: every result and gradient by name; every activation and GLU; every dtype; T = 0, 1, 63, 1000 rows;
 numbers of experts that are no power of two; empty experts and skew; rows of nobody; rows that are no
-multiple of a tile; with and without gather, gates, biases, kept activations; weights of any strides; tiles
-read by descriptor; the tile table; same bits in every run; fake CUDA tensors; torch.compile.
+multiple of a tile; tiles as large as a GPU's; with and without gather, gates, biases, kept activations;
+weights of any strides; tiles read by descriptor; the tile table; same bits in every run; fake CUDA tensors;
+torch.compile.
 """
 
 from dataclasses import replace
@@ -61,6 +62,29 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
 )
 def test_gradients_of_cases(interpreter, case):
     interpreter.run(compare_interpreted, case)
+
+
+def compare_in_tiles_of_a_gpu(case: Case) -> None:
+    from fairseq_tutel.kernels import tiles_config
+
+    small, tiles_config.INTERPRETED = (
+        tiles_config.INTERPRETED,
+        tiles_config.Config(128, 128, 64, 8, 4),
+    )
+    try:
+        for kind in tiles_config.KINDS:
+            (config,) = tiles_config.candidates(kind, "interpreted", "half", 256, 3, 136, 150)
+            assert (config.block_m, config.block_n) == (128, 128)
+        compare_interpreted(case)
+    finally:
+        tiles_config.INTERPRETED = small
+
+
+@pytest.mark.parametrize("glu", (False, True), ids=("gelu", "glu"))
+def test_gradients_in_tiles_of_a_gpu_s_size(interpreter, glu):
+    # Whole tiles, parts of one, and an expert without rows.
+    case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
+    interpreter.run(compare_in_tiles_of_a_gpu, case)
 
 
 def compare_described(case: Case) -> None:
