@@ -106,7 +106,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) 
 def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of all elements' squares in fp32 (fp64 for fp64), 0 on `device` for none."""
     if not grads:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=torch.float32)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in grads])
     return norms.square().sum()

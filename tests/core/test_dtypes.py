@@ -12,6 +12,7 @@ from torch import Tensor
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.balance_bias import BalanceBias
 from fairseq_tutel.choice import asked_at_random
+from fairseq_tutel.comm.gradients import square_norm
 from fairseq_tutel.drop_policies import slot_order
 from fairseq_tutel.initial import draw_linear
 
@@ -78,7 +79,7 @@ def test_a_small_step_of_the_bias_is_kept_whatever_torch_s_default_dtype_is(bf16
     assert bias.bias.tolist() == pytest.approx([0.501, 0.499], abs=1e-6)
 
 
-def test_random_numbers_and_logits_of_a_hash_are_fp32_whatever_the_default(bf16_by_default):
+def test_random_numbers_a_hash_s_logits_and_norms_are_fp32_whatever_the_default(bf16_by_default):
     def drawn() -> list[Tensor]:
         torch.manual_seed(1)
         asked_TK = asked_at_random(torch.full((2000, 2), 0.25))
@@ -87,7 +88,8 @@ def test_random_numbers_and_logits_of_a_hash_are_fp32_whatever_the_default(bf16_
         weight = torch.empty(50, 50, dtype=torch.float32)
         draw_linear(weight, 50, "weight", 0.0, torch.Generator().manual_seed(2))
         layer = MoELayer(MoEConfig(**SIZES, gate_type="hash"), seed=1)
-        return [asked_TK, order_N, weight, layer.gate(position_T, 2)]
+        norm = square_norm([], torch.device("cpu"))
+        return [asked_TK, order_N, weight, layer.gate(position_T, 2), norm]
 
     found = drawn()
     torch.set_default_dtype(torch.float32)
