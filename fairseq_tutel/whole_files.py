@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import time
 import zipfile
@@ -16,6 +17,7 @@ TRIES, PAUSE_SECONDS = 3, 2.5
 TEMPORARY = ".tmp"
 DOS_FOLDER = 0x10
 CHUNK = 2**20
+TORN = "is torn (cut off while it was written, or changed on its disk)"
 
 
 def save(content: Any, path: str) -> None:
@@ -68,6 +70,12 @@ def system_error(error: BaseException) -> OSError | None:
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__
     return cause if isinstance(cause, OSError) else None
+
+
+def refused_class(error: BaseException) -> str | None:
+    """Return the class in a file that torch.load did not run; None where the error is another."""
+    found = re.search(r"\bGLOBAL (\S+)", str(error))
+    return found[1] if found else None
 
 
 def is_whole(path: str) -> bool:

@@ -3,7 +3,8 @@
 1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
    --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all.
 2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
-   experts in shard files stand beside it.
+   experts in shard files stand beside it; and no one else stands at every door by which a file comes in
+   that is to be used, damaged or foreign as it may be.
 3. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
    the middle leaves a torn file.
 4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
@@ -35,6 +36,12 @@ from fairseq.trainer import Trainer
 from fairseq_tutel.comm import checkpoint, restart, topology
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.launch import drop_tpu, join_torchrun, meeting_of
+from fairseq_tutel.opened_file import (
+    NOT_FAIRSEQS,
+    not_fairseqs,
+    refuse_torn,
+    refuse_unknown_classes,
+)
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.optim.shard_plan import plan_of
 from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
@@ -89,11 +96,23 @@ def consolidate_optimizer(original: Any) -> Any:
 
 
 def load_checkpoint_to_cpu(original: Any) -> Any:
-    """Make what stands for experts in shard files readable: each rank will read its own part."""
+    """Refuse what is damaged or foreign; make what stands for experts in shard files readable.
+
+    Each rank will read its own part of these.
+    """
 
     @functools.wraps(original)
-    def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False) -> Any:
-        state = original(path, arg_overrides, load_on_all_ranks)
+    def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
+        # The Trainer alone says it: its file was checked before, and its options are the command line's.
+        is_for_use = load_on_all_ranks is None
+        if is_for_use:
+            refuse_torn(path)
+        try:
+            state = original(path, arg_overrides, bool(load_on_all_ranks))
+        except NOT_FAIRSEQS as error:
+            raise not_fairseqs(path, error) from error
+        if is_for_use:
+            refuse_unknown_classes(state, path, arg_overrides)
         bind(state, Path(path))
         return state
 

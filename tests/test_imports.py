@@ -232,6 +232,7 @@ EDGE = {
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
     "restore_file": "comm.guard whole_files",
+    "opened_file": "config custom whole_files",
     "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan restore_file",
     "task_mixin": (
         "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
@@ -311,7 +312,7 @@ EDGE = {
     "save_shards": "comm.checkpoint expert_stack optim.moe_optimizer",
     "launch": "comm.guard comm.launcher comm.meeting",
     "wrapped": (
-        "comm.checkpoint comm.guard comm.restart comm.topology launch optim.moe_optimizer "
+        "comm.checkpoint comm.guard comm.restart comm.topology launch opened_file optim.moe_optimizer "
         "optim.shard_plan optim.sharded_fp16 run_config save_shards shards together "
         "whole_files"
     ),

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import pickle
 import zipfile
 from typing import Any
 
@@ -22,8 +23,10 @@ def say_what_changed(path: str | None, cfg: Any) -> None:
     """
     if path is None or topology.in_use().rank > 0 or not zipfile.is_zipfile(path):
         return
-    # Mapped, not read: tensors stay on disk.
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    try:  # mapped, not read: tensors stay on disk
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        return  # the load itself will refuse it, on every rank
     saved = (state.get("cfg") or {}).get("model")
     # A dictionary, or what was on the command line.
     saved = saved if isinstance(saved, dict) else vars(saved or argparse.Namespace())

@@ -12,7 +12,7 @@ import torch
 
 from fairseq_tutel import whole_files
 from fairseq_tutel.shards import bind, unbind
-from fairseq_tutel.whole_files import TEMPORARY, system_error
+from fairseq_tutel.whole_files import TEMPORARY, TORN, is_whole, refused_class, system_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -49,14 +49,16 @@ def load_lazily(path: Path, flag: str) -> dict[str, Any]:
     return state
 
 
-def load_any(path: Path, flag: str) -> Any:
+def load_any(path: Path, flag: str, only_look: bool = False) -> Any:
     """Open what torch.save wrote; its tensors stay in the file until they are read, or in shards.
 
-    No pickled code runs: classes that are not on torch's list, or on ours, are refused.
+    No pickled code runs: classes that are not on torch's list, or on ours, are refused. A file whose
+    bytes are not what was saved is refused too, or what is made of it would be valid.
 
     Args:
         path: of the file.
         flag: of the command line that names it.
+        only_look: make nothing of it: the bytes are not read.
 
     Raises:
         ValueError: the file is missing, torn or of another kind.
@@ -66,17 +68,20 @@ def load_any(path: Path, flag: str) -> Any:
     fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
     try:
         mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # torch has no exception of its own for what it can not read
         cause = system_error(error)
         if cause is not None:  # the disk's, or of a permission
             reason = f"which cannot be read ({cause.strerror}); see to that, or {fix}"
             raise ValueError(f"{flag} names {path}, {reason}.") from error
-        refused = re.search(r"\bGLOBAL (\S+)", str(error))
-        holds = f" (it holds {refused[1]}, which is not run)" if refused else ""
+        refused = refused_class(error)
+        holds = f" (it holds {refused}, which is not run)" if refused else ""
         raise ValueError(
             f"{flag} names {path}, which is torn or no checkpoint{holds}; {fix}."
         ) from error
+    if not only_look and not is_whole(str(path)):
+        raise ValueError(f"{flag} names {path}, which {TORN}; {fix}.")
+    return content
 
 
 def _unlike_a_file(path: Path) -> str:

@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
     let_checkpoints_load()
     path = Path(arguments.file)
     try:
-        facts = described(load_any(path, "FILE"), path, arguments.log, arguments.check)
+        state = load_any(path, "FILE", only_look=True)
+        facts = described(state, path, arguments.log, arguments.check)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if arguments.json:

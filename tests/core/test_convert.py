@@ -1,7 +1,7 @@
 """`convert`: what all kinds of it do.
 
-Covered: none runs code that a file brings; all that take ours read shards; what cannot be written, for
-whatever reason, is not there.
+Covered: none runs code that a file brings; none makes a valid file of a damaged one, nor does `average`;
+all that take ours read shards; what cannot be written, for whatever reason, is not there.
 """
 
 import os
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from moe_files import E, save
-from tool_in_process import convert, refusal
+from tool_in_process import convert, refusal, tool
 
 
 class Hostile:
@@ -151,3 +151,17 @@ def flat(tree):
     if isinstance(tree, dict):
         return {key: flat(value) for key, value in tree.items()}
     return tree.tolist() if torch.is_tensor(tree) else tree
+
+
+@pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
+def test_no_tool_makes_a_valid_file_of_a_damaged_one(kind, tmp_path):
+    path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
+    weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]
+    content = bytearray(path.read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 3] ^= 1
+    path.write_bytes(content)
+    flag = "--inputs" if kind == "average" else "--input"
+    words = (*FROM_OURS.get(kind, ()), flag, path, "--output", tmp_path / "b.pt")
+    with pytest.raises(SystemExit, match=r"a\.pt, which is torn \(cut off .*\); .* another"):
+        tool(*(() if kind == "average" else ("convert",)), kind, *words)
+    assert list(tmp_path.iterdir()) == [path]

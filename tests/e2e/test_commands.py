@@ -2,7 +2,8 @@
 
 Covered: train, hydra-train, validate, eval-lm, generate, interactive for both models; stock tasks,
 criterions and optimizers; --eval-bleu on two ranks; exchange times; torchrun itself; the fairseq
-launch flags; the trap of N unrelated trainings; the package as --user-dir; a dense baseline.
+launch flags; a damaged file; the trap of N unrelated trainings; the package as --user-dir; a dense
+baseline.
 """
 
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import HYDRA, ROOT, USER_DIR, fairseq, start, tail, torchrun_environment, wait
+from cli import HYDRA, ROOT, USER_DIR, fairseq, refused, start, tail, torchrun_environment, wait
 from models import lm_args, mt_args
 from ports import free_port
 
@@ -72,6 +73,25 @@ def test_eval_lm_gives_the_validation_perplexity(lm, lm_data):
     )  # fmt: skip
     perplexity = float(re.search(r"Perplexity: ([\d.]+)", found.output)[1])
     assert perplexity == pytest.approx(float(run.stats("valid")[-1]["valid_ppl"]), rel=0.01)
+
+
+def test_a_damaged_checkpoint_is_evaluated_by_the_user_s_word_alone(lm, lm_data, tmp_path):
+    content = bytearray((lm[0] / "checkpoint_best.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(content)
+    words = (
+        lm_data,
+        "--user-dir",
+        USER_DIR,
+        "--path",
+        tmp_path / "damaged.pt",
+        "--gen-subset",
+        "valid",
+    )
+    assert "damaged.pt is no checkpoint, or one that is torn (cut" in refused("eval-lm", *words)
+    assert (
+        "Perplexity" in fairseq("eval-lm", *words, env={"FAIRSEQ_TUTEL_OPEN_DAMAGED": "1"}).output
+    )
 
 
 def test_validate_gives_the_training_s_validation_loss(lm, lm_data):

@@ -204,7 +204,12 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(
         torch.testing.assert_close(runs[2][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
     fairseq("train", *lm_args(lm_data, tmp_path / "2", *OWN, *words, updates=8))
     words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "2" / "checkpoint_last.pt")
-    run = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+    words = (*words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+    assert "checkpoint_last.pt has the gate_type (--moe-gate-type) own" in refused(
+        "eval-lm", *words
+    )
+    named = "{'moe_gate_type': 'own_parts.CalmGate', 'moe_expert_type': 'own_parts.TanhExpert'}"
+    run = fairseq("eval-lm", *words, "--model-overrides", named)
     assert "Perplexity" in run.output
 
 
