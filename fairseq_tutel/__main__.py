@@ -1,6 +1,8 @@
 """`python -m fairseq_tutel TOOL`: small tools around a training."""
 
 import argparse
+import os
+import sys
 
 from fairseq_tutel import __version__
 from fairseq_tutel.tools import (
@@ -23,7 +25,12 @@ def main() -> None:
     for tool in (average, convert, environment, inspect_file, plan, report, tune, user_dir):
         tool.add_to(tools)
     arguments = parser.parse_args()
-    arguments.run(arguments)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `inspect … | head`: who reads has read enough
+        # What is left would be flushed at the end, into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 Covered: every edge inside the package (an unknown one is a new line in the table, or a mistake); fairseq
 at the edge alone, Triton in kernels/ alone; nobody imports `kernels` by itself; the package works where
-neither fairseq nor Triton can be imported.
+neither fairseq nor Triton can be imported; what else it imports, a user's installation brings.
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -302,8 +304,8 @@ EDGE = {
     ),
     "tools.inspected_shards": "shards",
     "tools.inspected": (
-        "config shards tools.expert_load tools.ffn_layers tools.inspected_shards tools.saved_options "
-        "whole_files"
+        "shards tools.expert_load tools.ffn_layers tools.inspected_shards tools.our_options "
+        "tools.saved_options whole_files"
     ),
     "tools.inspected_text": "tools.inspected",
     "tools.inspect_file": (
@@ -417,3 +419,18 @@ assert "omegaconf" not in sys.modules
 def test_the_core_works_with_torch_and_numpy_alone():
     result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+# What fairseq brings along.
+BROUGHT = {"fairseq_cli", "hydra", "omegaconf"}
+
+
+def test_what_is_imported_stands_in_what_users_install():
+    """The extras for tests and development are not theirs."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"test", "dev"})]
+    named = {re.match(r"[\w-]+", entry)[0] for entries in lists for entry in entries}
+    imported = set().union(*map(top_names, MODULES)) - sys.stdlib_module_names
+    assert imported - BROUGHT - {"fairseq", "fairseq_tutel"} <= named
+    assert "fairseq-fixed" in named

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.config import options_of_scope
 from fairseq_tutel.shards import ShardedTensor, bind
 from fairseq_tutel.tools.expert_load import LAST, of_log
 from fairseq_tutel.tools.ffn_layers import Layer, layers_of
 from fairseq_tutel.tools.inspected_shards import described_shards, refuse_changed, shards_in
+from fairseq_tutel.tools.our_options import flag, our_defaults, plain
 from fairseq_tutel.tools.saved_options import PARTS, model_options, name_of
 from fairseq_tutel.whole_files import is_whole
 
@@ -26,6 +26,8 @@ SIGNS = {
     "Tutel, one rank's part or a layer": "batched_fc1_w",
     "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
 }
+# In the name of a tensor, ours or another system's.
+EXPERTS = re.compile(r"(?:^|\.)experts\.")
 # Options that the table of layers shows.
 IN_TABLE = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq", "moe_expert_count")
 Facts = dict[str, Any]
@@ -58,7 +60,7 @@ def described(state: Any, path: Path, log: str | None = None, check: bool = Fals
     if check:
         refuse_changed(shards)
         facts["checked"] = _is_checked(path)
-    experts = {key for key in weights if any(key.startswith(f"{x.step}.experts.") for x in layers)}
+    experts = {key for key in weights if EXPERTS.search(key)}
     facts["bytes"] = {
         "experts": _bytes(weights[key] for key in experts),
         "other weights": _bytes(weights[key] for key in weights if key not in experts),
@@ -154,16 +156,12 @@ def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
 
 
 def _not_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experts' options that are not the defaults, by their flags."""
-    defaults = {o.metadata["flag"].removeprefix("--"): o.default for o in options_of_scope("model")}
-    found = {}
-    for key, value in options.items():
-        flag, value = key.replace("_", "-"), getattr(value, "value", value)
-        # Of options that are not one layer's, those that are on; the table shows the layers'.
-        is_on = "moe-" in flag and key not in IN_TABLE and value not in (None, False, 0, -1)
-        if (flag in defaults and value != defaults[flag]) or (flag not in defaults and is_on):
-            found[f"--{flag}"] = value
-    return found
+    """Return the model's options of experts that are not the defaults, by their flags."""
+    return {
+        flag(key): plain(options[key])
+        for key, default in our_defaults().items()
+        if key in options and key not in IN_TABLE and plain(options[key]) not in (None, default)
+    }
 
 
 def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:

@@ -1,11 +1,14 @@
 """`inspect` on files of every kind: what it says, as text and as JSON.
 
 Covered: layers, experts, shapes, dtypes and bytes of ours, in one file and in shards; options other than
-the defaults; updates and epoch; loads by a log; dense files; files of Meta's moe branch and of Tutel,
-and others; what is refused.
+the defaults, of an encoder-decoder too; updates and epoch; loads by a log; dense files; files of Meta's
+moe branch and of Tutel, and others; what is refused; a reader that has read enough.
 """
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -153,6 +156,17 @@ def test_inspect_adds_the_loads_of_a_log(tmp_path):
         inspect(path, "--log", log)
 
 
+def test_inspect_lists_no_default_of_an_encoder_decoder_whose_options_are_all_in_one(tmp_path):
+    path = save(tmp_path / "a.pt", top_k=1)
+    state = torch.load(path, weights_only=True)
+    state["cfg"]["model"] |= {
+        "encoder_moe_freq": -1, "moe_gate_loss_wt": 0.01, "moe_gate_loss_combine_method": "average",
+        "moe_exchange": "ragged", "moe_comm_timeout": 1800, "moe_normalize_gate": "before",
+    }  # fmt: skip
+    torch.save(state, path)
+    assert inspect(path, "--json")["options"] == {"--moe-top-k": 1, "--moe-expert-ffn-dim": H}
+
+
 KINDS = {
     "fairseq, dense": {"model": {"decoder.layers.0.fc1.weight": torch.ones(3, 2)}},
     "Meta's moe branch, one rank's experts": {
@@ -177,6 +191,26 @@ def test_inspect_knows_the_kind_of_other_files_that_convert_reads(kind, tmp_path
     assert [3, 2] in [t["shape"][-2:] for t in facts["tensors"]]
     text = inspect(tmp_path / "a.pt")
     assert kind in text and "3x2" in text
+    experts = sum(t.numel() for name, t in weights_of(KINDS[kind]) if ".experts." in f".{name}")
+    assert facts["bytes"]["experts"] == 4 * experts
+
+
+def weights_of(state):
+    found = state.get("model", state)
+    return [(name, tensor) for name, tensor in found.items() if torch.is_tensor(tensor)]
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
+    path = save(tmp_path / "a.pt")
+    read, written = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "fairseq_tutel", "inspect", path],
+        stdout=written,
+        stderr=subprocess.PIPE,
+    )
+    os.close(written)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(
