@@ -19,7 +19,13 @@ from torch import Tensor
 from fairseq_tutel.comm.zero_shards import MASTER
 from fairseq_tutel.safe_globals import let_checkpoints_load
 from fairseq_tutel.shards import ShardedTensor, unbind
-from fairseq_tutel.tools.checkpoint_file import load_lazily, output_path, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import (
+    add_overwrite,
+    load_lazily,
+    output_path,
+    refuse_output,
+    write,
+)
 
 # How fairseq names what each flag takes, with the number that orders the files last.
 NAMES = {
@@ -45,6 +51,7 @@ def add_to(tools: Any) -> None:
         help="checkpoints; or, with one of the --num- flags, the folder that holds them",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    add_overwrite(parser)
     number = parser.add_mutually_exclusive_group()
     number.add_argument(
         "--num-epoch-checkpoints", type=int, metavar="N", help="take the last N checkpointEPOCH.pt"
@@ -76,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         output = output_path(arguments.output)
         inputs = chosen_inputs(arguments)
-        refuse_output(output, inputs)
+        refuse_output(output, inputs, arguments.overwrite)
         print("averaging", *inputs, sep="\n  ")
         write(average(inputs), output)
     except ValueError as error:

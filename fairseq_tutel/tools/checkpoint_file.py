@@ -1,5 +1,7 @@
 """Checkpoint files as the tools have them: opened without a copy, written whole or not at all."""
 
+import argparse
+import contextlib
 import errno
 import os
 import re
@@ -116,7 +118,8 @@ def write_all(files: Iterable[tuple[Path, Any]]) -> None:
         raise not_written(written[-1], error) from error
     finally:
         for path in written:
-            _temporary(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is gone, or the disk is one to read from alone
+                _temporary(path).unlink()
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
@@ -130,6 +133,13 @@ def not_written(output: Path, error: Exception) -> ValueError:
     return ValueError(f"--output {output} could not be written ({reason}); {fix}.")
 
 
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add the option without which no file is replaced."""
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what --output names, if it is there"
+    )
+
+
 def output_path(text: str) -> Path:
     """Return --output as a path.
 
@@ -141,8 +151,13 @@ def output_path(text: str) -> Path:
     return Path(text)
 
 
-def refuse_output(output: Path, inputs: list[Path]) -> None:
-    """Refuse an output that can not be written, or that is one of the inputs, before any work.
+def refuse_output(output: Path, inputs: list[Path], overwrite: bool) -> None:
+    """Refuse an output that can not be written, or that would be lost by it, before any work.
+
+    Args:
+        output: the file to write.
+        inputs: none of which is replaced, whatever the user says.
+        overwrite: whether another file may be.
 
     Raises:
         ValueError: naming the output and the fix.
@@ -157,6 +172,8 @@ def refuse_output(output: Path, inputs: list[Path]) -> None:
                 raise ValueError(
                     f"--output is {output}, which would overwrite the input {path}; give another name."
                 )
+    if output.exists() and not overwrite:
+        raise ValueError(f"--output {output} exists; give another name, or add --overwrite.")
 
 
 def _temporary(path: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import add_overwrite, output_path, refuse_output, write
 from fairseq_tutel.tools.fairseq_names import ENCODER_DECODERS, OPTIMIZERS, TASKS, has_twin
 from fairseq_tutel.tools.meta_files import MetaFiles, open_files
 from fairseq_tutel.tools.meta_options import from_meta
@@ -47,6 +47,7 @@ def add_to(kinds: Any) -> None:
         "checkpoint_best-rank-0.pt, …",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    add_overwrite(parser)
     parser.set_defaults(convert=convert)
 
 
@@ -58,7 +59,7 @@ def convert(arguments: argparse.Namespace) -> None:
     """
     output = output_path(arguments.output)
     files = open_files(arguments.input)
-    refuse_output(output, files.paths)
+    refuse_output(output, files.paths, arguments.overwrite)
     state, notes = converted(files)
     write(state, output)
     for note in notes:

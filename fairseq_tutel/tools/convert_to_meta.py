@@ -13,7 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.comm.zero_shards import MASTER
-from fairseq_tutel.tools.checkpoint_file import load, output_path, refuse_output, write_all
+from fairseq_tutel.tools.checkpoint_file import (
+    add_overwrite,
+    load,
+    output_path,
+    refuse_output,
+    write_all,
+)
 from fairseq_tutel.tools.fairseq_names import OPTIMIZERS, TASKS, has_twin
 from fairseq_tutel.tools.meta_files import prefix_of, rank_path, shared_path
 from fairseq_tutel.tools.meta_options import to_meta
@@ -58,6 +64,7 @@ def add_to(kinds: Any) -> None:
         metavar="N",
         help="ranks that Meta's branch is to run on: a divisor or a multiple of the experts",
     )
+    add_overwrite(parser)
     parser.set_defaults(convert=convert)
 
 
@@ -77,7 +84,7 @@ def convert(arguments: argparse.Namespace) -> None:
         )
     outputs = [shared_path(prefix), *(rank_path(prefix, rank) for rank in range(ranks))]
     for path in outputs:
-        refuse_output(path, [source])
+        refuse_output(path, [source], arguments.overwrite)
     notes = translate(state, ranks)
     write_all(converted(state, prefix, ranks, notes))
     for note in notes:

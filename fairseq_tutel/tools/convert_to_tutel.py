@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fairseq_tutel.shards import bind, unbind
-from fairseq_tutel.tools.checkpoint_file import load_any, refuse_output, write_all
+from fairseq_tutel.tools.checkpoint_file import add_overwrite, load_any, refuse_output, write_all
 from fairseq_tutel.tools.convert_tutel import COUNT, LAYERS, add_namespace
 from fairseq_tutel.tools.tutel_fairseq import is_fairseq, translate_to_tutel
 from fairseq_tutel.tools.tutel_files import (
@@ -48,6 +48,7 @@ def add_to(kinds: Any) -> None:
         help="ranks that are to load it: a divisor or a multiple of every layer's experts; of a fairseq "
         "checkpoint, as many as experts",
     )
+    add_overwrite(parser)
     add_namespace(parser)
     parser.set_defaults(convert=convert)
 
@@ -75,7 +76,7 @@ def convert(arguments: argparse.Namespace) -> None:
             )
     outputs = [rank_file(arguments.output, rank, size) for rank in range(size)]
     for path in outputs:
-        refuse_output(path, [source])
+        refuse_output(path, [source], arguments.overwrite)
     notes = []
     if in_fairseq:
         notes += translate_to_tutel(state, size, max(layers.values()))

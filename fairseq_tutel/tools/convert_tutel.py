@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fairseq_tutel.config import ACTIVATIONS
-from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output, write
+from fairseq_tutel.tools.checkpoint_file import add_overwrite, output_path, refuse_output, write
 from fairseq_tutel.tools.tutel_fairseq import (
     is_fairseq,
     layer_to_ours,
@@ -22,8 +22,8 @@ from fairseq_tutel.tools.tutel_fairseq import (
 from fairseq_tutel.tools.tutel_files import (
     Weights,
     holders_of_tensors,
+    input_file,
     open_ranks,
-    rank_file,
     with_weights,
 )
 from fairseq_tutel.tools.tutel_layout import our_experts, our_gate
@@ -40,12 +40,14 @@ def add_to(kinds: Any) -> None:
         FLAG,
         required=True,
         metavar="PREFIX",
-        help="PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and {size} in it",
+        help="PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and {size} in it; or, with "
+        "--input-size 1, the name of the one file, such as Tutel's own gather writes",
     )
     parser.add_argument(
         "--input-size", required=True, type=int, metavar="N", help="ranks that saved"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    add_overwrite(parser)
     add_namespace(parser)
     parser.add_argument(
         "--default-num-global-experts",
@@ -94,7 +96,8 @@ def convert(arguments: argparse.Namespace) -> None:
             f"--input-size is {size}; give the number of ranks that saved, at least 1."
         )
     ranks, state, keys = open_ranks(pattern, size, arguments.namespace, FLAG)
-    refuse_output(output, [rank_file(pattern, rank, size) for rank in range(size)])
+    inputs = [input_file(pattern, rank, size) for rank in range(size)]
+    refuse_output(output, inputs, arguments.overwrite)
     layers = layer_counts(ranks, arguments.default_num_global_experts)
     in_fairseq = is_fairseq(state, keys)
     weights = converted(ranks, layers, arguments.layer, in_fairseq)

@@ -45,6 +45,15 @@ LEFT_OUT = {
     "moe_eval_capacity_max_seqlen": "the evaluation capacity counts the tokens that there are",
 }
 
+# Options of stock fairseq that Meta's loader refuses by their names, even where they are off.
+NOT_META_S = (
+    "scale_fc",
+    "scale_attn",
+    "scale_heads",
+    "scale_resids",
+    "decoder_xformers_att_config",
+)
+
 # An encoder-decoder's options hold those of its criterion and task too.
 OF_OTHER_PARTS = (
     "moe_gate_loss_wt",
@@ -250,7 +259,7 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         meta["moe_eom"] = 1 - ours["moe_routed_scaling_factor"]
     if "encoder_layers" in options:
         meta.update(_meta_frequencies(ours))
-    for key in our_defaults():
+    for key in (*our_defaults(), *(key for key in NOT_META_S if not options.get(key))):
         options.pop(key, None)
     options.update(meta)
     return notes

@@ -1,13 +1,13 @@
-"""What every tool that makes one file of one checkpoint is told: --input and --output."""
+"""What every tool that makes one file of one checkpoint is told: --input, --output, --overwrite."""
 
 import argparse
 from pathlib import Path
 
-from fairseq_tutel.tools.checkpoint_file import output_path, refuse_output
+from fairseq_tutel.tools.checkpoint_file import add_overwrite, output_path, refuse_output
 
 
 def add_to(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add both options.
+    """Add the options.
 
     Args:
         parser: of the tool.
@@ -15,6 +15,7 @@ def add_to(parser: argparse.ArgumentParser, what: str) -> None:
     """
     parser.add_argument("--input", required=True, metavar="FILE", help=what)
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    add_overwrite(parser)
 
 
 def paths(arguments: argparse.Namespace) -> tuple[Path, Path]:
@@ -24,5 +25,5 @@ def paths(arguments: argparse.Namespace) -> tuple[Path, Path]:
         ValueError: the output can not be written, or is the input.
     """
     source, output = Path(arguments.input), output_path(arguments.output)
-    refuse_output(output, [source])
+    refuse_output(output, [source], arguments.overwrite)
     return source, output

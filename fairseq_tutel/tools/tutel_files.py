@@ -19,6 +19,12 @@ def rank_file(pattern: str, rank: int, size: int) -> Path:
     return Path(pattern.replace("{rank}", str(rank)).replace("{size}", str(size)))
 
 
+def input_file(pattern: str, rank: int, size: int) -> Path:
+    """Return the file of a rank to read; of one rank alone the pattern may be its whole name."""
+    whole = Path(pattern)
+    return whole if size == 1 and whole.is_file() else rank_file(pattern, rank, size)
+
+
 def weights_in(
     state: Any, path: Path, namespace: str | None, flag: str
 ) -> tuple[Weights, list[str]]:
@@ -68,14 +74,14 @@ def open_ranks(
     """
     ranks, first, keys = [], None, []
     for rank in range(size):
-        path = rank_file(pattern, rank, size)
+        path = input_file(pattern, rank, size)
         state = load_any(path, flag)
         weights, found = weights_in(state, path, namespace, flag)
         if rank == 0:
             first, keys = state, found
         ranks.append(weights)
         for name in ranks[0].keys() ^ weights.keys():
-            lacking = path if name in ranks[0] else rank_file(pattern, 0, size)
+            lacking = path if name in ranks[0] else input_file(pattern, 0, size)
             raise ValueError(
                 f"{flag} names {lacking}, which lacks {name}; give the files of one model."
             )

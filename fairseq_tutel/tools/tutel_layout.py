@@ -114,6 +114,13 @@ def _joined(name: str, parts: Sequence[Tensor], num_experts: int) -> Tensor:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
     (shape,) = shapes
     share = max(1, ranks // num_experts)
+    if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
+        # Of Tutel's scatter: equal pieces of an expert's memory, by another shape of as many numbers.
+        whole = (*shape[:-1], shape[-1] * share)
+        flat = [
+            torch.cat([p.flatten() for p in parts[i : i + share]]) for i in range(0, ranks, share)
+        ]
+        return torch.stack([expert.view(whole) for expert in flat])
     if shape[:1] != (max(1, num_experts // ranks),) or (share > 1 and len(shape) < 2):
         raise ValueError(
             f"has experts.{name} of shape {shape} on each of {ranks} ranks, which are not {num_experts} "

@@ -5,11 +5,14 @@ but the weights is the first file's; tied tensors; a write that fails; every ref
 """
 
 import argparse
+import errno
+from pathlib import Path
 
 import pytest
 import torch
 from tool_in_process import convert, tool
 
+from fairseq_tutel import whole_files
 from fairseq_tutel.shards import ShardedTensor
 from fairseq_tutel.tools.average import average, mean
 
@@ -264,6 +267,19 @@ def test_flags_of_two_kinds_of_files_exclude_each_other(save_dir, tmp_path, caps
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+def test_a_disk_to_read_from_alone_ends_in_one_sentence(tmp_path, monkeypatch):
+    """It refuses to remove, too, whatever is there."""
+    good = save(tmp_path / "good.pt")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(whole_files, "write", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another place"):
+        tool("average", "--inputs", good, good, "--output", tmp_path / "mean.pt")
+
+
 def test_a_write_that_fails_leaves_the_older_output(tmp_path, monkeypatch):
     good, output = save(tmp_path / "good.pt"), tmp_path / "mean.pt"
     output.write_text("older")
@@ -274,6 +290,6 @@ def test_a_write_that_fails_leaves_the_older_output(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(SystemExit, match=r"written \(No space left on device\); make room"):
-        tool("average", "--inputs", good, good, "--output", output)
+        tool("average", "--inputs", good, good, "--output", output, "--overwrite")
     assert output.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.pt", "mean.pt"]

@@ -1,7 +1,8 @@
 """`convert`: what all kinds of it do.
 
 Covered: none runs code that a file brings; none makes a valid file of a damaged one, nor does `average`;
-all that take ours read shards; what cannot be written, for whatever reason, is not there.
+none replaces a file unasked; all that take ours read shards; what cannot be written, for whatever
+reason, is not there.
 """
 
 import os
@@ -71,6 +72,7 @@ def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_pat
     before = everything(tmp_path)
     request.getfixturevalue("small_disk")
     words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *WRITTEN[kind])
+    words = (*words, "--overwrite")
     place = (
         f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another place."
     )
@@ -151,6 +153,26 @@ def flat(tree):
     if isinstance(tree, dict):
         return {key: flat(value) for key, value in tree.items()}
     return tree.tolist() if torch.is_tensor(tree) else tree
+
+
+OUTPUTS = {"to-tutel": ("b", "b2-of-4"), "to-meta": ("b", "b-rank-2.pt")}
+
+
+@pytest.mark.parametrize("kind", [*FROM_OURS, "average"])
+def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
+    path, (output, written) = save(tmp_path / "a.pt"), OUTPUTS.get(kind, ("b.pt", "b.pt"))
+    (tmp_path / written).write_text("older")
+    flag = "--inputs" if kind == "average" else "--input"
+    words = (*FROM_OURS.get(kind, ()), flag, path, "--output", tmp_path / output)
+    words = (*(() if kind == "average" else ("convert",)), kind, *words)
+    before = everything(tmp_path)
+    with pytest.raises(
+        SystemExit, match=rf"{written} exists; give another name, or add --overwrite"
+    ):
+        tool(*words)
+    assert everything(tmp_path) == before
+    tool(*words, "--overwrite")
+    assert (tmp_path / written).read_bytes() != b"older"
 
 
 @pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])

@@ -182,8 +182,8 @@ def test_convert_meta_reads_the_names_of_sharded_training(tmp_path):
             for key, tensor in state["model"].items()
         }
         torch.save(state, path)
-    convert("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "ours.pt")
-    same(load(tmp_path / "ours.pt"), plain)
+    convert("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "again.pt")
+    same(load(tmp_path / "again.pt"), plain)
 
 
 def same(found, expected, what="state"):
@@ -235,6 +235,18 @@ def test_convert_to_meta_restores_meta_s_options(tmp_path):
     names = [found[part]["_name"] for part in ("model", "task", "optimizer")]
     assert names == ["transformer_lm_gpt", "language_modeling", "adam"]
     assert not [key for key in found["model"] if key.startswith("moe_") and key not in expected]
+
+
+def test_convert_to_meta_leaves_out_what_meta_s_loader_does_not_know(tmp_path):
+    converted(tmp_path)
+    state = load(tmp_path / "ours.pt")
+    off = dict.fromkeys(("scale_fc", "scale_attn", "scale_heads", "scale_resids"), False)
+    state["cfg"]["model"] |= {**off, "decoder_xformers_att_config": None}
+    torch.save(state, tmp_path / "ours.pt")
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 1)
+    convert("to-meta", *words)
+    options = load(tmp_path / "x-shared.pt")["cfg"]["model"]
+    assert not [key for key in options if key.startswith("scale_") or "xformers" in key]
 
 
 def test_convert_to_meta_drops_nothing_in_evaluation_where_ours_drops_nothing(tmp_path):
@@ -488,7 +500,7 @@ def test_a_convert_that_fails_in_the_middle_leaves_no_file_and_the_older_ones(
 
     monkeypatch.setattr(torch, "save", fails_second)
     words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 2)
-    message = refusal("to-meta", *words)
+    message = refusal("to-meta", *words, "--overwrite")
     assert f"--output {tmp_path / 'x-rank-1.pt'} could not be written" in message
     assert "No space left on device" in message and "make room" in message
     assert older.read_text() == "older"

@@ -268,6 +268,37 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
     assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
+def test_convert_of_one_file_by_its_name_as_tutel_s_gather_writes_it(tmp_path):
+    write(tmp_path, 4, 1, ffn(4), linear(4), name="all.ckpt")
+    words = ("--input-prefix", tmp_path / "all.ckpt", "--input-size", 1)
+    assert "would overwrite the input" in refusal(
+        "tutel", *words, "--output", tmp_path / "all.ckpt"
+    )
+    convert("tutel", *words, "--output", tmp_path / "o")
+    assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
+
+
+def test_convert_of_the_files_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_path):
+    """It views the memory of [E, …, n] as [N, …, n / s] and gives each rank one, without that dimension."""
+    whole, ranks = ffn(2), 4
+    for rank in range(ranks):
+        weights = {"moe._num_global_experts": torch.tensor(2), "moe.gates.0.wg.weight": drawn(2, D)}
+        for name, tensor in whole.items():
+            shape = (ranks, *tensor.shape[1:-1], tensor.shape[-1] // 2)
+            weights[f"moe.experts.{name}"] = tensor.reshape(shape)[rank].clone()
+        torch.save(weights, tmp_path / f"m-{rank}-of-4")
+    words = ("--input-prefix", tmp_path / "m-", "--input-size", ranks, "--output", tmp_path / "o")
+    convert("tutel", *words)
+    found = load(tmp_path / "o")
+    for ours, theirs in {
+        "fc1_weight": "fc1_w",
+        "fc1_bias": "fc1_bias",
+        "fc2_bias": "fc2_bias",
+    }.items():
+        assert torch.equal(found[f"moe.moe.experts.{ours}"], whole[f"batched_{theirs}"])
+    assert torch.equal(found["moe.moe.experts.fc2_weight"], whole["batched_fc2_w"].transpose(1, 2))
+
+
 def test_convert_of_files_that_do_not_say_the_number_of_experts(tmp_path):
     def older(weights):
         del weights["moe._num_global_experts"]

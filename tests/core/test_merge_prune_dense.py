@@ -22,9 +22,8 @@ def convert(tmp_path):
     """Run `convert KIND` from a.pt into b.pt; return what it printed."""
 
     def run(kind, *words):
-        return tool(
-            "convert", kind, "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *words
-        )
+        files = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", "--overwrite")
+        return tool("convert", kind, *files, *words)
 
     return run
 
