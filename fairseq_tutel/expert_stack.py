@@ -213,9 +213,11 @@ class ExpertStack(nn.Module):
         if self.saved_by_rank and self._is_own_part(name, tensor):
             return tensor
         if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
-                f"{expected}; {self._fitting()}."
+            self.refuse(
+                ValueError(
+                    f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
+                    f"{expected}; {self._fitting()}."
+                )
             )
         if isinstance(tensor, ShardedTensor):
             how = self.slice_of(name)

@@ -257,8 +257,8 @@ EDGE = {
     "models.opened": ("comm.fingerprint comm.topology config ffn_step models.agreement together"),
     "models.build": (
         "balance_weights comm.gradients comm.guard comm.launcher comm.machine comm.static comm.topology "
-        "ffn_step flags kernels models.agreement models.announce models.changed models.opened run_config "
-        "update_tuner"
+        "config custom ffn_step flags kernels models.agreement models.announce models.changed "
+        "models.opened run_config update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

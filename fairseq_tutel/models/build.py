@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,9 @@ from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.launcher import ranks_per_node
 from fairseq_tutel.comm.machine import Machine, typical
 from fairseq_tutel.comm.static import TOKENS, is_tuned, static_degree, static_how
-from fairseq_tutel.comm.topology import make_topology
+from fairseq_tutel.comm.topology import Topology, make_topology
+from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.custom import is_custom
 from fairseq_tutel.ffn_step import (
     MoEFeedForward,
     begin_micro_batch,
@@ -88,13 +91,16 @@ def install_experts(
         say_what_changed(complete(root, model, topology, talks, sliced), cfg)
     else:
         topology = topology_of_opened(requested, counts, local, degree_of)
+    refuse_sizes(configs, topology)
     seed = int(root.common.seed) if root is not None else 1
     for config, (name, layer) in zip(configs, chosen, strict=True):
         replace_ffn(layer, config, topology, seed, name)
     if "hash" in configs[0].gate_types:
         hand_out_token_ids(model)
     model.register_forward_pre_hook(begin_micro_batch)
-    model.register_load_state_dict_pre_hook(_say_what_differs)
+    model.register_load_state_dict_pre_hook(
+        _end_where_it_differs if training else _say_what_differs
+    )
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
     model._ddp_params_and_buffers_to_ignore = [
         name for name, parameter in model.named_parameters() if is_expert(parameter)
@@ -207,36 +213,92 @@ def node_size(task_cfg: Any) -> int:
     return given or ranks_per_node()
 
 
+def _end_where_it_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
+    """End a training whose checkpoint is another model's: stock's own error does not say which."""
+    difference = _difference_of_experts(model, state_dict) or _difference(model, state_dict)
+    if difference:
+        _end(ValueError(difference))
+
+
 def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
-    """Log one sentence when a checkpoint has other experts; stock's own error does not say which."""
+    """Log one sentence when a checkpoint has other experts; who opens it may ask for that."""
+    difference = _difference_of_experts(model, state_dict)
+    if difference:
+        logger.error(difference)
+
+
+def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
+    """Return what the experts of a checkpoint have or lack, and the fix; shapes are theirs to refuse."""
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, MoEFeedForward):
             continue
-        num_experts = layer.config.num_experts
-        needed = {
-            f"{layer_name}.experts.{name}": (num_experts, *layer.experts.whole_shape(name))
-            for name in layer.experts.expert_parameters()
-        }
-        found = {key: tuple(state_dict[key].shape) for key in needed if key in state_dict}
-        if found != needed:
-            logger.error(
-                "the checkpoint has %s where this model needs %s; give the --moe-freq, --moe-expert-count, "
-                "--moe-expert-ffn-dim and --moe-expert-type it was saved with",
-                found or f"no experts in {layer_name}",
-                needed,
+        needed = {f"{layer_name}.experts.{name}" for name in layer.experts.expert_parameters()}
+        if not needed & state_dict.keys():
+            return (
+                f"the checkpoint has no experts in {layer_name} where this model has them; give the "
+                "--moe-freq it was saved with, or of a dense model what `python -m fairseq_tutel convert "
+                "upcycle` makes of it"
             )
-            return
+        if needed - state_dict.keys():
+            missing = sorted(needed - state_dict.keys())
+            return f"the checkpoint lacks {missing}; give the --moe-expert-type it was saved with"
         own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
         saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
         saved -= {f"{layer_name}.balance_bias.bias"} if layer.balance_bias is not None else set()
         if own != saved:
-            logger.error(
-                "the checkpoint lacks %s and has %s too many; give the --moe-gate-type, "
-                "--moe-balance-bias, --moe-shared-experts and --moe-residual it was saved with",
-                sorted(own - saved) or "nothing",
-                sorted(saved - own) or "nothing",
+            return (
+                f"the checkpoint lacks {sorted(own - saved) or 'nothing'} and has "
+                f"{sorted(saved - own) or 'nothing'} too many; give the --moe-gate-type, "
+                "--moe-balance-bias, --moe-shared-experts and --moe-residual it was saved with"
             )
-            return
+    return None
+
+
+def _difference(model: nn.Module, state_dict: Any) -> str | None:
+    """Return what a checkpoint has otherwise than a model beside its experts, and the fix."""
+    layers = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, MoEFeedForward))
+    own, saved = (
+        {key: tuple(value.shape) for key, value in state.items() if not key.startswith(layers)}
+        for state in (model.state_dict(), state_dict)
+    )
+    for key in own.keys() & saved.keys():
+        if own[key] != saved[key]:
+            return (
+                f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data, "
+                "whose dictionaries count, and the sizes it was saved with"
+            )
+    if own.keys() != saved.keys():
+        return (
+            f"the checkpoint lacks {sorted(own.keys() - saved.keys())[:3] or 'nothing'} and has "
+            f"{sorted(saved.keys() - own.keys())[:3] or 'nothing'} too many; give the --arch and options "
+            "it was saved with"
+        )
+    return None
+
+
+def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
+    """Refuse experts whose weights alone, in fp32, are more than the memory of this machine.
+
+    Raises:
+        ValueError: naming the options, the bytes and the fix.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = sum(
+        4
+        * 2
+        * config.model_dim
+        * config.hidden_dim
+        * config.num_experts
+        // topology.expert_parallel_size
+        for config in configs
+        if not is_custom(config.expert_type)  # a class's weights may be of any size
+    )
+    if needed > memory:
+        raise ValueError(
+            f"--moe-expert-count {configs[0].num_experts} of --moe-expert-ffn-dim {configs[0].hidden_dim} "
+            f"makes {needed / 1e9:,.0f} GB of weights on a rank, and the machine has {memory / 1e9:,.0f} "
+            "GB of memory; lower one of them, or give more ranks."
+        )
 
 
 def refuse_options(cfg: Any) -> None:

@@ -20,6 +20,10 @@ LM_CASES = {
     "no choice": (("--moe-top-k", 0), "top_k (--moe-top-k) is 0; give a whole number, at least 1"),
     "no experts": (("--moe-expert-count", 0), "--moe-expert-count is '0'; give a number of experts"),
     "negative experts": (("--moe-expert-count=-2",), "--moe-expert-count is '-2'; give a number"),
+    "experts that no memory holds": (
+        ("--moe-expert-count", 10**12),
+        "--moe-expert-count 1000000000000 of --moe-expert-ffn-dim 32 makes 8,192,000 GB of weights",
+    ),
     "words for experts": (("--moe-expert-count", "many"), "--moe-expert-count is 'many'; give a"),
     "counts for another number of layers": (
         ("--moe-expert-count", "4,4,4"),

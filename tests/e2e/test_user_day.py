@@ -261,7 +261,7 @@ def test_restore_file_keeps_what_is_not_reset(lm, lm_data, tmp_path):
 
 def test_finetune_from_a_dense_model_says_what_differs(dense_lm, lm_data, tmp_path):
     output = refused("train", *lm_args(lm_data, tmp_path, "--finetune-from-model", dense_lm))
-    assert "the checkpoint has no experts in decoder.layers.0.fc1 where this model needs" in output
+    assert "the checkpoint has no experts in decoder.layers.0.fc1 where this model has" in output
 
 
 # Averages

@@ -1,7 +1,8 @@
 """A checkpoint's file at the doors by which it comes in: to be used, or to go on training from.
 
 Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file; classes
-that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither.
+that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
+a file of another model.
 """
 
 import argparse
@@ -12,8 +13,10 @@ import sys
 import pytest
 import torch
 from fairseq import checkpoint_utils, utils
+from torch import nn
 
 from fairseq_tutel import plugin
+from fairseq_tutel.models.build import _end_where_it_differs
 from fairseq_tutel.models.changed import say_what_changed
 
 plugin.register()
@@ -130,3 +133,19 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
     options = {"moe_gate_type": "my_user_dir.gates.Gate", "moe_expert_type": "torch.nn.Linear"}
     path = written(tmp_path, cfg={"model": options})
     checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+@pytest.mark.parametrize(
+    ("saved", "sentence"),
+    [
+        ({"weight": torch.ones(4, 3)}, "the checkpoint's weight is (4, 3) where this model's is (5, 3)"),
+        ({"wait": torch.ones(5, 3)}, "the checkpoint lacks ['weight'] and has ['wait'] too many; give the"),
+    ],
+)  # fmt: skip
+def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sentence):
+    model = nn.Embedding(5, 3)
+    model.register_load_state_dict_pre_hook(_end_where_it_differs)
+    with pytest.raises(SystemExit) as end:
+        model.load_state_dict(saved)
+    assert str(end.value.code).startswith(f"error: {sentence}")
+    model.load_state_dict({"weight": torch.ones(5, 3)})
