@@ -267,9 +267,10 @@ def _difference(model: nn.Module, state_dict: Any) -> str | None:
                 f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data, "
                 "whose dictionaries count, and the sizes it was saved with"
             )
-    if own.keys() != saved.keys():
+    # What is too many alone may be an older file's, which stock drops.
+    if own.keys() - saved.keys():
         return (
-            f"the checkpoint lacks {sorted(own.keys() - saved.keys())[:3] or 'nothing'} and has "
+            f"the checkpoint lacks {sorted(own.keys() - saved.keys())[:3]} and has "
             f"{sorted(saved.keys() - own.keys())[:3] or 'nothing'} too many; give the --arch and options "
             "it was saved with"
         )
