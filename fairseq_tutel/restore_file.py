@@ -3,6 +3,7 @@
 import glob
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,22 +59,24 @@ def checkpoint_to_load(cfg: Any) -> str | None:
 
 def _found_by_all(path: str) -> list[str]:
     """Return what every rank finds at its path: one of the words above, or a file's identity."""
-    own = _found(path)
     if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size()
+        return [_found(path, reads=True)]
+    hosts: list[Any] = [None] * dist.get_world_size()
+    found = list(hosts)
     with guarded("the look at the checkpoint"):
-        dist.all_gather_object(found, own)
+        dist.all_gather_object(hosts, socket.gethostname())
+        # One rank of every node reads all of it; nodes may be called the same.
+        is_first = hosts.index(socket.gethostname()) == dist.get_rank()
+        reads = is_first or os.environ.get("LOCAL_RANK") == "0"
+        dist.all_gather_object(found, _found(path, reads))
     return found
 
 
-def _found(path: str) -> str:
+def _found(path: str, reads: bool) -> str:
     if os.path.isdir(path):
         return FOLDER
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
-    # One rank of every node reads all of it.
-    reads = int(os.environ.get("LOCAL_RANK", 0)) == 0
     return identity(path) if (is_whole if reads else has_an_end)(path) else TORN
 
 

@@ -2,7 +2,7 @@
 
 Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file; classes
 that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
-a file of another model.
+a file of another model; that one rank of a node reads all of it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 from fairseq import checkpoint_utils, utils
 from torch import nn
 
-from fairseq_tutel import plugin
+from fairseq_tutel import plugin, restore_file
 from fairseq_tutel.models.build import _end_where_it_differs
 from fairseq_tutel.models.changed import say_what_changed
 
@@ -149,3 +149,33 @@ def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sent
         model.load_state_dict(saved)
     assert str(end.value.code).startswith(f"error: {sentence}")
     model.load_state_dict({"weight": torch.ones(5, 3), "older": torch.ones(1)}, strict=False)
+
+
+NODES = [
+    (1, ["a", "a", "b"], None, False),
+    (2, ["a", "a", "b"], None, True),
+    (1, ["a", "a", "a"], "0", True),
+    (1, ["a", "a", "a"], "1", False),
+]
+
+
+@pytest.mark.parametrize(("rank", "hosts", "local_rank", "reads"), NODES)
+def test_one_rank_of_a_node_reads_the_file_that_a_training_goes_on_from(
+    rank, hosts, local_rank, reads, tmp_path, monkeypatch
+):
+    """Whoever started the ranks: torchrun alone says LOCAL_RANK."""
+    path, read = str(written(tmp_path)), []
+
+    def gather(into, own):
+        into[:] = hosts if own == hosts[rank] else [own] * len(hosts)
+
+    monkeypatch.setattr("socket.gethostname", lambda: hosts[rank])
+    monkeypatch.setattr(restore_file, "is_whole", lambda path: read.append(path) or True)
+    fakes = {"is_initialized": lambda: True, "get_world_size": lambda: 3, "get_rank": lambda: rank}
+    for name, fake in {**fakes, "all_gather_object": gather}.items():
+        monkeypatch.setattr(torch.distributed, name, fake)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert len(set(restore_file._found_by_all(path))) == 1
+    assert read == [path] * reads
