@@ -252,7 +252,7 @@ EDGE = {
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss token_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
-    "models.announce": "capacity comm.static comm.topology config moe_layer",
+    "models.announce": "capacity comm.static comm.topology config expert_stack moe_layer",
     "models.changed": "comm.topology flags",
     "models.opened": ("comm.fingerprint comm.topology config ffn_step models.agreement together"),
     "models.build": (

@@ -1,15 +1,18 @@
 """What the log says of a model's experts when it is built: their facts, and what may surprise."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fairseq_tutel.capacity import evaluates_as_in_training
 from fairseq_tutel.comm.static import is_tuned
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, label_of, options_of_scope
+from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.moe_layer import MoELayer
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,36 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
         if option.name not in SHOWN and getattr(first, option.name) != option.default
     ]
     logger.info("experts, not by default: %s", ", ".join(changed) or "nothing")
+
+
+def announce_size(model: nn.Module) -> None:
+    """Log a model's parameters, on all ranks together; stock counts experts as one rank holds them."""
+    total, active, flops = sizes(model)
+    logger.info(
+        "parameters: %s in all, %s of them for a token; %s FLOPs a token forward, attention's scores apart",
+        *(f"{number:,}" for number in (total, active, flops)),
+    )
+
+
+def sizes(model: nn.Module) -> tuple[int, int, int]:
+    """Return a model's parameters, those that one token meets, and the FLOPs of its products with them."""
+    total, active, products = 0, 0, 0
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        copies, visited = 1, 1
+        shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        if isinstance(module, ExpertStack):
+            copies, visited = module.config.num_experts, module.config.top_k
+            shapes = {name: module.whole_shape(name) for name in module.expert_parameters()}
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            if len(shape) > 1 and not isinstance(module, nn.Embedding):
+                products += size * visited
+            if own[name] not in seen:  # else tied
+                total, active = total + size * copies, active + size * visited
+        seen.update(own.values())
+    return total, active, 2 * products
 
 
 def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> None:

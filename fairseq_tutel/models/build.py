@@ -38,6 +38,7 @@ from fairseq_tutel.models.agreement import start_together
 from fairseq_tutel.models.announce import (
     announce,
     announce_exchange,
+    announce_size,
     warn,
     warn_of_files,
 )
@@ -113,6 +114,7 @@ def install_experts(
     else:
         keep_in_step(model)
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
+    announce_size(model)
     if training:
         announce_exchange(moe_layers(model), local, half=root.common.fp16 or root.common.bf16)
         warn_of_files(configs[0], task_cfg, topology.rank)
