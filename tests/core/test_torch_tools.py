@@ -47,7 +47,7 @@ def through_meta(layer: MoELayer) -> MoELayer:
 )
 def test_experts_stay_marked_whatever_replaces_their_parameters(replace, size):
     # Of 8 ranks two hold one expert, a slice each; what is assigned is all experts.
-    layer = build(size, expert_grad_norm="sqrt_world_size")
+    layer = build(size, expert_grad_norm="sqrt_world_size", parallel_type="model")
     before = {name: p for name, p in layer.named_parameters() if size > 1 or name[:1] != "e"}
     slices = {name: slice_of(p) for name, p in layer.named_parameters()}
     after = replace(layer)
