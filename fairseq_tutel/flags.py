@@ -1,6 +1,6 @@
 """fairseq's dataclasses, made from MoEConfig: command-line flags and hydra keys are never typed twice.
 
-`ModelOptions` and `SystemOptions` become fields of every MoE model and task; `layer_config` turns a
+`ModelOptions` become fields of every MoE model, `SystemOptions` of every task; `layer_config` turns a
 model's and a task's configuration back into the MoEConfig of one layer.
 """
 
@@ -257,7 +257,7 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
 
     Args:
         model_cfg: configuration that has ModelOptions' keys (a saved one may lack newer keys).
-        task_cfg: configuration that may have SystemOptions' keys; a stock task's has none.
+        task_cfg: configuration that may have SystemOptions' keys (one saved or made by hand may lack some).
         num_experts: experts of this layer.
         layer: what the layer itself says: model_dim, hidden_dim, activation, ….
     """

@@ -1,7 +1,7 @@
 """The configuration of the whole run, as the task sees it: checked and completed before training.
 
 While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer
-will use.
+will use. A task without a dataclass has the plain command line, which knows no root: the run keeps it.
 """
 
 import logging
@@ -12,14 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairseq.file_io import PathManager
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
+from fairseq.utils import import_user_module
 from torch import nn
 
+from fairseq_tutel import plugin
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.ffn_step import named_stacks
+from fairseq_tutel.flags import SystemOptions, defaults
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.shard_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
 from fairseq_tutel.restore_file import checkpoint_to_load
+from fairseq_tutel.task_options import give_system_options
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +35,53 @@ def config_of(task: Any) -> Any:
     return getattr(task, "args", None) if cfg is None else cfg
 
 
+_running: list[Any] = []
+
+
+class KeepRoot:
+    """fairseq's `main`, during which its FairseqConfig is kept; it can be pickled, for ranks it spawns."""
+
+    def __init__(self, main: Any) -> None:
+        self.main = main
+
+    def __call__(self, cfg: Any, **kwargs: Any) -> Any:
+        """Run `main`; a user's tasks are there before, as hydra needs them."""
+        import_user_module(cfg.common)
+        # A spawned rank has imported this file, so fairseq passes over a --user-dir that is the package.
+        plugin.register()
+        give_system_options()
+        _say_what_has_no_effect(cfg)
+        _running[:] = [cfg]
+        try:
+            return self.main(cfg, **kwargs)
+        finally:
+            _running.clear()
+
+
+def _say_what_has_no_effect(cfg: Any) -> None:
+    """Warn of system options in the training of a dense model: every task takes them."""
+    name = getattr(cfg.model, "_name", None)
+    model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
+    if cfg.common_eval.path is not None or getattr(model, "has_experts", model is None):
+        return
+    for key, default in defaults(SystemOptions).items():
+        value = getattr(cfg.task, key, default)
+        if value != default:
+            flag = key.replace("_", "-")
+            logger.warning("--%s %s has no effect: --arch %s has no experts", flag, value, name)
+
+
 def root_of(task: Any) -> Any:
-    """Return the run's FairseqConfig, or None where the task was built without one."""
+    """Return the run's FairseqConfig, or None where the task was built outside of one."""
     cfg = config_of(task)
     root = cfg._get_root() if hasattr(cfg, "_get_root") else None
-    return root if root is not None and "distributed_training" in root else None
+    if root is None or "distributed_training" not in root:
+        return _running[0] if _running else None
+    return root
 
 
 def saves_shards(task: Any) -> bool:
-    """Whether --moe-checkpoint is sharded; a stock task has no such option."""
+    """Whether --moe-checkpoint is sharded."""
     return _is_sharded(config_of(task))
 
 

@@ -10,9 +10,9 @@
 4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
    trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
    reads ranks and devices by that before it builds anything of ours; where ranks do not find each other,
-   or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing; and
+   or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing;
    where models are used, ranks that share experts serve each other until all are done, which no one
-   function of theirs knows.
+   function of theirs knows; and a task without a dataclass is given no way to the run's configuration.
 5. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
    of ours, which may be there to keep a shard of them.
 6. `checkpoint_utils._torch_persistent_save`: after a write that failed stock goes on behind what that one
@@ -45,7 +45,7 @@ from fairseq_tutel.opened_file import (
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.optim.shard_plan import plan_of
 from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
-from fairseq_tutel.run_config import saves_shards
+from fairseq_tutel.run_config import KeepRoot, saves_shards
 from fairseq_tutel.save_shards import save_in_shards
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
@@ -165,7 +165,7 @@ def call_main(original: Any) -> Any:
         join_torchrun(cfg)
         if cfg.distributed_training.distributed_init_method is None:
             distributed_utils.infer_init_method(cfg.distributed_training)
-        on_each = main if cfg.common_eval.path is None else OnSeveralRanks(main)
+        on_each = KeepRoot(main if cfg.common_eval.path is None else OnSeveralRanks(main))
         if cfg.distributed_training.distributed_init_method == "env://" and restart.may_happen():
             cfg.distributed_training.distributed_init_method = restart.METHOD
         with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:
@@ -174,7 +174,7 @@ def call_main(original: Any) -> Any:
                 met()
                 return on_each(*args, **kwargs)
 
-            # Processes that fairseq itself spawns get `main` by its name.
+            # Processes that fairseq itself spawns get what can be pickled.
             return original(cfg, met_main if met else on_each, **kwargs)
 
     return wrapper

@@ -220,6 +220,7 @@ CORE = {
 EDGE = {
     "flags": "config",
     "plugin": "allocator flags safe_globals",
+    "task_options": "flags",
     "ffn_step": "comm.checkpoint comm.topology config first_order metrics moe_layer",
     "elastic_iterator": "",
     "perplexity": "comm.guard",
@@ -235,17 +236,21 @@ EDGE = {
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
     "restore_file": "comm.guard whole_files",
     "opened_file": "config custom whole_files",
-    "run_config": "comm.topology ffn_step optim.moe_optimizer optim.shard_plan restore_file",
+    "run_config": (
+        "comm.topology ffn_step flags optim.moe_optimizer optim.shard_plan plugin restore_file "
+        "task_options"
+    ),
     "task_mixin": (
         "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
         "inference_mixin optim.moe_optimizer run_config update_tuner"
     ),
-    "tasks.moe_language_modeling": "flags task_mixin",
-    "tasks.moe_translation": "flags task_mixin",
-    "tasks.moe_masked_lm": "flags task_mixin",
-    "tasks.moe_denoising": "flags task_mixin",
+    "tasks.moe_language_modeling": "task_mixin",
+    "tasks.moe_translation": "task_mixin",
+    "tasks.moe_masked_lm": "task_mixin",
+    "tasks.moe_denoising": "task_mixin",
     "tasks": (
-        "tasks.moe_denoising tasks.moe_language_modeling tasks.moe_masked_lm tasks.moe_translation"
+        "task_options tasks.moe_denoising tasks.moe_language_modeling tasks.moe_masked_lm "
+        "tasks.moe_translation"
     ),
     "criterions.expert_log": "capacity ffn_step metrics",
     "criterions.gate_loss": "criterions.expert_log ffn_step first_order run_config",
@@ -258,7 +263,7 @@ EDGE = {
     "models.build": (
         "balance_weights comm.gradients comm.guard comm.launcher comm.machine comm.static comm.topology "
         "config custom ffn_step flags kernels models.agreement models.announce models.changed "
-        "models.opened run_config update_tuner"
+        "models.opened run_config task_options update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

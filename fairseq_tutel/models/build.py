@@ -45,6 +45,7 @@ from fairseq_tutel.models.announce import (
 from fairseq_tutel.models.changed import say_what_changed
 from fairseq_tutel.models.opened import keep_in_step, topology_of_opened
 from fairseq_tutel.run_config import complete, config_of, device_of, is_training, root_of
+from fairseq_tutel.task_options import give_system_options
 from fairseq_tutel.update_tuner import UpdateTuner
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,18 @@ REFUSED_MODEL_OPTIONS = {
     "base_layers": "BASE layers are another kind of experts; set it to 0",
     "ffn_blocks_to_remove": "FFN pruning does not reach experts; leave it out",
 }
+
+
+class MoEModelMixin:
+    """Goes before a model class of fairseq whose `build_model` installs experts."""
+
+    has_experts = True
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Add the stock flags; those of the task come next, which a user may have just registered."""
+        give_system_options()
+        super().add_args(parser)  # type: ignore[misc]
 
 
 def install_experts(

@@ -7,7 +7,7 @@ from fairseq.models import register_model
 from fairseq.models.roberta import RobertaModel
 
 from fairseq_tutel.flags import ModelOptions, fill_in
-from fairseq_tutel.models.build import install_experts, refuse_options
+from fairseq_tutel.models.build import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.models.moe_transformer_lm import register_architectures
 from fairseq_tutel.task_mixin import attach
 
@@ -16,7 +16,7 @@ BERT_INIT = {"init_std": 0.02}
 
 
 @register_model("moe_roberta")
-class MoERobertaModel(RobertaModel):
+class MoERobertaModel(MoEModelMixin, RobertaModel):
     """RobertaModel whose every --moe-freq-th layer has experts for an FFN."""
 
     @classmethod

@@ -7,12 +7,12 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModel
 
 from fairseq_tutel.flags import EncoderDecoderOptions, fill_in
-from fairseq_tutel.models.build import install_experts, refuse_options
+from fairseq_tutel.models.build import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.models.moe_transformer_lm import register_architectures
 from fairseq_tutel.task_mixin import attach
 
 
-class MoEEncoderDecoderMixin:
+class MoEEncoderDecoderMixin(MoEModelMixin):
     """Goes before an encoder-decoder model of fairseq: experts in the encoder, the decoder, or both.
 
     As the stock ones, such a model is registered without a dataclass: fairseq-train cannot build the
@@ -24,7 +24,7 @@ class MoEEncoderDecoderMixin:
     @classmethod
     def add_args(cls, parser: Any) -> None:
         """Add the stock flags and the experts'; the architecture fills in what is not given."""
-        super().add_args(parser)  # type: ignore[misc]
+        super().add_args(parser)
         gen_parser_from_dataclass(
             parser, EncoderDecoderOptions(), delete_default=True, with_prefix=""
         )

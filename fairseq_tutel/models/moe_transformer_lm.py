@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.flags import ModelOptions, fill_in
-from fairseq_tutel.models.build import install_experts, refuse_options
+from fairseq_tutel.models.build import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.task_mixin import attach
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelCo
 
 
 @register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
-class MoETransformerLanguageModel(TransformerLanguageModel):
+class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
     """TransformerLanguageModel whose every --moe-freq-th layer has experts for an FFN."""
 
     @classmethod

@@ -1,0 +1,47 @@
+"""Tasks that are not ours, and have no dataclass, train experts as ours do: stock ones and a user's own.
+
+Covered: the same numbers on one rank and on two, a resume on two, --seed, system options as flags.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli import fairseq
+from equality import facts_of, same_weights
+from models import mt_args
+
+OWN_DIR = str(Path(__file__).parent / "task_user_dir")
+
+
+TASKS = {
+    "translation_multi_simple_epoch": (
+        "--langs", "de,en", "--lang-pairs", "de-en,en-de", "--encoder-langtok", "src",
+    ),
+    "own_translation": ("--user-dir", OWN_DIR),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(
+    task, mt_data, tmp_path
+):
+    def train(folder, *extra, **kwargs):
+        words = ("--task", task, *TASKS[task], "--optimizer", "sgd", "--lr", 0.5, *extra)
+        return fairseq("train", *mt_args(mt_data, tmp_path / folder, *words), **kwargs)
+
+    train("one", "--update-freq", 2)
+    # A system option.
+    train("two", "--moe-checkpoint", "sharded", "--max-update", 3, ranks=2)
+    resumed = train("two", ranks=2)
+    assert "expert parallel size 2" in resumed.output
+    assert len(resumed.stats("train_inner")) == 3
+    assert (tmp_path / "two" / "experts").is_dir()
+    expected, found = (
+        torch.load(tmp_path / folder / "checkpoint_last.pt", weights_only=False)
+        for folder in ("one", "two")
+    )
+    facts = facts_of(expected)
+    assert facts["moe_gate_loss 0"] > 0.5
+    assert facts_of(found) == pytest.approx(facts, rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], found["model"], adam=False)
