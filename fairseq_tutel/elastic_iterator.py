@@ -1,12 +1,17 @@
-"""Resume in the middle of an epoch on another number of ranks, without repeating or skipping a batch.
+"""An epoch that means the same on every number of ranks, also where it is resumed in its middle.
 
 Stock saves how many batches each rank consumed, which means another place in the epoch for another
 number of ranks. Here the number of global batches is saved and that many are dropped before
 sharding.
+
+Where ranks cannot share batches evenly, an empty one fills up the last update of some. Stock's trainer
+counts nothing of such a rank's update if the empty one is its last, though its gradients are added up;
+here it comes one earlier.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +29,15 @@ class _Resumed:
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
-    """EpochBatchIterator whose state says how many global batches were consumed."""
+    """EpochBatchIterator whose state says how many global batches were consumed.
 
+    Attributes:
+        update_freq: micro-batches of an update in each epoch, the last number for all that follow.
+    """
+
+    update_freq: Sequence[int] = (1,)
     _resumed: _Resumed | None = None
+    _start = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stock state with the global place in the epoch."""
@@ -51,8 +62,22 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
             self._resumed = _Resumed(state_dict["epoch"], consumed, start, saved_shards)
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
 
+    def _get_iterator_for_epoch(
+        self, epoch: int, shuffle: bool, fix_batches_to_gpus: bool = False, offset: int = 0
+    ) -> Any:
+        self._start = offset
+        return super()._get_iterator_for_epoch(epoch, shuffle, fix_batches_to_gpus, offset)
+
     def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
-        """Return this rank's batches of the epoch, in order."""
+        """Return this rank's batches of the epoch, in order; one that only fills up ends no update."""
+        batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
+        update_freq = self.update_freq[min(epoch, len(self.update_freq)) - 1]
+        in_last_update = (len(batches) - self._start - 1) % update_freq + 1
+        if in_last_update > 1 and len(batches[-1]) == 0 and not self.skip_remainder_batch:
+            batches[-2:] = batches[-1], batches[-2]
+        return batches
+
+    def _in_order(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
         resumed = self._resumed
         if resumed is None or resumed.epoch != epoch:
             return super().ordered_batches(epoch, fix_batches_to_gpus, shuffle)

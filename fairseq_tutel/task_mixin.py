@@ -2,8 +2,10 @@
 
 import logging
 import sys
+from numbers import Number
 from typing import Any
 
+import torch
 from fairseq.data.iterators import EpochBatchIterator
 from torch import nn
 
@@ -15,7 +17,7 @@ from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
 from fairseq_tutel.inference_mixin import InferenceMixin
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.run_config import config_of
+from fairseq_tutel.run_config import config_of, root_of
 from fairseq_tutel.update_tuner import UpdateTuner
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class MoETaskMixin(InferenceMixin):
         ignore_grad: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward; a dummy batch, which keeps ranks in step, routes no token."""
+        """Run forward and backward; a dummy batch, which keeps ranks in step, routes and counts nothing."""
         layers = moe_layers(model)
         if layers and layers[0].experts.everywhere is not None:
             checkpoint.drop_everywhere(model)
@@ -77,6 +79,10 @@ class MoETaskMixin(InferenceMixin):
                 f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input; the last "
                 "saved checkpoint is from before it."
             )
+        if ignore_grad:
+            # The trainer leaves it out by itself where it is the last of its update, and there alone.
+            loss, sample_size, log = result
+            result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
 
     def _begin_update(self, sample: Any, optimizer: Any) -> None:
@@ -115,16 +121,27 @@ class MoETaskMixin(InferenceMixin):
                 layer.timer.read_and_reset()  # what the last backward left is no validation's
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator, made able to resume on another number of ranks."""
-        iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
+        """Return the stock iterator, whose epochs are made the same on every number of ranks."""
+        iterator, root = super().get_batch_iterator(*args, **kwargs), root_of(self)  # type: ignore[misc]
         if type(iterator) is EpochBatchIterator:
             iterator.__class__ = ElasticEpochBatchIterator
-        elif not isinstance(iterator, ElasticEpochBatchIterator) and _is_first_rank():
+        if isinstance(iterator, ElasticEpochBatchIterator):
+            if root is not None:
+                iterator.update_freq = root.optimization.update_freq
+        elif _is_first_rank():
             logger.info(
-                "%s resumes in the middle of an epoch on the same number of ranks only",
+                "%s resumes in the middle of an epoch on the same number of ranks only, and on several "
+                "ranks with --update-freq above 1 miscounts the last update of an epoch",
                 type(iterator).__name__,
             )
         return iterator
+
+
+def _zero(value: Any) -> Any:
+    """Return nothing of a number or tensor that is to be added up; else the value."""
+    if torch.is_tensor(value):
+        return torch.zeros_like(value)
+    return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
 
 
 class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its use

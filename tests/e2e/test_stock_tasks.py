@@ -45,3 +45,25 @@ def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(
     assert facts["moe_gate_loss 0"] > 0.5
     assert facts_of(found) == pytest.approx(facts, rel=1e-5, abs=1e-6)
     same_weights(expected["model"], found["model"], adam=False)
+
+
+# 11 batches: the last of six micro-batches of an epoch's second update is nobody's.
+UNEVEN = ("--batch-size", 15, "--max-tokens", 2000, "--max-epoch", 2, "--no-save")
+STOCK = (
+    "--task", "translation", "--criterion", "label_smoothed_cross_entropy", "--optimizer", "adam",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [STOCK, ()])
+def test_an_uneven_end_of_an_epoch_is_the_same_update_on_two_ranks(extra, mt_data, tmp_path):
+    """The trainer counts nothing of a rank whose last micro-batch only keeps it in step."""
+    logs = []
+    for ranks in (1, 2):
+        words = mt_args(mt_data, tmp_path, *extra, *UNEVEN, "--update-freq", 6 // ranks)
+        logs.append(fairseq("train", *words, ranks=ranks).stats("train_inner"))
+    one, two = (
+        [{k: float(log[k]) for k in ("loss", "gnorm", "wpb", "bsz")} for log in of_run]
+        for of_run in logs
+    )
+    assert [log["bsz"] for log in one] == [90, 70, 90, 70]
+    assert two == [pytest.approx(log, rel=2e-3) for log in one]

@@ -1,10 +1,14 @@
-"""Resuming in the middle of an epoch on another number of ranks repeats and skips no batch."""
+"""Epochs are the same on every number of ranks.
+
+Covered: a resume in the middle on another number of ranks repeats and skips no batch; updates are of the
+same batches, and none ends with a batch that only fills up.
+"""
 
 import itertools
 
 import pytest
 import torch
-from fairseq.data.iterators import EpochBatchIterator
+from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 
@@ -115,3 +119,49 @@ def test_a_stock_state_is_read():
         iterator.load_state_dict(stock[0].state_dict())
     _begin(ours)
     assert _rest(ours) == _rest(stock)
+
+
+def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **options):
+    """Return the batches of each update of epoch 2, rank by rank; None only fills up."""
+    iterators = _iterators(kind, ranks, epoch=2, **options)
+    for iterator in iterators:
+        iterator.update_freq = (1, update_freq)
+        state = {"epoch": 2, "iterations_in_epoch": consumed, "order_shards": 1}
+        iterator.load_state_dict(state)
+    epochs = [GroupedIterator(i.next_epoch_itr(shuffle=True), update_freq) for i in iterators]
+    return list(zip(*epochs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "update_freq", "updates_done"),
+    [
+        (2, 3, 0),
+        (2, 3, 1),
+        (3, 4, 0),
+        (3, 4, 1),
+        (4, 5, 0),
+        (4, 5, 1),
+        (2, 1, 5),
+        (24, 1, 0),
+        (5, 5, 0),
+    ],
+)
+def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(
+    ranks, update_freq, updates_done
+):
+    consumed = updates_done * ranks * update_freq
+    found = _updates(ranks, update_freq, consumed=consumed)
+    expected = _updates(1, ranks * update_freq, consumed=consumed)
+    assert [sorted(b for part in u for b in part if b is not None) for u in found] == [
+        sorted(batches) for (batches,) in expected
+    ]
+    for part in itertools.chain(*found):
+        assert part[-1] is not None or all(batch is None for batch in part)
+
+
+def test_a_last_batch_that_is_left_out_is_the_one_that_stock_leaves_out():
+    ours, stock = (
+        _updates(2, 3, kind, skip_remainder_batch=True)
+        for kind in (ElasticEpochBatchIterator, EpochBatchIterator)
+    )
+    assert ours == stock
