@@ -54,6 +54,9 @@ class MoEFeedForward(MoELayer):
         self.seen = False
         # Where ranks call their layers at a pace of their own: returns when all agree on this one.
         self.wait_for_turn: Callable[[], None] | None = None
+        # Where ranks share experts in a training: gives each of them all, to generate at its own pace.
+        self.gather: Callable[[], None] | None = None
+        self.generates = False
 
     def begin_micro_batch(self) -> None:
         """Let the next forward be recorded; a recompute in backward is not one."""
@@ -63,6 +66,10 @@ class MoEFeedForward(MoELayer):
         """Return the experts' output for x [time, batch, D]; 0 for padding tokens."""
         if self.wait_for_turn is not None and not self.training:
             self.wait_for_turn()
+        if self.training:
+            self.experts.everywhere = None
+        elif self.generates and self.gather is not None and self.experts.everywhere is None:
+            self.gather()
         mask = self.padding_mask
         if self.skip_tokens:
             mask = torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
@@ -139,7 +146,7 @@ def replace_ffn(
     layer.fc2 = nn.Identity()
     if getattr(layer, "ffn_layernorm", None) is not None:
         layer.ffn_layernorm = None
-    layer.register_forward_pre_hook(_keep_padding_mask, with_kwargs=True)
+    layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
 
 
 def layer_facts(layer: nn.Module, activation: str) -> dict[str, Any]:
@@ -157,11 +164,13 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _keep_padding_mask(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+def _keep_arguments(layer: nn.Module, args: tuple, kwargs: dict) -> None:
     # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
     # know an encoder's mask too, as `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
         mask = kwargs.get("self_attn_padding_mask")
+        state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
+        layer.fc1.generates = state is not None
     else:
         mask = kwargs.get("encoder_padding_mask", args[1] if len(args) > 1 else None)
     layer.fc1.padding_mask = mask

@@ -111,14 +111,11 @@ class MoETaskMixin(InferenceMixin):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Before a validation that generates, give each rank all experts: beams differ in length."""
+        """Forget what the last backward left in the timers."""
         super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
-        if getattr(config_of(self), "eval_bleu", False):
-            checkpoint.drop_everywhere(model)
-            checkpoint.gather_everywhere(model, topology.in_use())
         for layer in moe_layers(model):
             if layer.timer is not None:
-                layer.timer.read_and_reset()  # what the last backward left is no validation's
+                layer.timer.read_and_reset()
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock iterator, whose epochs are made the same on every number of ranks."""

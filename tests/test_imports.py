@@ -261,9 +261,9 @@ EDGE = {
     "models.changed": "comm.topology flags",
     "models.opened": ("comm.fingerprint comm.topology config ffn_step models.agreement together"),
     "models.build": (
-        "balance_weights comm.gradients comm.guard comm.launcher comm.machine comm.static comm.topology "
-        "config custom ffn_step flags kernels models.agreement models.announce models.changed "
-        "models.opened run_config task_options update_tuner"
+        "balance_weights comm.checkpoint comm.gradients comm.guard comm.launcher comm.machine "
+        "comm.static comm.topology config custom ffn_step flags kernels models.agreement "
+        "models.announce models.changed models.opened run_config task_options update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairseq_tutel.balance_weights import parse_balance_loss
+from fairseq_tutel.comm import checkpoint
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.launcher import ranks_per_node
@@ -120,8 +121,10 @@ def install_experts(
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
     if training:
+        gather = _gathering(model, topology)
         for layer in moe_layers(model):
             layer.experts.refuse = _end
+            layer.gather = gather if topology.expert_parallel_size > 1 else None
         _choose_algorithm(model, task_cfg, root)
         task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
     else:
@@ -133,6 +136,24 @@ def install_experts(
         warn_of_files(configs[0], task_cfg, topology.rank)
     warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
     return model
+
+
+def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
+    """Return what lets every rank generate alone, and says once what that takes. Collective."""
+    said: list[int] = []
+
+    def gather() -> None:
+        checkpoint.gather_everywhere(model, topology)
+        if not said:
+            held = [layer.experts.tensors().values() for layer in moe_layers(model)]
+            said.append(sum(t.numel() * t.element_size() for tensors in held for t in tensors))
+            logger.info(
+                "the model generates while it is trained: for that each rank gathers all experts, %.1f MB, "
+                "since beams differ in length; --moe-expert-parallel-size 1 would keep them there",
+                said[0] / 1e6,
+            )
+
+    return gather
 
 
 def _end(error: ValueError) -> NoReturn:

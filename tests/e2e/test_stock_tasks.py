@@ -3,6 +3,7 @@
 Covered: the same numbers on one rank and on two, a resume on two, --seed, system options as flags.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,35 @@ def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(
     assert facts["moe_gate_loss 0"] > 0.5
     assert facts_of(found) == pytest.approx(facts, rel=1e-5, abs=1e-6)
     same_weights(expected["model"], found["model"], adam=False)
+
+
+def _monolingual(data, folder):
+    """Lay out a translation corpus as online_backtranslation wants it; return the folder."""
+    for lang in ("de", "en"):
+        (folder / lang).mkdir(parents=True)
+        for ending in ("bin", "idx"):
+            shutil.copy(data / f"train.de-en.{lang}.{ending}", folder / lang / f"train.{ending}")
+            shutil.copy(data / f"valid.de-en.{lang}.{ending}", folder)
+    shutil.copy(data / "dict.de.txt", folder / "dict.txt")
+    return folder
+
+
+def test_a_task_that_generates_in_its_training_step_keeps_ranks_in_step(mt_data, tmp_path):
+    task = (
+        "--task", "online_backtranslation", "--mono-langs", "de,en", "--valid-lang-pairs", "de-en",
+        "--optimizer", "sgd", "--lr", 0.5, "--max-update", 3, "--no-save", "--max-tokens", 60,
+    )  # fmt: skip
+    data, logs = _monolingual(mt_data, tmp_path / "data"), []
+    for ranks in (1, 2):
+        words = mt_args(data, tmp_path, *task, "--update-freq", 2 // ranks)
+        run = fairseq("train", *words, ranks=ranks)
+        logs.append([*run.stats("train_inner"), *run.stats("valid")])
+    assert "for that each rank gathers all experts" in run.output
+    names = ("loss", "bt_loss", "dae_loss", "gnorm", "wpb", "valid_loss")
+    one, two = ([{k: float(log[k]) for k in names if k in log} for log in run] for run in logs)
+    assert len(one) == 4
+    assert all(log["bt_loss"] > 0 for log in one[:3])
+    assert two == [pytest.approx(log, rel=2e-3) for log in one]
 
 
 # 11 batches: the last of six micro-batches of an epoch's second update is nobody's.
