@@ -56,7 +56,9 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         per_rank = state_dict.get("iterations_in_epoch", 0)
         consumed = state_dict.get("global_batches", per_rank * saved_shards)
         self._resumed = None
-        start = math.ceil(consumed / self.num_shards)
+        # Stock loses the end of an epoch that begins in the middle of an update.
+        update_freq = self._update_freq_in(state_dict["epoch"])
+        start = math.ceil(consumed / (self.num_shards * update_freq)) * update_freq
         same_place = consumed == start * self.num_shards
         if consumed > 0 and not (same_place and saved_shards == self.num_shards):
             self._resumed = _Resumed(state_dict["epoch"], consumed, start, saved_shards)
@@ -71,11 +73,14 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
         """Return this rank's batches of the epoch, in order; one that only fills up ends no update."""
         batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
-        update_freq = self.update_freq[min(epoch, len(self.update_freq)) - 1]
+        update_freq = self._update_freq_in(epoch)
         in_last_update = (len(batches) - self._start - 1) % update_freq + 1
         if in_last_update > 1 and len(batches[-1]) == 0 and not self.skip_remainder_batch:
             batches[-2:] = batches[-1], batches[-2]
         return batches
+
+    def _update_freq_in(self, epoch: int) -> int:
+        return self.update_freq[min(epoch, len(self.update_freq)) - 1]
 
     def _in_order(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
         resumed = self._resumed

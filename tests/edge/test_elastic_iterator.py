@@ -159,6 +159,15 @@ def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(
         assert part[-1] is not None or all(batch is None for batch in part)
 
 
+@pytest.mark.parametrize(("ranks", "update_freq"), [(1, 3), (2, 2), (3, 5)])
+def test_a_resume_with_larger_updates_trains_the_rest_of_the_epoch(ranks, update_freq):
+    found = _updates(ranks, update_freq, consumed=4)
+    rest = [batch for part in itertools.chain(*found) for batch in part if batch is not None]
+    expected = _updates(1, NUM_BATCHES)[0][0][4:]
+    assert sorted(rest) == sorted(expected)
+    assert len(found) == -(-len(expected) // (ranks * update_freq))
+
+
 def test_a_last_batch_that_is_left_out_is_the_one_that_stock_leaves_out():
     ours, stock = (
         _updates(2, 3, kind, skip_remainder_batch=True)
