@@ -132,7 +132,7 @@ def _unreadable(path: Path, reason: str) -> ValueError:
 
 
 def write_file(values: dict[str, Tensor], path: Path) -> None:
-    """Write tensors into a file of shards, down to the disk.
+    """Write tensors into a file of shards, down to the disk; who may read its folder may read it.
 
     Raises:
         OSError: it could not be written.
@@ -144,6 +144,7 @@ def write_file(values: dict[str, Tensor], path: Path) -> None:
         save_file(values, path)
     except SafetensorError as error:  # what the system said, in its own words
         raise OSError(str(error)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)
     with path.open("rb") as saved:
         os.fsync(saved.fileno())
 
