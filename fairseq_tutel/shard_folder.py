@@ -2,7 +2,8 @@
 
 SAVE_DIR/experts/writing-89abcdef is being written; SAVE_DIR/experts/0123456789abcdef is complete, and
 named by its content. A folder counts from the moment that a checkpoint's file names it, so the rename of
-that file is what commits a checkpoint.
+that file is what commits a checkpoint. Between the two another process cannot tell it from one that nobody
+needs any more, so what is younger than an hour is left alone, but by the process that knows whose it is.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +22,10 @@ logger = logging.getLogger(__name__)
 PARENT, WRITING = "experts", "writing"
 NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
+YOUNG_SECONDS = 3600.0
+
+# What this process committed, or saw a checkpoint name: once none does, nobody is about to.
+_known: set[Path] = set()
 
 
 def begin(save_dir: Path, prefix: str = WRITING) -> Path:
@@ -43,7 +49,9 @@ def commit(written: Path, digests: Iterable[str]) -> str:
             os.replace(file, folder / file.name)  # which may be damaged there
         written.rmdir()
     else:
+        os.utime(written)  # its age counts from here
         os.rename(written, folder)
+    _known.add(folder.resolve())
     sync(folder)
     sync(folder.parent)
     return f"{PARENT}/{name}"
@@ -59,16 +67,15 @@ def sync(folder: Path) -> None:
 
 
 def collect(save_dir: Path) -> None:
-    """Remove what was cut off while it was written, and folders that no checkpoint in `save_dir` names.
+    """Remove folders that no checkpoint in `save_dir` names, and what was cut off while it was written.
 
     A checkpoint may have any name. Where one can not be read, or the folders are elsewhere, behind a link,
-    nothing is removed.
+    nothing is removed; nor is what is young and not known to this process.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
         return
-    for folder in parent.glob(f"{WRITING}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_cut_off(save_dir, YOUNG_SECONDS)
     folders = [f for f in parent.iterdir() if NAME.fullmatch(f.name) and not f.is_symlink()]
     if not folders:
         return
@@ -81,8 +88,26 @@ def collect(save_dir: Path) -> None:
         )
         return
     for folder in folders:
-        if folder.name not in named:
+        known = folder.resolve()
+        if folder.name in named:
+            _known.add(known)
+        elif known in _known or _age(folder) >= YOUNG_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_cut_off(save_dir: Path, seconds: float) -> None:
+    """Remove what a training began to write and did not change for some time."""
+    for folder in (save_dir / PARENT).glob(f"{WRITING}-*"):
+        if _age(folder) >= seconds:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _age(folder: Path) -> float:
+    """Return for how many seconds neither a folder nor a file in it was changed."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except FileNotFoundError:  # changed just now
+        return 0.0
 
 
 # By file, times and size: the names do not change while the file does not.

@@ -1,13 +1,15 @@
 """Whole files: a checkpoint is written anew in every try, and known to be whole before it is read."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,32 +17,74 @@ import torch
 # As often as stock fairseq tries, and as long as it waits for a disk to come back.
 TRIES, PAUSE_SECONDS = 3, 2.5
 TEMPORARY = ".tmp"
+# Linux' number of the call by which Btrfs, XFS and NFS 4.2 let a copy share the bytes of its source.
+FICLONE = 0x40049409
 DOS_FOLDER = 0x10
 CHUNK = 2**20
 TORN = "is torn (cut off while it was written, or changed on its disk)"
 
 
+def temporary_of(path: str) -> str:
+    """Return a name beside a file that no other writer has."""
+    return f"{path}.{secrets.token_hex(4)}{TEMPORARY}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one of `temporary_of`."""
+    return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
+
+
 def save(content: Any, path: str) -> None:
-    """Write a file by torch.save; one that failed is removed, so that its bytes are free.
+    """Write a file by torch.save under a temporary name, and rename it.
 
     Args:
         content: what torch.save takes.
-        path: of a local file; a name that ends in TEMPORARY is another's that will be renamed.
+        path: of a local file.
 
     Raises:
-        OSError: in one sentence, which file could not be written and why.
+        OSError: in one sentence, which file could not be written and why; it is what it was before.
     """
-    for left in reversed(range(TRIES)):
+    with replacing(path) as temporary:
+        for left in reversed(range(TRIES)):
+            try:
+                write(content, temporary)
+                return
+            except Exception:
+                if left == 0:
+                    raise
+                time.sleep(PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Give a temporary name to write to in the block; the file then gets that of `path`.
+
+    Raises:
+        OSError: in one sentence, which file could not be written and why; its bytes are free again.
+    """
+    temporary = temporary_of(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except Exception as error:
+        raise unwritten(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+
+
+def share(source: str, path: str) -> bool:
+    """Copy a file by letting the copy share its bytes; False where the file system can not.
+
+    A link would do so everywhere, but then who copies another file over checkpoint_last.pt, by hand or by a
+    fairseq without this plugin, would rewrite the older checkpoint too.
+    """
+    with open(source, "rb") as read, open(path, "wb") as written:
         try:
-            write(content, path)
-            return
-        except Exception as error:
-            if left == 0:
-                explained = unwritten(path.removesuffix(TEMPORARY), error)
-                with contextlib.suppress(OSError):
-                    os.remove(path)
-                raise explained from error
-            time.sleep(PAUSE_SECONDS)
+            fcntl.ioctl(written, FICLONE, read.fileno())
+        except OSError:
+            return False
+    return True
 
 
 def write(content: Any, path: str | os.PathLike) -> None:
@@ -56,7 +100,10 @@ def unwritten(path: str, error: BaseException) -> OSError:
     cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
     if cause is not None:
         number, reason = cause.errno, str(cause.strerror)
-    free = shutil.disk_usage(os.path.dirname(path) or ".").free
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
     message = (
         f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free there); earlier checkpoints "
         "are as they were; see to the disk, and start again to go on from the newest."

@@ -6,17 +6,19 @@
    experts in shard files stand beside it; and no one else stands at every door by which a file comes in
    that is to be used, damaged or foreign as it may be.
 3. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
-   the middle leaves a torn file.
+   the middle leaves a torn file; no copy shares its bytes where the file system could.
 4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
    trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
    reads ranks and devices by that before it builds anything of ours; where ranks do not find each other,
    or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing;
    where models are used, ranks that share experts serve each other until all are done, which no one
-   function of theirs knows; and a task without a dataclass is given no way to the run's configuration.
+   function of theirs knows; a training, a dense one too, has its --save-dir to itself until it ends; and a
+   task without a dataclass is given no way to the run's configuration.
 5. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
    of ours, which may be there to keep a shard of them.
-6. `checkpoint_utils._torch_persistent_save`: after a write that failed stock goes on behind what that one
-   left in the file, which then gets a checkpoint's name and cannot be opened.
+6. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
+   left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
+   temporary name.
 """
 
 import functools
@@ -33,6 +35,7 @@ from fairseq.file_io import PathManager
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.trainer import Trainer
 
+from fairseq_tutel import one_writer, whole_files
 from fairseq_tutel.comm import checkpoint, restart, topology
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.launch import drop_tpu, join_torchrun, meeting_of
@@ -49,7 +52,6 @@ from fairseq_tutel.run_config import KeepRoot, saves_shards
 from fairseq_tutel.save_shards import save_in_shards
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
-from fairseq_tutel.whole_files import TEMPORARY, save, unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,10 @@ def consolidate_optimizer(original: Any) -> Any:
                 logger.warning(
                     "crash.pt will hold this rank's experts or shards only, and can not be resumed from"
                 )
-        elif saves_shards(self.task) and checkpoint.expert_modules(model):
+            original(self)
+            return
+        one_writer.confirm()
+        if saves_shards(self.task) and checkpoint.expert_modules(model):
             # A composite optimizer, which one rank alone may have, keeps its states in the file.
             by_parameter = with_state and hasattr(inner.optimizer, "state")
             save_in_shards(self, inner if by_parameter else None, place)
@@ -126,38 +131,34 @@ def copy(original: Any) -> Any:
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
         if not PathManager.supports_rename(dst_path):
             return original(src_path, dst_path, overwrite)
-        temporary = dst_path + TEMPORARY
-        try:
-            copied = original(src_path, temporary, True)
+        # Where a link leads, as stock does, which writes through it.
+        with whole_files.replacing(os.path.realpath(dst_path)) as temporary:
+            copied = whole_files.share(src_path, temporary) or original(src_path, temporary, True)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(temporary, dst_path)
-        except BaseException as error:
-            explained = unwritten(dst_path, error) if isinstance(error, OSError) else error
-            if os.path.exists(temporary):
-                os.remove(temporary)
-            raise explained from error
         return dst_path if isinstance(copied, str) else copied
 
     return wrapper
 
 
 def persistent_save(original: Any) -> Any:
-    """Write local files so that a second try begins at the first byte."""
+    """Write local files under a name of their own; a second try begins at the first byte."""
 
     @functools.wraps(original)
-    def wrapper(obj: Any, f: Any) -> None:
-        path = getattr(f, "name", None)
-        if isinstance(path, str) and os.path.isfile(path):
-            save(obj, path)
+    def wrapper(obj: Any, filename: Any, async_write: bool = False) -> None:
+        if async_write or not PathManager.supports_rename(filename):
+            original(obj, filename, async_write)
         else:
-            original(obj, f)
+            whole_files.save(obj, filename)
 
     return wrapper
 
 
 def call_main(original: Any) -> Any:
-    """Let torchrun's ranks meet, --bf16 mean bf16, an error name who is missing, ranks end together."""
+    """Let torchrun's ranks meet, --bf16 mean bf16, an error name who is missing, ranks end together.
+
+    A training begins once --save-dir is its own.
+    """
 
     @functools.wraps(original)
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
@@ -165,7 +166,8 @@ def call_main(original: Any) -> Any:
         join_torchrun(cfg)
         if cfg.distributed_training.distributed_init_method is None:
             distributed_utils.infer_init_method(cfg.distributed_training)
-        on_each = KeepRoot(main if cfg.common_eval.path is None else OnSeveralRanks(main))
+        uses = cfg.common_eval.path is not None
+        on_each = KeepRoot(OnSeveralRanks(main) if uses else one_writer.OneWriter(main))
         if cfg.distributed_training.distributed_init_method == "env://" and restart.may_happen():
             cfg.distributed_training.distributed_init_method = restart.METHOD
         with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:
@@ -199,7 +201,7 @@ def install() -> None:
     _guard(PathManager.copy, ("src_path", "dst_path", "overwrite"))
     _guard(distributed_utils.call_main, ("cfg", "main", "kwargs"))
     _guard(FP16Optimizer.build_optimizer, ("cfg", "params", "kwargs"))
-    _guard(checkpoint_utils._torch_persistent_save, ("obj", "f"))
+    _guard(checkpoint_utils.torch_persistent_save, ("obj", "filename", "async_write"))
     Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu(
         checkpoint_utils.load_checkpoint_to_cpu
@@ -208,9 +210,7 @@ def install() -> None:
     distributed_utils.call_main = call_main(distributed_utils.call_main)
     stock = FP16Optimizer.build_optimizer.__func__
     FP16Optimizer.build_optimizer = classmethod(build_optimizer(stock))
-    checkpoint_utils._torch_persistent_save = persistent_save(
-        checkpoint_utils._torch_persistent_save
-    )
+    checkpoint_utils.torch_persistent_save = persistent_save(checkpoint_utils.torch_persistent_save)
 
 
 install()

@@ -162,6 +162,7 @@ CORE = {
     ),
     "safe_globals": "",
     "whole_files": "",
+    "lease": "",
     "tools": "",
     "tools.checkpoint_file": "shards whole_files",
     "tools.one_file": "tools.checkpoint_file",
@@ -318,8 +319,10 @@ EDGE = {
     ),
     "save_shards": "comm.checkpoint expert_stack optim.moe_optimizer",
     "launch": "comm.guard comm.launcher comm.meeting",
+    "one_writer": "comm.guard lease shard_folder whole_files",
     "wrapped": (
-        "comm.checkpoint comm.guard comm.restart comm.topology launch opened_file optim.moe_optimizer "
+        "comm.checkpoint comm.guard comm.restart comm.topology launch one_writer opened_file "
+        "optim.moe_optimizer "
         "optim.shard_plan optim.sharded_fp16 run_config save_shards shards together "
         "whole_files"
     ),

@@ -8,6 +8,7 @@ kept and collected.
 import dataclasses
 import itertools
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fairseq_tutel import shard_folder
 from fairseq_tutel.comm.slices import Slice, cut
-from fairseq_tutel.shards import Piece, ShardedTensor, bind, digest, is_record, unbind
+from fairseq_tutel.shards import Piece, ShardedTensor, bind, digest, is_record, unbind, write_file
 
 FOLDER = "experts/0123456789abcdef"
 PIECE = ["layer.0.safetensors", "0.0", "00"]
@@ -171,6 +172,62 @@ def test_a_checkpoint_may_have_any_name(tmp_path):
     assert held(tmp_path) == sorted([first, second])
 
 
+def age(folder: Path, seconds: float) -> None:
+    """Let a folder be as old, and all that is in it."""
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def forget(monkeypatch) -> None:
+    """Be another process."""
+    monkeypatch.setattr(shard_folder, "_known", set())
+
+
+def test_another_writer_s_folder_is_kept_till_its_checkpoint_s_file_must_be_there(
+    tmp_path, monkeypatch
+):
+    theirs = shard_folder.begin(tmp_path)
+    (theirs / "a.safetensors").write_text("theirs")
+    committed = tmp_path / shard_folder.commit(theirs, ["theirs"])
+    forget(monkeypatch)
+    own = save(tmp_path, "checkpoint1.pt", "own")
+    age(committed, shard_folder.YOUNG_SECONDS - 60)
+    shard_folder.collect(tmp_path)
+    assert held(tmp_path) == sorted([own, f"experts/{committed.name}"])
+    age(committed, shard_folder.YOUNG_SECONDS + 60)
+    shard_folder.collect(tmp_path)
+    assert held(tmp_path) == [own]
+
+
+def test_a_folder_s_age_counts_from_its_commit(tmp_path, monkeypatch):
+    folder = shard_folder.begin(tmp_path)
+    (folder / "a.safetensors").write_text("slow")
+    age(folder, 2 * shard_folder.YOUNG_SECONDS)
+    committed = shard_folder.commit(folder, ["slow"])
+    forget(monkeypatch)
+    shard_folder.collect(tmp_path)
+    assert held(tmp_path) == [committed]
+
+
+def test_what_a_process_saw_a_checkpoint_name_goes_with_that(tmp_path, monkeypatch):
+    save(tmp_path, "checkpoint1.pt", "one")
+    forget(monkeypatch)
+    second = save(tmp_path, "checkpoint2.pt", "two")
+    (tmp_path / "checkpoint1.pt").unlink()
+    shard_folder.collect(tmp_path)
+    assert held(tmp_path) == [second]
+
+
+def test_a_file_that_was_written_over_in_place_is_read_anew(tmp_path):
+    first = save(tmp_path, "checkpoint.pt", "one")
+    save(tmp_path, "new.pt", "two")
+    shard_folder.mentions(tmp_path / "checkpoint.pt")
+    content = (tmp_path / "new.pt").read_bytes()
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    os.utime(tmp_path / "checkpoint.pt", (1, 1))
+    assert f"experts/{shard_folder.mentions(tmp_path / 'checkpoint.pt').pop()}" != first
+
+
 def test_a_file_that_was_replaced_within_its_clock_tick_is_read_anew(tmp_path):
     save(tmp_path, "checkpoint.pt", "one")
     os.utime(tmp_path / "checkpoint.pt", (1, 1))
@@ -193,6 +250,10 @@ def test_what_was_cut_off_is_removed_and_begun_under_another_name(tmp_path):
     folder = shard_folder.begin(tmp_path)
     of_a_tool = shard_folder.begin(tmp_path, "convert")
     (folder / "half").write_text("half")
+    os.utime(folder, (1, 1))
+    shard_folder.collect(tmp_path)
+    assert folder.exists()  # its file is young
+    age(folder, shard_folder.YOUNG_SECONDS)
     shard_folder.collect(tmp_path)
     assert not folder.exists()
     assert of_a_tool.exists()
@@ -228,6 +289,17 @@ def test_names_of_a_committed_folder_are_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", lambda a, b: happened.append("rename") or stock(a, b))
     committed = tmp_path / shard_folder.commit(folder, ["one"])
     assert happened == ["rename", ("sync", committed), ("sync", committed.parent)]
+
+
+def test_a_file_of_shards_is_on_the_disk_and_as_readable_as_its_folder(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    for mode in (0o755, 0o750, 0o775):
+        tmp_path.chmod(mode)
+        path = tmp_path / f"{mode}.safetensors"
+        write_file({"a": torch.ones(2)}, path)
+        assert synced.pop() == path.stat().st_ino
+        assert path.stat().st_mode & 0o777 == mode & 0o666
 
 
 def test_other_people_s_folders_are_left_alone(tmp_path):

@@ -117,14 +117,29 @@ def test_a_disk_that_comes_back_gets_the_whole_file(failing, path):
 
 def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing, path):
     failing.times = whole_files.TRIES
-    temporary = f"{path}.tmp"
+    before = path.read_bytes()
     with pytest.raises(
         OSError, match=r"checkpoint_1_2\.pt could not be written: No space left"
     ) as caught:
-        whole_files.save(CONTENT, temporary)
+        whole_files.save(CONTENT, str(path))
     assert caught.value.errno == errno.ENOSPC
     assert "earlier checkpoints are as they were" in str(caught.value)
-    assert not os.path.exists(temporary)
+    assert os.listdir(path.parent) == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_two_that_write_the_same_file_do_not_meet(path):
+    with (
+        whole_files.replacing(str(path)) as first,
+        whole_files.replacing(str(path)) as second,
+    ):
+        assert first != second
+        for name in (first, second):
+            assert whole_files.is_temporary(os.path.basename(name))
+            whole_files.write(CONTENT, name)
+    assert os.listdir(path.parent) == [path.name]
+    assert not whole_files.is_temporary(path.name)
+    assert not whole_files.is_temporary(f"{path.name}.tmp")  # another program's
 
 
 def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):

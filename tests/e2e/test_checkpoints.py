@@ -2,17 +2,21 @@
 
 Covered: 2 ranks -> 1 -> 4 -> 3 in the middle of an epoch; the same bits for the same number of
 ranks; one process opens what several saved; --no-save-optimizer-state; a kill in a save, in a copy
-and in a step; a full disk; torn and misshapen files.
+and in a step; a full disk; torn and misshapen files; a folder that another training writes into.
 """
 
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from cli import fairseq, refused, start, tail, wait
+from cli import USER_DIR, fairseq, refused, start, tail, wait
 from equality import same_bits
 from models import lm_args
+
+from fairseq_tutel.one_writer import writing
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
@@ -139,6 +143,21 @@ def test_a_full_disk_is_an_error_and_costs_no_checkpoint(lm_data, tmp_path):
     assert run.exit_codes == [1]
     assert "File too large" in run.output or "failed writing" in run.output
     assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+
+
+def test_a_folder_that_another_training_writes_into_is_refused_on_all_ranks(lm_data, tmp_path):
+    """Also to a dense model; the other training is this process."""
+    dense = [
+        lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
+        "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,
+    ]  # fmt: skip
+    with writing(str(tmp_path)):
+        run = wait(start("train", *dense, ranks=2))
+    assert run.exit_codes == [1, 1]
+    for log in run.logs:
+        sentence = f"--save-dir is {tmp_path}, where process {os.getpid()} on .* is training; give"
+        assert re.search(sentence, log.splitlines()[-1])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def test_all_six_wrappers_are_installed_once():
 
     wrapped_functions = (
         Trainer.consolidate_optimizer, checkpoint_utils.load_checkpoint_to_cpu, PathManager.copy,
-        utils.call_main, FP16Optimizer.build_optimizer, checkpoint_utils._torch_persistent_save,
+        utils.call_main, FP16Optimizer.build_optimizer, checkpoint_utils.torch_persistent_save,
     )  # fmt: skip
     for function in wrapped_functions:
         assert not hasattr(function.__wrapped__, "__wrapped__")
@@ -41,6 +41,43 @@ def test_a_copy_replaces_its_destination_at_once(tmp_path):
     assert PathManager.copy(str(a), str(b), overwrite=True)
     assert b.read_bytes() == b"new"
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
+
+
+def test_a_copy_goes_where_a_link_leads(tmp_path):
+    (tmp_path / "disk").mkdir()
+    a, b, there = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "disk" / "b.pt"
+    a.write_bytes(b"new")
+    there.write_bytes(b"old")
+    b.symlink_to(there)
+    assert PathManager.copy(str(a), str(b), overwrite=True)
+    assert b.is_symlink() and there.read_bytes() == b"new"
+    assert os.listdir(tmp_path / "disk") == ["b.pt"]
+
+
+def test_a_copy_shares_its_bytes_where_the_disk_can(tmp_path, monkeypatch):
+    """This disk may not: what the call would do is done for it."""
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    a.write_bytes(b"new")
+    calls = []
+
+    def share(written, call, source):
+        calls.append((call, os.fstat(source).st_ino))
+        written.write(b"shared")
+
+    monkeypatch.setattr("fcntl.ioctl", share)
+    assert PathManager.copy(str(a), str(b), overwrite=True)
+    assert b.read_bytes() == b"shared"
+    assert calls == [(whole_files.FICLONE, a.stat().st_ino)]
+
+
+def test_a_copy_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    a, b, happened = tmp_path / "a.pt", tmp_path / "b.pt", []
+    a.write_bytes(b"new")
+    stock = os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: happened.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "replace", lambda x, y: happened.append("named") or stock(x, y))
+    PathManager.copy(str(a), str(b), overwrite=True)
+    assert happened == [3, "named"]
 
 
 def test_a_failed_copy_leaves_the_destination_as_it_was(tmp_path):

@@ -11,10 +11,11 @@ import resource
 import signal
 
 import torch
-from fairseq import checkpoint_utils, file_io
+from fairseq import file_io
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_tutel import whole_files
 from fairseq_tutel.plugin import register
 
 register()
@@ -61,8 +62,8 @@ def _forward(original):
     return wrapper
 
 
-def _persistent_save(original):
-    def wrapper(obj, file):
+def _save(original):
+    def wrapper(obj, file, *args, **kwargs):
         what = _fault("save")
         if what == "kill":
             file.write(b"PK half a checkpoint")
@@ -70,7 +71,7 @@ def _persistent_save(original):
             _kill()
         if what == "full":
             _fill_the_disk()
-        return original(obj, file)
+        return original(obj, file, *args, **kwargs)
 
     return wrapper
 
@@ -96,6 +97,7 @@ def _copyfile(original):
 
 
 CrossEntropyCriterion.forward = _forward(CrossEntropyCriterion.forward)
-checkpoint_utils._torch_persistent_save = _persistent_save(checkpoint_utils._torch_persistent_save)
+torch.save = _save(torch.save)
+whole_files.share = lambda *_: False  # or nothing would be copied
 SequenceGenerator.generate = _generate(SequenceGenerator.generate)
 file_io.shutil.copyfile = _copyfile(file_io.shutil.copyfile)

@@ -21,6 +21,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
+from fairseq_tutel import whole_files
 from fairseq_tutel.comm import shards, zero_transfer
 from fairseq_tutel.plugin import register
 
@@ -215,6 +216,7 @@ before(checkpoint_utils, "save_checkpoint", "gather")
 before(shards, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
+whole_files.share = lambda *_: False  # or nothing would be copied
 os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
 after(checkpoint_utils, "save_checkpoint", "saved")
 reach("import")
