@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from fairseq.file_io import PathManager
 
 from fairseq_tutel import shard_folder, whole_files
-from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.comm.first import of_first
 from fairseq_tutel.lease import NAME, Lease, take
 
 _held: list[Lease] = []
@@ -66,30 +65,22 @@ def confirm() -> None:
 
 def _taken_by_first(save_dir: str) -> Lease | None:
     """Return the lease on rank 0, and None on the others, which wait for it."""
-    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    first = not together or dist.get_rank() == 0
-    attempt = take(save_dir)
-    while True:
-        # Whether it is decided, and how; a try at a time, since ranks wait for so long only.
-        decided: list[Any] = [False, None]
-        lease = None
-        if first:
-            try:
-                next(attempt)
-            except StopIteration as taken:
-                decided, lease = [True, None], taken.value
-            except ValueError as error:
-                decided = [True, str(error)]
-            except OSError as error:
-                path = str(Path(save_dir) / NAME)
-                decided = [True, str(whole_files.unwritten(path, error))]
-        if together:
-            with guarded("rank 0's look at who writes into --save-dir"):
-                dist.broadcast_object_list(decided, src=0)
-        if decided[1] is not None:
-            raise ValueError(decided[1])
-        if decided[0]:
-            return lease
+    attempt, taken = take(save_dir), []
+
+    def is_taken() -> bool:
+        try:
+            next(attempt)
+        except StopIteration as end:
+            taken.append(end.value)
+        except OSError as error:
+            sentence = whole_files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
+            raise ValueError(sentence) from error
+        return bool(taken)
+
+    # A try at a time: another's lease may be watched for longer than ranks wait for each other.
+    while not of_first(is_taken, "rank 0's look at who writes into --save-dir"):
+        pass
+    return taken[0] if taken else None
 
 
 def _tidy(save_dir: Path, all_is_old: bool) -> None:

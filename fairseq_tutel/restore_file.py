@@ -3,24 +3,35 @@
 import glob
 import logging
 import os
+import re
 import socket
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from fairseq.file_io import PathManager
 
+from fairseq_tutel.comm.first import of_first
 from fairseq_tutel.comm.guard import guarded, name_ranks
+from fairseq_tutel.shards import bind
 from fairseq_tutel.whole_files import has_an_end, identity, is_whole
 
 logger = logging.getLogger(__name__)
 
 # What a rank can find in the place of a local file that is whole.
 NOTHING, FOLDER, TORN, ELSEWHERE = "nothing", "a folder", "torn", "no local file"
+# What a training saves beside checkpoint_last.pt; files of other names may be of other trainings.
+SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
 
 def checkpoint_to_load(cfg: Any) -> str | None:
     """Return the path of the checkpoint that a training will go on from, or None. Collective.
+
+    Where checkpoint_last.pt is not there but others are, as when the disk was full at the first save, it is
+    the newest whole one of them, and `cfg` is changed to name it.
 
     Args:
         cfg: the checkpoint part of the FairseqConfig of a training.
@@ -34,7 +45,12 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     flag, path = "--restore-file", last
     if cfg.restore_file != "checkpoint_last.pt":
         path = cfg.restore_file.replace(".pt", suffix)
-    elif not os.path.exists(last):  # what begins a training, in the order in which stock looks
+    newest = of_first(lambda: _newest_saved(cfg, path, last), "rank 0's look for a checkpoint")
+    if newest is not None:
+        path = os.path.join(cfg.save_dir, newest)
+        cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
+    elif path == last and not os.path.exists(last):
+        # What begins a training, in the order in which stock looks.
         if cfg.continue_once is not None:
             flag, path = "--continue-once", cfg.continue_once
         elif cfg.finetune_from_model is not None:
@@ -55,6 +71,53 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     if found[0] == NOTHING:
         _warn_of_checkpoints_beside(path)
     return None if found[0] in (NOTHING, ELSEWHERE) else path
+
+
+def _newest_saved(cfg: Any, path: str, last: str) -> str | None:
+    """Return the name of the newest whole checkpoint in --save-dir where it stands in for the last one.
+
+    Raises:
+        ValueError: there are some, and none is whole.
+    """
+    begin = cfg.continue_once or cfg.finetune_from_model
+    is_wanted = os.path.abspath(path) == os.path.abspath(last) and not PathManager.exists(last)
+    begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == os.path.abspath(
+        cfg.save_dir
+    )
+    if cfg.checkpoint_suffix or not is_wanted or begins_here or not os.path.isdir(cfg.save_dir):
+        return None
+    names = [name for name in os.listdir(cfg.save_dir) if SAVED.fullmatch(name)]
+    by_updates = [(_updates_of(os.path.join(cfg.save_dir, name)), name) for name in names]
+    for updates, name in sorted(by_updates, reverse=True):
+        if updates >= 0 and is_whole(os.path.join(cfg.save_dir, name)):
+            logger.warning(
+                "there is no %s: the training goes on from %s (update %d), the newest whole checkpoint in "
+                "--save-dir; give another --save-dir to begin anew",
+                last,
+                name,
+                updates,
+            )
+            return name
+    if names:
+        raise ValueError(
+            f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt to go on from, and none of its "
+            f"{len(names)} other checkpoints is whole; give another --save-dir to begin anew, or "
+            "--restore-file with a checkpoint from elsewhere."
+        )
+    return None
+
+
+def _updates_of(path: str) -> int:
+    """Return after how many updates a file was saved; -1 where it is torn, or its shards are missing."""
+    try:
+        # Mapped, not read.
+        state = torch.load(
+            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+        )
+        bind(state, Path(path))
+        return int(state["optimizer_history"][-1]["num_updates"])
+    except Exception:  # torch has no exception of its own for what it can not read
+        return -1
 
 
 def _found_by_all(path: str) -> list[str]:

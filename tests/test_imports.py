@@ -92,6 +92,7 @@ CORE = {
     "losses": "choice comm.guard routing",
     "metrics": "routing",
     "dispatch": "first_order kernels routing",
+    "comm.first": "comm.guard",
     "comm.fingerprint": "comm.guard",
     "comm.meeting": "comm.guard",
     "comm.restart": "comm.launcher",
@@ -137,7 +138,7 @@ CORE = {
         "comm.all_to_all comm.guard comm.slices comm.stamp comm.topology expert_stack first_order"
     ),
     "comm.static": "comm.adaptive comm.cost comm.how comm.machine comm.topology config",
-    "comm.shards": "comm.guard comm.slices comm.topology expert_stack shard_folder shards",
+    "comm.shards": "comm.first comm.guard comm.slices comm.topology expert_stack shard_folder shards",
     "comm.checkpoint": "comm.guard comm.shards comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
@@ -235,7 +236,7 @@ EDGE = {
     "optim.sharded_fp16": "",
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
-    "restore_file": "comm.guard whole_files",
+    "restore_file": "comm.first comm.guard shards whole_files",
     "opened_file": "config custom whole_files",
     "run_config": (
         "comm.topology ffn_step flags optim.moe_optimizer optim.shard_plan plugin restore_file "
@@ -319,7 +320,7 @@ EDGE = {
     ),
     "save_shards": "comm.checkpoint expert_stack optim.moe_optimizer",
     "launch": "comm.guard comm.launcher comm.meeting",
-    "one_writer": "comm.guard lease shard_folder whole_files",
+    "one_writer": "comm.first lease shard_folder whole_files",
     "wrapped": (
         "comm.checkpoint comm.guard comm.restart comm.topology launch one_writer opened_file "
         "optim.moe_optimizer "

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import shard_folder
+from fairseq_tutel.comm.first import of_first
 from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.slices import Slice
 from fairseq_tutel.comm.topology import Topology
@@ -45,7 +46,7 @@ def write_experts(
     Raises:
         ValueError: on all ranks, where one could not write.
     """
-    folder = save_dir / shard_folder.PARENT / _first_rank(place, lambda: _begin(save_dir))
+    folder = save_dir / shard_folder.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, place, states, folder)
     everything: list[Any] = [own]
     if place.world_size > 1:
@@ -60,7 +61,7 @@ def write_experts(
         for p in pieces.values()
     ]
     sizes = {file: size for _, sizes, _ in everything for file, size in sizes.items()}
-    committed = _first_rank(place, lambda: _commit(folder, names, sizes))
+    committed = _first_rank(lambda: _commit(folder, names, sizes))
     return {
         key: ShardedTensor(
             root=save_dir,
@@ -87,23 +88,15 @@ def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
     return shard_folder.commit(folder, names)
 
 
-def _first_rank(place: Topology, action: Callable[[], Any]) -> Any:
+def _first_rank(action: Callable[[], Any]) -> Any:
     """Return on all ranks what rank 0 did; its error is everybody's."""
-    done: list[Any] = [None, None]
-    if place.rank == 0:
-        try:
-            done[0] = action()
-        except Exception as error:  # whatever it is, the others wait
-            done[1] = f"{type(error).__name__}: {error}"
-    if place.world_size > 1:
-        with guarded("rank 0's work on the folder of shards"):
-            dist.broadcast_object_list(done, src=0)
-    if done[1] is not None:
+    try:
+        return of_first(action, "rank 0's work on the folder of shards")
+    except ValueError as error:
         raise ValueError(
-            f"rank 0 could not prepare or commit the folder of shards ({done[1]}); make room, or give a "
+            f"rank 0 could not prepare or commit the folder of shards ({error}); make room, or give a "
             "--save-dir that all ranks share; the last saved checkpoint is whole."
-        )
-    return done[0]
+        ) from None
 
 
 def _refuse_failure(folder: Path, errors: list[str | None]) -> None:

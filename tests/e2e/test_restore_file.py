@@ -1,7 +1,8 @@
 """The file that a training goes on from, where every rank has a --save-dir or --restore-file of its own.
 
-Covered: a file that one rank does not have; two files, also of ranks that exchange no rows, which would
-train two models; a file to begin with that is nowhere; copies, which are one file.
+Covered: no checkpoint_last.pt beside others; a file that one rank does not have; two files, also of ranks
+that exchange no rows, which would train two models; a file to begin with that is nowhere; copies, which are
+one file.
 """
 
 import re
@@ -55,6 +56,19 @@ def test_copies_on_every_node_are_one_checkpoint(lm_data, tmp_path, saved):
         start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b")))
     )
     assert run.exit_codes == [0, 0]
+    assert "(epoch 1 @ 2 updates)" in run.logs[0]
+
+
+def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_data, tmp_path, saved):
+    """As after a disk that was full for the copy; the ranks' folders may be copies."""
+    for name in ("a", "b"):
+        shutil.copytree(saved[0], tmp_path / name)
+        (tmp_path / name / "checkpoint_last.pt").unlink()
+    run = wait(
+        start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b")))
+    )
+    assert run.exit_codes == [0, 0]
+    assert "the training goes on from checkpoint_best.pt (update 2)" in run.logs[0]
     assert "(epoch 1 @ 2 updates)" in run.logs[0]
 
 

@@ -21,7 +21,7 @@ from .job import Job, train
 from .plan import BEGUN, ROUNDED, UPDATES, Fault, Trial
 
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates")
-FROM_THE_BEGINNING = "the training starts from the beginning"
+FROM_ANOTHER = "the training goes on from"
 # Numbers of the same micro-batches on other ranks differ by rounding.
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
@@ -169,8 +169,8 @@ def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator
             yield f"left {files.problem_of(path, _num_experts(trial))}"
     if trial.tear:
         gone = torn is not None and torn.name == "checkpoint_last.pt" and trial.tear == "remove"
-        if gone and FROM_THE_BEGINNING not in "".join(job.logs):
-            yield "started from the beginning beside older checkpoints without a word"
+        if gone and FROM_ANOTHER not in "".join(job.logs):
+            yield "did not go on from the newest checkpoint, or not with a word"
         return
     saved = [int(n) for n in SAVED.findall(job.logs[0])] + [BEGUN] * trial.begun
     newest = files.newest(whole)
