@@ -1,8 +1,8 @@
 """Checkpoints of experts: gathered by global expert id to rank 0, or written by every rank; cut at load.
 
-The gathering is collective and runs tensor by tensor. Rank 0 keeps, in host memory until the next
-training step, one full copy of what it gathered: E / e times the local experts, and as much again for
-every optimizer state tensor of their shape (three times the experts with Adam).
+The gathering is collective and runs tensor by tensor, a piece at a time. Rank 0 keeps, in host memory until
+the next training step, one full copy of what it gathered: E / e times the local experts, and as much again
+for every optimizer state tensor of their shape (three times the experts with Adam).
 """
 
 from pathlib import Path
@@ -17,6 +17,9 @@ from fairseq_tutel.comm.shards import States, write_experts
 from fairseq_tutel.comm.slices import Slice, join, slice_of
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
+
+# Of all ranks' parts that stand on rank 0's device at once.
+GATHERED_BYTES = 64 * 2**20
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
@@ -34,15 +37,21 @@ def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None
     if topology.rank >= topology.expert_parallel_size:
         return None
     how = slice_of(tensor) if how is None else how
-    tensor, size = tensor.detach().contiguous(), topology.expert_parallel_size
+    flat, size = tensor.detach().contiguous().view(-1), topology.expert_parallel_size
     first, group = topology.rank == 0, topology.expert_group
-    # Rows of one tensor, which is the result where experts are not cut.
-    parts = tensor.new_empty(size, *tensor.shape) if first else None
-    with guarded("the gathering of experts on rank 0", group):
-        dist.gather(tensor, list(parts) if parts is not None else None, dst=0, group=group)
-    if parts is None:
+    whole = torch.empty(size, *tensor.shape, dtype=tensor.dtype) if first else None
+    step = max(1, GATHERED_BYTES // (size * tensor.element_size()))
+    for begin in range(0, len(flat), step):
+        piece = flat[begin : begin + step]
+        parts = list(piece.new_empty(size, len(piece))) if first else None
+        with guarded("the gathering of experts on rank 0", group):
+            dist.gather(piece, parts, dst=0, group=group)
+        if whole is not None and parts is not None:
+            for own, part in zip(whole.view(size, -1), parts, strict=True):
+                own[begin : begin + step] = part
+    if whole is None:
         return None
-    return join(list(parts.cpu()), how) if how.count > 1 else parts.flatten(0, 1).cpu()
+    return join(list(whole), how) if how.count > 1 else whole.flatten(0, 1)
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:

@@ -1,8 +1,11 @@
 """Checkpoints of split experts: one format for every number of ranks.
 
 Covered: gathering to rank 0 with and without replicas, the state dict of the others, dropping what was
-gathered, saving on W ranks and loading on another W, tensors of an optimizer, bf16.
+gathered, saving on W ranks and loading on another W, tensors of an optimizer, bf16; in pieces of
+few bytes, whole experts and slices.
 """
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.comm import checkpoint
 from fairseq_tutel.comm.checkpoint import (
     drop_gathered,
     expert_modules,
@@ -87,6 +91,42 @@ def test_any_tensor_of_the_experts_is_gathered_by_global_id_from_the_first_group
     first, *others = ranks(4).run(gather_moments, parallel)
     assert first.tolist() == [[float(e), 0.0] for e in range(4)]
     assert others == [None] * 3
+
+
+def gather_in_pieces(parallel: int, limit: int) -> tuple[dict[str, Tensor], int]:
+    """Save with small pieces; return what is saved, and the largest number of bytes that were gathered."""
+    stock, largest = dist.gather, [0]
+
+    def gather(tensor: Tensor, parts: list[Tensor] | None, **where: Any) -> None:
+        largest.append(sum(part.nbytes for part in parts or []))
+        stock(tensor, parts, **where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "GATHERED_BYTES", limit)
+        patch.setattr(dist, "gather", gather)
+        return save(parallel, torch.float32), max(largest)
+
+
+@pytest.mark.parametrize("parallel", [2, 4])
+def test_rank_0_s_device_holds_a_piece_at_a_time(ranks, parallel):
+    (saved, largest), *_ = ranks(4).run(gather_in_pieces, parallel, 100)
+    assert 80 < largest <= 100
+    same(saved, model(None).state_dict())
+
+
+def slices_in_pieces() -> dict[str, Tensor]:
+    place = make_topology([2], 4)
+    split = MoELayer(MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), place, seed=1, name="a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "GATHERED_BYTES", 80)
+        gather_experts(split, place)
+    return dict(split.state_dict())
+
+
+def test_slices_are_joined_from_their_pieces(ranks):
+    first, *_ = ranks(4).run(slices_in_pieces)
+    whole = MoELayer(MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), seed=1, name="a")
+    same(first, whole.state_dict())
 
 
 def test_expert_modules_come_in_module_order():
