@@ -66,8 +66,10 @@ class ShardedTensor:
         shape = list(self.shape)
         shape[how.dim] //= how.count
         shape[0] = count
-        out = torch.empty(shape, dtype=self.dtype)
         opened: dict[str, Any] = {}
+        if count:  # no memory is taken by sizes that are the record's alone
+            self._file(self.pieces[first * self.how.count], opened)
+        out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
             self._read_expert(out[i], first + i, how, index, opened)
         return out
@@ -97,20 +99,31 @@ class ShardedTensor:
 
     def _open(self, piece: Piece, opened: dict[str, Any]) -> Tensor:
         """Return a piece, mapped from its file, after a look at its digest."""
+        tensor = self._file(piece, opened).get_tensor(piece.key)
+        if digest(tensor) != piece.digest:
+            raise self._unlike(piece)
+        return tensor
+
+    def _file(self, piece: Piece, opened: dict[str, Any]) -> Any:
+        """Return a piece's file, in which it has the record's shape."""
         from safetensors import SafetensorError, safe_open  # the core needs it here alone
 
         path = self.root / self.folder / piece.file
         try:
             if piece.file not in opened:
                 opened[piece.file] = safe_open(path, framework="pt")
-            tensor = opened[piece.file].get_tensor(piece.key)
+            found = opened[piece.file].get_slice(piece.key).get_shape()
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, str(error)) from error
         shape = list(self.shape)
         shape[self.how.dim] //= self.how.count
-        if list(tensor.shape) != shape[1:] or digest(tensor) != piece.digest:
-            raise _unreadable(path, f"its {piece.key} is not what was saved")
-        return tensor
+        if found != shape[1:]:
+            raise self._unlike(piece)
+        return opened[piece.file]
+
+    def _unlike(self, piece: Piece) -> ValueError:
+        path = self.root / self.folder / piece.file
+        return _unreadable(path, f"its {piece.key} is not what was saved")
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint holds in place of the tensor."""
