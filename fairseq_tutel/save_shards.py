@@ -3,11 +3,34 @@
 from pathlib import Path
 from typing import Any
 
+from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.comm import checkpoint
+from fairseq_tutel.comm.first import of_first
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+
+
+def will_save(trainer: Trainer, epoch_itr: Any, val_loss: float | None) -> bool:
+    """Return whether stock, which asks all ranks for their parts first, will write a file. Collective.
+
+    Args:
+        trainer: that saves.
+        epoch_itr: as `checkpoint_utils.save_checkpoint` takes it.
+        val_loss: likewise.
+    """
+    cfg, updates = trainer.cfg.checkpoint, trainer.get_num_updates()
+    if not cfg.no_last_checkpoints:
+        return True
+    if epoch_itr.end_of_epoch():
+        regular = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
+    else:
+        regular = cfg.save_interval_updates > 0 and updates % cfg.save_interval_updates == 0
+    # Stock has compared this loss with the best one already.
+    best = val_loss is not None and val_loss == checkpoint_utils.save_checkpoint.best
+    among_best = val_loss is not None and cfg.keep_best_checkpoints > 0
+    return of_first(lambda: regular or best or among_best, "the agreement on what is saved")
 
 
 def save_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, place: Any) -> None:

@@ -1,7 +1,8 @@
 """All that is wrapped in fairseq: six functions, each because no registry or override reaches it.
 
 1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
-   --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all.
+   --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all;
+   stock decides later whether it saves anything, so that is asked of what its caller has.
 2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
    experts in shard files stand beside it; and no one else stands at every door by which a file comes in
    that is to be used, damaged or foreign as it may be.
@@ -49,7 +50,7 @@ from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optim
 from fairseq_tutel.optim.shard_plan import plan_of
 from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
 from fairseq_tutel.run_config import KeepRoot, saves_shards
-from fairseq_tutel.save_shards import save_in_shards
+from fairseq_tutel.save_shards import save_in_shards, will_save
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
 
@@ -78,16 +79,21 @@ def consolidate_optimizer(original: Any) -> Any:
         with_state = not self.cfg.checkpoint.no_save_optimizer_state
         shared = place.expert_parallel_size > 1 and checkpoint.expert_modules(model)
         shared = shared or getattr(inner, "is_apart", False)
+        in_shards = saves_shards(self.task) and checkpoint.expert_modules(model)
+        caller = sys._getframe(1)
         # train_step itself calls this only before it writes crash.pt: the others may be gone.
-        if sys._getframe(1).f_code.co_name == "train_step":
+        if caller.f_code.co_name == "train_step":
             if shared:
                 logger.warning(
                     "crash.pt will hold this rank's experts or shards only, and can not be resumed from"
                 )
             original(self)
             return
+        by_stock = caller.f_code.co_name == "save_checkpoint" and (in_shards or shared)
+        if by_stock and not will_save(self, *map(caller.f_locals.get, ("epoch_itr", "val_loss"))):
+            return
         one_writer.confirm()
-        if saves_shards(self.task) and checkpoint.expert_modules(model):
+        if in_shards:
             # A composite optimizer, which one rank alone may have, keeps its states in the file.
             by_parameter = with_state and hasattr(inner.optimizer, "state")
             save_in_shards(self, inner if by_parameter else None, place)

@@ -318,7 +318,7 @@ EDGE = {
     "tools.inspect_file": (
         "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
     ),
-    "save_shards": "comm.checkpoint expert_stack optim.moe_optimizer",
+    "save_shards": "comm.checkpoint comm.first expert_stack optim.moe_optimizer",
     "launch": "comm.guard comm.launcher comm.meeting",
     "one_writer": "comm.first lease shard_folder whole_files",
     "wrapped": (
