@@ -22,14 +22,19 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    _registered = True
     _check_fairseq()
-    _refuse_flags_of_another_architecture(sys.argv[1:])
-    _drop_is_moe(sys.argv)
     let_checkpoints_load()
     keep_freed_memory()
-    for module in ("wrapped", "optim", "criterions", "tasks", "models"):
-        importlib.import_module(f"fairseq_tutel.{module}")
+    _registered = True  # the models call this, too
+    try:
+        for module in ("wrapped", "optim", "criterions", "tasks", "models"):
+            importlib.import_module(f"fairseq_tutel.{module}")
+    except ImportError:
+        _registered = False
+        raise
+    if _has_user_dir(sys.argv):  # else the words are another program's
+        _refuse_flags_of_a_moe_twin(sys.argv[1:])
+        _drop_is_moe(sys.argv)
 
 
 def _check_fairseq() -> None:
@@ -61,17 +66,24 @@ def _drop_is_moe(argv: list[str]) -> None:
         logger.info("--is-moe is not needed: a checkpoint says so itself")
 
 
-def _refuse_flags_of_another_architecture(argv: list[str]) -> None:
-    """End a command line that gives MoE model flags to a dense architecture, with one sentence.
+def _has_user_dir(argv: list[str]) -> bool:
+    """Whether these are the words of one of fairseq's commands, which the plugin is loaded by."""
+    return any(word.split("=")[0] == "--user-dir" for word in argv)
 
-    argparse would only call the flags unrecognized.
+
+def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:
+    """End a command line that gives MoE model flags to a dense architecture with a twin, with one sentence.
+
+    argparse would only call the flags unrecognized. An architecture that is not known yet is a user's own.
     """
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
     from fairseq_tutel.flags import EncoderDecoderOptions, defaults
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")
     arch = parser.parse_known_args(argv)[0].arch
-    if arch is None or arch.startswith("moe_"):
+    if arch not in ARCH_MODEL_REGISTRY or f"moe_{arch}" not in ARCH_MODEL_REGISTRY:
         return
     known = {"--" + key.replace("_", "-") for key in defaults(EncoderDecoderOptions)}
     given = [a for a in argv if a.split("=")[0] in known]
