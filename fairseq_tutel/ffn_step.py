@@ -117,9 +117,14 @@ def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
 
 
-def chosen_layers(num_layers: int, freq: int) -> list[int]:
-    """Return the indices i of MoE layers: (i + 1) % freq == 0, none for freq 0 (Meta's rule)."""
-    return [i for i in range(num_layers) if freq and (i + 1) % freq == 0]
+def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
+    """Return the indices of MoE layers, of number i: (i + 1) % freq == 0, none for freq 0 (Meta's rule).
+
+    Args:
+        numbers: of the layers, from 0; those that they had before some were left out.
+        freq: --moe-freq.
+    """
+    return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 
 def children_of(layers: nn.Module) -> Sequence[nn.Module]:

@@ -90,7 +90,7 @@ def install_experts(
     task_cfg, root, training = config_of(task), root_of(task), is_training(task)
     if training:
         start_together(root, model, task)
-    chosen = _choose(model, freqs)
+    chosen = _choose(model, cfg, freqs)
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
     configs = [
         layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
@@ -357,7 +357,7 @@ def _get(cfg: Any, key: str) -> Any:
         return None
 
 
-def _choose(model: nn.Module, freqs: dict[str, int]) -> list[tuple[str, nn.Module]]:
+def _choose(model: nn.Module, cfg: Any, freqs: dict[str, int]) -> list[tuple[str, nn.Module]]:
     """Return (qualified name of fc1, layer) of every MoE layer, encoder first."""
     chosen, stacks = [], []
     for side, name, layers in named_stacks(model):
@@ -367,7 +367,10 @@ def _choose(model: nn.Module, freqs: dict[str, int]) -> list[tuple[str, nn.Modul
             raise ValueError(f"{flag} is {freq}; give a whole number of layers, at least 0.")
         stack = children_of(layers)
         stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-        indices = chosen_layers(len(stack), freq)
+        # Of a model that was pruned to some of its layers, those that had experts before.
+        kept = _get(cfg, f"{side}_layers_to_keep")
+        numbers = sorted(map(int, kept.split(","))) if kept else range(len(stack))
+        indices = chosen_layers(numbers, freq)
         if freq > 0 and not indices:
             logger.warning("no %s layer has experts: %s", side, stacks[-1])
         chosen += [(f"{name}.{i}.fc1", stack[i]) for i in indices]

@@ -101,7 +101,7 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
                 f"--moe-freq of the {side} is {freq}; give a whole number of layers, at least 0."
             )
         of_side = [layer for layer in layers if layer.side == side]
-        found += [of_side[i] for i in chosen_layers(len(of_side), freq)]
+        found += [of_side[i] for i in chosen_layers(range(len(of_side)), freq)]
     if not found:
         raise ValueError(
             f"--moe-freq is {args.moe_freq}, by which none of {len(layers)} layers gets experts; give a "
