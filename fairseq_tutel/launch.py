@@ -1,8 +1,14 @@
-"""What a process needs before fairseq's main runs in it: its place among torchrun's ranks, and bf16."""
+"""What a process needs before fairseq's main runs in it: its place among torchrun's ranks, and bf16.
+
+And how it ends where a run cannot work.
+"""
 
 import contextlib
 import importlib.util
+import logging
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +17,37 @@ from omegaconf import OmegaConf, open_dict
 from fairseq_tutel.comm import guard
 from fairseq_tutel.comm.launcher import own_gpu
 from fairseq_tutel.comm.meeting import meeting
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def refusals_are_sentences() -> Iterator[None]:
+    """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from.
+
+    A refusal is a ValueError that our own code raised. Those of other code pass, with their traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        trace: Any = error.__traceback__
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        if trace.tb_frame.f_globals["__name__"].partition(".")[0] != __name__.partition(".")[0]:
+            raise
+        logger.debug("refused here", exc_info=error)
+        sys.exit(f"error: {error}")
+
+
+def read_on_every_rank(cfg: Any) -> None:
+    """Let every rank of a training read the checkpoint that it goes on from.
+
+    Stock broadcasts rank 0's through an unpickler that torch >= 2.6 refuses.
+    """
+    key = "load_checkpoint_on_all_dp_ranks"
+    if cfg.distributed_training.distributed_world_size > 1 and not cfg.checkpoint[key]:
+        logger.info("set --load-checkpoint-on-all-dp-ranks, which torch >= 2.6 needs")
+        cfg.checkpoint[key] = True
 
 
 def drop_tpu(cfg: Any) -> None:

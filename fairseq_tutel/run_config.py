@@ -151,9 +151,6 @@ def complete(
     if root.common.fp16:
         # One flat tensor of all gradients would lose which of them are experts'.
         _set(root.common, "fp16_no_flatten_grads", True)
-    if world > 1:
-        # Stock broadcasts rank 0's file through an unpickler that torch >= 2.6 refuses.
-        _set(root.checkpoint, "load_checkpoint_on_all_dp_ranks", True)
     return path
 
 
@@ -173,15 +170,25 @@ def _refuse_unrelated_trainings() -> None:
         )
 
 
+def refuse_backend(distributed: Any) -> None:
+    """Refuse what wraps a model so that experts are no longer each rank's own.
+
+    Args:
+        distributed: that part of the FairseqConfig of a training.
+    """
+    backend = str(distributed.ddp_backend)
+    if backend in ("fully_sharded", "slowmo"):
+        raise ValueError(
+            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
+            "replicas; use legacy_ddp, or pytorch_ddp on a GPU."
+        )
+
+
 def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
     distributed, common = root.distributed_training, root.common
+    refuse_backend(distributed)
     backend = str(distributed.ddp_backend)
     bad = [
-        (
-            backend in ("fully_sharded", "slowmo"),
-            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
-            "replicas; use legacy_ddp, or pytorch_ddp on a GPU.",
-        ),
         (
             world > 1 and not on_gpu and backend not in ("legacy_ddp", "no_c10d"),
             f"--ddp-backend is {backend}, which needs a GPU; add --ddp-backend legacy_ddp.",

@@ -39,7 +39,13 @@ from fairseq.trainer import Trainer
 from fairseq_tutel import one_writer, whole_files
 from fairseq_tutel.comm import checkpoint, restart, topology
 from fairseq_tutel.comm.guard import guarded
-from fairseq_tutel.launch import drop_tpu, join_torchrun, meeting_of
+from fairseq_tutel.launch import (
+    drop_tpu,
+    join_torchrun,
+    meeting_of,
+    read_on_every_rank,
+    refusals_are_sentences,
+)
 from fairseq_tutel.opened_file import (
     NOT_FAIRSEQS,
     not_fairseqs,
@@ -49,7 +55,7 @@ from fairseq_tutel.opened_file import (
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.optim.shard_plan import plan_of
 from fairseq_tutel.optim.sharded_fp16 import ShardedFP16Optimizer
-from fairseq_tutel.run_config import KeepRoot, saves_shards
+from fairseq_tutel.run_config import KeepRoot, refuse_backend, saves_shards
 from fairseq_tutel.save_shards import save_in_shards, will_save
 from fairseq_tutel.shards import bind
 from fairseq_tutel.together import OnSeveralRanks
@@ -167,13 +173,18 @@ def call_main(original: Any) -> Any:
     """
 
     @functools.wraps(original)
+    @refusals_are_sentences()
     def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
         drop_tpu(cfg)
         join_torchrun(cfg)
         if cfg.distributed_training.distributed_init_method is None:
             distributed_utils.infer_init_method(cfg.distributed_training)
-        uses = cfg.common_eval.path is not None
-        on_each = KeepRoot(OnSeveralRanks(main) if uses else one_writer.OneWriter(main))
+        on_each = KeepRoot(OnSeveralRanks(main))
+        if cfg.common_eval.path is None:
+            on_each = KeepRoot(one_writer.OneWriter(main))
+            read_on_every_rank(cfg)
+            if hasattr(cfg.model, "moe_freq"):  # before stock looks for fairscale
+                refuse_backend(cfg.distributed_training)
         if cfg.distributed_training.distributed_init_method == "env://" and restart.may_happen():
             cfg.distributed_training.distributed_init_method = restart.METHOD
         with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:

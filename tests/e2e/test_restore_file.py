@@ -46,7 +46,7 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
     )
     assert run.exit_codes == [1, 1]
     for log in run.logs:
-        assert re.search(f"ValueError: --restore-file is .*{sentence}", log.splitlines()[-1])
+        assert re.search(f"error: --restore-file is .*{sentence}", log.splitlines()[-1])
 
 
 def test_copies_on_every_node_are_one_checkpoint(lm_data, tmp_path, saved):

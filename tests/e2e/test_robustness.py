@@ -22,7 +22,7 @@ def _start(data, folder, *flags, fault, rank, ranks=2):
 
 
 def _last_error(log):
-    return [line for line in log.splitlines() if "Error: " in line][-1]
+    return [line for line in log.splitlines() if "rror: " in line][-1]
 
 
 def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
@@ -98,9 +98,7 @@ def test_a_model_of_encoder_and_decoder_is_compared_too(mt_data, tmp_path):
     run = wait(start_each("train", first, second))
     for log in run.logs:
         error = _last_error(log)
-        assert "ValueError: --encoder-ffn-embed-dim is 32 on rank 0 and 48 on rank 1" in error, (
-            tail(log)
-        )
+        assert "error: --encoder-ffn-embed-dim is 32 on rank 0 and 48 on rank 1" in error, tail(log)
 
 
 def test_another_dictionary_of_the_same_size_is_told(lm_data, tmp_path):

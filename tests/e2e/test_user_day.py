@@ -264,6 +264,13 @@ def test_finetune_from_a_dense_model_says_what_differs(dense_lm, lm_data, tmp_pa
     assert "the checkpoint has no experts in decoder.layers.0.fc1 where this model has" in output
 
 
+def test_a_dense_model_resumes_on_several_ranks(dense_lm, lm_data, tmp_path):
+    words = lm_args(lm_data, tmp_path, "--restore-file", dense_lm, updates=12)
+    words = dense(words, "transformer_lm", "language_modeling", "cross_entropy")
+    run = fairseq("train", *words, ranks=2)
+    assert run.stats("train_inner")[0]["num_updates"] == "11"
+
+
 # Averages
 
 

@@ -1,12 +1,16 @@
-"""What a process reads of torchrun's environment before fairseq's main, on a GPU that is not here.
+"""What is done before fairseq's main, and how it ends.
 
-Covered: ranks that see all GPUs of their node, and ranks that see their own alone, as under Slurm.
+Covered: what a process reads of torchrun's environment on a GPU that is not here, for ranks that see all
+GPUs of their node, and for ranks that see their own alone, as under Slurm; who reads a checkpoint; a
+wrapper that experts do not survive; refusals and other errors.
 """
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from fairseq_tutel import wrapped
+from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.launch import join_torchrun
 
 
@@ -35,3 +39,47 @@ def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, dev
     assert taken == [joined.device_id] == [device]
     assert (joined.distributed_rank, joined.distributed_world_size) == (7, 8)
     assert joined.ddp_backend == "pytorch_ddp"
+
+
+def _training(**model):
+    """Return as much of a FairseqConfig as is looked at before a training on two ranks."""
+    return OmegaConf.create(
+        {
+            "common": {"cpu": True, "tpu": False, "bf16": False},
+            "common_eval": {"path": None},
+            "checkpoint": {"load_checkpoint_on_all_dp_ranks": False},
+            "distributed_training": {
+                "distributed_init_method": "tcp://localhost:1", "distributed_world_size": 2,
+                "distributed_no_spawn": False, "ddp_backend": "legacy_ddp",
+            },
+            "model": model,
+            "task": {},
+        }
+    )  # fmt: skip
+
+
+def _called(cfg, original):
+    return wrapped.call_main(original)(cfg, print)
+
+
+def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():
+    seen = []
+    _called(_training(), lambda cfg, main: seen.append(cfg.checkpoint))
+    assert seen[0].load_checkpoint_on_all_dp_ranks
+
+
+def test_a_sharding_wrapper_is_refused_for_experts_before_stock_looks_for_its_package():
+    cfg = _training(moe_freq=2)
+    cfg.distributed_training.ddp_backend = "fully_sharded"
+    with pytest.raises(SystemExit, match="error: --ddp-backend is fully_sharded, which would "):
+        _called(cfg, pytest.fail)
+    del cfg.model.moe_freq
+    assert _called(cfg, lambda *_: "stock's own affair") == "stock's own affair"
+
+
+def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
+    with pytest.raises(SystemExit) as end:
+        _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
+    assert str(end.value).startswith("error: top_k (--moe-top-k) is 5 but there are 4 experts")
+    with pytest.raises(ValueError, match="invalid literal"):
+        _called(_training(), lambda *_: int("many"))

@@ -13,9 +13,9 @@ CLEAR = (
     r"an injected fault",
     r"MemoryError: rank \d+ had too little memory in ",
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
-    r"Error: .* which is torn",
-    r"Error: (\[Errno \d+\] )?\S+ could not be written: ",
-    r"ValueError: rank \d+ could not (write its experts|prepare or commit the folder)",
+    r"rror: .* which is torn",
+    r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
+    r"error: rank \d+ could not (write its experts|prepare or commit the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",
     r"the checkpoint keeps experts in \S+, which is torn or missing",
 )
