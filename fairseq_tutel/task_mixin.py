@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from fairseq.data.iterators import EpochBatchIterator
+from fairseq.models import FairseqEncoder
 from torch import nn
 
 from fairseq_tutel.comm import checkpoint, topology
@@ -65,6 +66,8 @@ class MoETaskMixin(InferenceMixin):
         self._begin_update(sample, optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
+        if diagnosing:
+            _drop_backward_hooks_of_encoders(model)
         step = f"the training step of update {update_num}"
         with guarded(step), _out_of_memory_ends_the_job(step):
             result = super().train_step(  # type: ignore[misc]
@@ -164,6 +167,16 @@ class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its us
                 f"rank {place.rank} had too little memory in {self.what}; lower --max-tokens or "
                 "--batch-size, or add --checkpoint-activations."
             ) from error
+
+
+def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
+    """Let stock look for a NaN where an encoder returns a dict of lists, in which torch finds no tensor.
+
+    Its layers keep their hooks.
+    """
+    for module in model.modules():
+        if isinstance(module, FairseqEncoder):
+            module._backward_hooks.clear()
 
 
 def _is_first_rank() -> bool:

@@ -4,6 +4,7 @@ fairseq-train, or with --config-name fairseq-hydra-train, with the plugin loaded
 torchrun's environment, on CPU (gloo) and on GPU (NCCL). Without torchrun it trains on one process.
 """
 
+import importlib
 import os
 import sys
 
@@ -19,14 +20,15 @@ def main() -> None:
     hydra = _has("--config-name") or _has("-cn")
     if not hydra and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
-    from fairseq_cli import hydra_train, train
+    # The first to be imported sets the format of the log.
+    command = importlib.import_module("fairseq_cli." + ("hydra_train" if hydra else "train"))
 
     from fairseq_tutel.plugin import register
 
     # fairseq skips a --user-dir whose package is imported already, as this one is; and hydra would
     # import it only after the ranks were read.
     register()
-    (hydra_train if hydra else train).cli_main()
+    command.cli_main()
     if dist.is_initialized():
         dist.destroy_process_group()
         topology.destroy()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cli import USER_DIR, fairseq, refused, start, tail, wait
 from equality import same_bits
-from models import lm_args
+from models import lm_args, mt_args
 
 from fairseq_tutel.one_writer import writing
 
@@ -136,6 +136,13 @@ def test_a_nan_ends_every_rank_with_one_sentence(lm_data, tmp_path):
         assert "became NaN or infinite at update 3" in log
         assert "lower --lr" in log.splitlines()[-1]
     assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+
+
+def test_infinite_gradients_of_an_encoder_decoder_end_with_one_sentence(mt_data, tmp_path):
+    """Stock looks for them in what each module returns, of which an encoder's is a dict of lists."""
+    output = refused("train", *mt_args(mt_data, tmp_path, "--moe-gate-loss-wt", 1e30))
+    assert "became NaN or infinite at update 0" in output.splitlines()[-1]
+    assert "StopIteration" not in output
 
 
 def test_a_full_disk_is_an_error_and_costs_no_checkpoint(lm_data, tmp_path):

@@ -2,14 +2,17 @@
 
 Covered: what a process reads of torchrun's environment on a GPU that is not here, for ranks that see all
 GPUs of their node, and for ranks that see their own alone, as under Slurm; who reads a checkpoint; a
-wrapper that experts do not survive; refusals and other errors.
+wrapper that experts do not survive; refusals and other errors; the format of the log.
 """
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from fairseq_tutel import wrapped
+from fairseq_tutel import train, wrapped
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.launch import join_torchrun
 
@@ -83,3 +86,20 @@ def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
     assert str(end.value).startswith("error: top_k (--moe-top-k) is 5 but there are 4 experts")
     with pytest.raises(ValueError, match="invalid literal"):
         _called(_training(), lambda *_: int("many"))
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [((), "train"), (("--config-name", "tiny_lm"), "hydra_train")]
+)
+def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeypatch):
+    """Of the modules of fairseq's commands the first to be imported sets it."""
+    imported = []
+
+    def import_module(name):
+        imported.append(name)
+        return SimpleNamespace(cli_main=lambda: None)
+
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    monkeypatch.setattr(train, "importlib", SimpleNamespace(import_module=import_module))
+    train.main()
+    assert imported == [f"fairseq_cli.{command}"]
