@@ -23,7 +23,7 @@ PROMPTS = [
 ]
 
 TRAINING_PROGRESS = (
-    r'train_inner .*"(ppl)": "(.+?)", "(wps)": "(.+?)".*"(num_updates)": "(.+?)"'
+    r'train_inner .*?"(ppl)": "(.+?)".*?"(wps)": "(.+?)".*?"(num_updates)": "(.+?)"'
     r'|"(valid_ppl)": "(.+?)"'
 )
 

@@ -20,7 +20,11 @@ def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
     with (
         open(log, "w", encoding="utf-8") as kept,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # Python holds back what goes into a pipe
         ) as child,
     ):
         for line in child.stdout or ():
