@@ -5,6 +5,7 @@ model's and a task's configuration back into the MoEConfig of one layer.
 """
 
 import dataclasses
+import difflib
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -219,6 +220,27 @@ class EncoderDecoderOptions(ModelOptions):  # type: ignore[valid-type,misc]
 def defaults(options: type) -> dict[str, Any]:
     """Return every key of an options dataclass with its default."""
     return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
+
+
+def meant(key: str, *options: type) -> str | None:
+    """Return the key of these options dataclasses that another one, which is none of them, resembles."""
+    known = {name for each in options for name in defaults(each)}
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    return close[0] if close and key not in known else None
+
+
+def refuse_misspelt(overrides: dict[str, Any]) -> None:
+    """Refuse a key of --model-overrides that is none, but like one; stock would pass over it.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for key in overrides:
+        close = meant(key, EncoderDecoderOptions, SystemOptions)
+        if close:
+            raise ValueError(
+                f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?"
+            )
 
 
 def fill_in(args: Any, options: type) -> None:

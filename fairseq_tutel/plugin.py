@@ -34,6 +34,7 @@ def register() -> None:
         raise
     if _has_user_dir(sys.argv):  # else the words are another program's
         _refuse_flags_of_a_moe_twin(sys.argv[1:])
+        _tell_of_misspelt_flags(sys.argv[1:])
         _drop_is_moe(sys.argv)
 
 
@@ -69,6 +70,21 @@ def _drop_is_moe(argv: list[str]) -> None:
 def _has_user_dir(argv: list[str]) -> bool:
     """Whether these are the words of one of fairseq's commands, which the plugin is loaded by."""
     return any(word.split("=")[0] == "--user-dir" for word in argv)
+
+
+def _tell_of_misspelt_flags(argv: list[str]) -> None:
+    """Say which flag was meant; argparse will only call the one that was given unrecognized."""
+    from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+
+    from fairseq_tutel.flags import EncoderDecoderOptions, SystemOptions, key_of, meant
+
+    criterion = CRITERION_DATACLASS_REGISTRY["moe_cross_entropy"]
+    options = (EncoderDecoderOptions, SystemOptions, criterion)
+    for word in argv:
+        flag = word.split("=")[0]
+        close = meant(key_of(flag), *options) if flag.startswith("--") else None
+        if close:
+            logger.warning("%s is none of the flags here; --%s is", flag, close.replace("_", "-"))
 
 
 def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:

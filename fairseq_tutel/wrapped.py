@@ -39,6 +39,7 @@ from fairseq.trainer import Trainer
 from fairseq_tutel import one_writer, whole_files
 from fairseq_tutel.comm import checkpoint, restart, topology
 from fairseq_tutel.comm.guard import guarded
+from fairseq_tutel.flags import refuse_misspelt
 from fairseq_tutel.launch import (
     drop_tpu,
     join_torchrun,
@@ -120,6 +121,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
+        refuse_misspelt(arg_overrides or {})
         # The Trainer alone says it: its file was checked before, and its options are the command line's.
         is_for_use = load_on_all_ranks is None
         if is_for_use:

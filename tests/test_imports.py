@@ -37,7 +37,9 @@ CORE = {
     "kernels.ffn_by_expert": "kernels.activations kernels.groups kernels.weights",
     "kernels.ffn_by_products": "kernels.groups kernels.weights",
     "kernels.reference_route": "",
-    "kernels.reference": "kernels.activations kernels.ffn_by_expert kernels.groups kernels.reference_route",
+    "kernels.reference": (
+        "kernels.activations kernels.ffn_by_expert kernels.groups kernels.reference_route"
+    ),
     "kernels.tiles_config": "kernels.autotune",
     "kernels.triton_launch": "kernels.tiles_config",
     "kernels.triton_copy": "kernels.opaque",
@@ -47,21 +49,20 @@ CORE = {
     "kernels.triton_operands": "",
     "kernels.triton_tiles": "",
     "kernels.triton_gemm": (
-        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
-        "kernels.triton_operands kernels.triton_tiles"
+        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch kernels.triton_operands "
+        "kernels.triton_tiles"
     ),
     "kernels.triton_up": (
         "kernels.activations kernels.groups kernels.opaque kernels.tiles_config "
-        "kernels.triton_activations kernels.triton_launch kernels.triton_operands "
-        "kernels.triton_tiles"
+        "kernels.triton_activations kernels.triton_launch kernels.triton_operands kernels.triton_tiles"
     ),
     "kernels.triton_hidden": (
         "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_activations "
         "kernels.triton_launch kernels.triton_operands kernels.triton_tiles"
     ),
     "kernels.triton_weight_grad": (
-        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch "
-        "kernels.triton_operands kernels.triton_tiles"
+        "kernels.groups kernels.opaque kernels.tiles_config kernels.triton_launch kernels.triton_operands "
+        "kernels.triton_tiles"
     ),
     "kernels.triton_ops": (
         "kernels.ffn_by_products kernels.reference kernels.triton_copy kernels.triton_dispatch "
@@ -69,7 +70,7 @@ CORE = {
         "kernels.triton_weight_grad"
     ),
     "kernels.grouped_mm": "kernels.activations kernels.groups kernels.opaque",
-    "kernels": ("kernels.ffn_by_products kernels.grouped_mm kernels.reference kernels.triton_ops"),
+    "kernels": "kernels.ffn_by_products kernels.grouped_mm kernels.reference kernels.triton_ops",
     "kernels.variant": "kernels.tiles_config",
     "kernels.build_route": "kernels.triton_copy kernels.triton_route",
     "kernels.build_gemm": (
@@ -117,14 +118,12 @@ CORE = {
     "comm.trip": "comm.asynchronous comm.timer comm.wire first_order",
     "comm.stamp": "comm.guard",
     "comm.all_to_all": "comm.guard comm.stamp comm.trip",
-    "comm.hierarchical": (
-        "comm.all_to_all comm.regroup comm.stamp comm.topology comm.trip kernels"
-    ),
+    "comm.hierarchical": "comm.all_to_all comm.regroup comm.stamp comm.topology comm.trip kernels",
     "comm.pipeline": "comm.trip",
     "comm.copies": "comm.regroup comm.trip first_order",
     "exchange": (
-        "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline "
-        "comm.regroup comm.stamp comm.timer comm.topology comm.trip kernels.groups"
+        "comm.all_to_all comm.copies comm.hierarchical comm.how comm.pipeline comm.regroup comm.stamp "
+        "comm.timer comm.topology comm.trip kernels.groups"
     ),
     "expert_stack": "comm.gradients comm.slices config kernels.groups shards",
     "expert_ffn": "dispatch expert_stack first_order kernels.groups kernels.weights routing",
@@ -142,13 +141,11 @@ CORE = {
     "comm.checkpoint": "comm.guard comm.shards comm.slices comm.topology expert_stack",
     "comm.balance": "balance_bias comm.guard",
     "moe_layer": (
-        "balance_bias balance_weights beside capacity comm.adaptive "
-        "comm.stamp comm.static comm.timer comm.topology config dispatch exchange expert_stack experts "
-        "exploration gates kernels.autotune kernels.groups losses routing"
+        "balance_bias balance_weights beside capacity comm.adaptive comm.stamp comm.static comm.timer "
+        "comm.topology config dispatch exchange expert_stack experts exploration gates kernels.autotune "
+        "kernels.groups losses routing"
     ),
-    "update_tuner": (
-        "comm.adaptive comm.cost comm.guard comm.how comm.launcher comm.tuner moe_layer"
-    ),
+    "update_tuner": "comm.adaptive comm.cost comm.guard comm.how comm.launcher comm.tuner moe_layer",
     "tutel_options": "comm.how comm.topology config",
     "tutel_capacity": "capacity comm.guard tutel_options",
     "tutel_gates": "config tutel_options",
@@ -181,9 +178,8 @@ CORE = {
         "tools.optimizer_state tools.saved_options"
     ),
     "tools.convert_to_meta": (
-        "comm.zero_shards tools.checkpoint_file tools.fairseq_names tools.meta_files "
-        "tools.meta_options tools.meta_weights tools.optimizer_state tools.our_options "
-        "tools.saved_options"
+        "comm.zero_shards tools.checkpoint_file tools.fairseq_names tools.meta_files tools.meta_options "
+        "tools.meta_weights tools.optimizer_state tools.our_options tools.saved_options"
     ),
     "tools.tutel_layout": "",
     "tools.tutel_files": "tools.checkpoint_file",
@@ -192,8 +188,8 @@ CORE = {
         "config tools.checkpoint_file tools.tutel_fairseq tools.tutel_files tools.tutel_layout"
     ),
     "tools.convert_to_tutel": (
-        "shards tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq "
-        "tools.tutel_files tools.tutel_layout"
+        "shards tools.checkpoint_file tools.convert_tutel tools.tutel_fairseq tools.tutel_files "
+        "tools.tutel_layout"
     ),
     "tools.late_parser": "",
     "tools.new_start": "",
@@ -215,8 +211,8 @@ CORE = {
     "tools.options": "",
     "tools.plan": "comm.cost comm.machine tools.options tools.plan_figure",
     "tools.tune": (
-        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology "
-        "comm.trip experts kernels.groups tools.options"
+        "comm.all_to_all comm.fit comm.hierarchical comm.launcher comm.machine comm.topology comm.trip "
+        "experts kernels.groups tools.options"
     ),
 }
 EDGE = {
@@ -232,7 +228,7 @@ EDGE = {
     "optim.moe_optimizer": (
         "comm.checkpoint comm.gradients comm.slices comm.topology comm.zero_shards shards"
     ),
-    "optim.sharded": ("comm.topology comm.zero_shards optim.moe_optimizer optim.shard_plan"),
+    "optim.sharded": "comm.topology comm.zero_shards optim.moe_optimizer optim.shard_plan",
     "optim.sharded_fp16": "",
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
@@ -261,18 +257,16 @@ EDGE = {
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
     "models.announce": "capacity comm.static comm.topology config expert_stack moe_layer",
     "models.changed": "comm.topology flags",
-    "models.opened": ("comm.fingerprint comm.topology config ffn_step models.agreement together"),
+    "models.opened": "comm.fingerprint comm.topology config ffn_step models.agreement together",
     "models.build": (
-        "balance_weights comm.checkpoint comm.gradients comm.guard comm.launcher comm.machine "
-        "comm.static comm.topology config custom ffn_step flags kernels models.agreement "
-        "models.announce models.changed models.opened run_config task_options update_tuner"
+        "balance_weights comm.checkpoint comm.gradients comm.guard comm.launcher comm.machine comm.static "
+        "comm.topology config custom ffn_step flags kernels models.agreement models.announce "
+        "models.changed models.opened run_config task_options update_tuner"
     ),
     "models.moe_transformer_lm": "flags models.build task_mixin",
     "models.moe_transformer": "flags models.build models.moe_transformer_lm task_mixin",
     "models.moe_roberta": "flags models.build models.moe_transformer_lm task_mixin",
-    "models.moe_bart": (
-        "flags models.moe_roberta models.moe_transformer models.moe_transformer_lm"
-    ),
+    "models.moe_bart": "flags models.moe_roberta models.moe_transformer models.moe_transformer_lm",
     "models": (
         "models.moe_bart models.moe_roberta models.moe_transformer models.moe_transformer_lm plugin"
     ),
@@ -292,9 +286,8 @@ EDGE = {
         "tools.upcycle_layer tools.upcycle_optimizer"
     ),
     "tools.upcycle": (
-        "config flags plugin tools.checkpoint_file tools.ffn_layers tools.late_parser "
-        "tools.moe_file tools.one_file tools.saved_options tools.upcycle_layer "
-        "tools.upcycle_model"
+        "config flags plugin tools.checkpoint_file tools.ffn_layers tools.late_parser tools.moe_file "
+        "tools.one_file tools.saved_options tools.upcycle_layer tools.upcycle_model"
     ),
     "tools.merge": (
         "config flags tools.by_layer tools.checkpoint_file tools.expert_load tools.ffn_layers "
@@ -315,16 +308,13 @@ EDGE = {
         "tools.saved_options whole_files"
     ),
     "tools.inspected_text": "tools.inspected",
-    "tools.inspect_file": (
-        "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text"
-    ),
+    "tools.inspect_file": "safe_globals tools.checkpoint_file tools.inspected tools.inspected_text",
     "save_shards": "comm.checkpoint comm.first expert_stack optim.moe_optimizer",
     "launch": "comm.guard comm.launcher comm.meeting",
     "one_writer": "comm.first lease shard_folder whole_files",
     "wrapped": (
-        "comm.checkpoint comm.guard comm.restart comm.topology launch one_writer opened_file "
-        "optim.moe_optimizer "
-        "optim.shard_plan optim.sharded_fp16 run_config save_shards shards together "
+        "comm.checkpoint comm.guard comm.restart comm.topology flags launch one_writer opened_file "
+        "optim.moe_optimizer optim.shard_plan optim.sharded_fp16 run_config save_shards shards together "
         "whole_files"
     ),
     "train": "comm.topology plugin",
@@ -332,8 +322,8 @@ EDGE = {
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "tools.convert": (
         "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
-        "tools.convert_to_tutel tools.convert_tutel tools.dense tools.late_parser tools.merge "
-        "tools.prune tools.upcycle"
+        "tools.convert_to_tutel tools.convert_tutel tools.dense tools.late_parser tools.merge tools.prune "
+        "tools.upcycle"
     ),
     "__main__": (
         "fairseq_tutel tools.average tools.convert tools.environment tools.inspect_file tools.plan "

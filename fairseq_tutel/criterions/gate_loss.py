@@ -59,6 +59,12 @@ class GateLossMixin:
                 f"--moe-gate-loss-wt is {cfg.moe_gate_loss_wt}; give a finite number, at least 0, which is "
                 "for no balance loss."
             )
+        # A task knows after it built the model, as commands do first; its own mixin may be missing.
+        if not getattr(task, "_has_experts", False):
+            raise ValueError(
+                f"--criterion {cfg._name} needs MoE layers, and the model has none; choose an architecture "
+                "whose name begins with moe_, or the stock criterion."
+            )
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.gate_loss = cfg
         root = root_of(task)
@@ -70,11 +76,6 @@ class GateLossMixin:
         """Return (loss with the balance loss, sample size, logging output)."""
         loss, sample_size, log = super().forward(model, sample, reduce)  # type: ignore[misc]
         all_layers = moe_layers(model)
-        if not all_layers:
-            raise ValueError(
-                f"--criterion {type(self).__name__} needs MoE layers, and the model has none; choose "
-                "an architecture whose name begins with moe_, or the stock criterion."
-            )
         log.setdefault("nll_loss", log["loss"])
         # Layerdrop may leave layers out; they have no balance loss in this micro-batch.
         layers = [layer for layer in all_layers if layer.seen]

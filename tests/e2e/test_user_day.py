@@ -266,8 +266,9 @@ def test_finetune_from_a_dense_model_says_what_differs(dense_lm, lm_data, tmp_pa
 
 def test_a_dense_model_resumes_on_several_ranks(dense_lm, lm_data, tmp_path):
     words = lm_args(lm_data, tmp_path, "--restore-file", dense_lm, updates=12)
-    words = dense(words, "transformer_lm", "language_modeling", "cross_entropy")
+    words = dense(words, "transformer_lm", "moe_language_modeling", "cross_entropy")
     run = fairseq("train", *words, ranks=2)
+    assert "--moe- options of MoELanguageModelingTask have no effect" in run.logs[0]
     assert run.stats("train_inner")[0]["num_updates"] == "11"
 
 

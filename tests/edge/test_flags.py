@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 
 import pytest
+from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 
 from fairseq_tutel.config import MoEConfig, options_of_scope
@@ -16,8 +17,12 @@ from fairseq_tutel.flags import (
     expert_counts,
     key_of,
     layer_config,
+    refuse_misspelt,
 )
+from fairseq_tutel.plugin import register
 from fairseq_tutel.tools.our_options import RUN_OPTIONS, our_defaults
+
+register()
 
 LAYER = {"model_dim": 8, "hidden_dim": 16, "activation": "relu"}
 
@@ -103,6 +108,25 @@ def test_no_key_is_in_two_option_sets():
         {f.name for f in dataclasses.fields(o)} - {"_name"} for o in (ModelOptions, SystemOptions)
     ]
     assert not fields[0] & fields[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("moe_topk", "moe_top_k"),
+        ("moe_expert_counts", "moe_expert_count"),
+        ("moe_zero_stages", "moe_zero_stage"),
+    ],
+)
+def test_a_misspelt_override_is_refused(key, meant):
+    with pytest.raises(
+        ValueError, match=f"has '{key}', which is no option; did you mean '{meant}'"
+    ):
+        checkpoint_utils.load_checkpoint_to_cpu("nowhere.pt", {"moe_freq": 1, key: 1})
+
+
+def test_overrides_of_stock_and_of_users_pass():
+    refuse_misspelt({"moe_top_k": 1, "world_size": 1, "dropout": 0, "moe_of_my_own": 2})
 
 
 def test_convert_knows_every_flag_without_importing_them():

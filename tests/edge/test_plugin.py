@@ -1,7 +1,7 @@
 """What loading the plugin does to a process: it looks at fairseq first, and at fairseq's words alone.
 
-Covered: flags of experts with a dense architecture, with a user's own, in another program; a fairseq of
-another version, at the first and at the second try.
+Covered: flags of experts with a dense architecture, with a user's own, misspelt, in another program; a
+fairseq of another version, at the first and at the second try.
 """
 
 import sys
@@ -41,6 +41,14 @@ def test_a_user_s_own_architecture_takes_them(again, registered, monkeypatch):
         moe = ARCH_MODEL_REGISTRY["moe_transformer_lm"]
         monkeypatch.setitem(ARCH_MODEL_REGISTRY, "my_lm_8x", moe)
     again("--user-dir", "mine", "--arch", "my_lm_8x", "--moe-freq", "1")
+
+
+def test_a_misspelt_flag_is_told_before_argparse_does_not_know_it(again, caplog):
+    flags = ("--moe-topk=1", "--moe-gate-loss-weight", "1", "--moe-top-k", "2", "--max-tokens", "5")
+    again("--user-dir", "user_dir", *flags)
+    said = [record.getMessage() for record in caplog.records if record.name == plugin.__name__]
+    pairs = {"moe-topk": "moe-top-k", "moe-gate-loss-weight": "moe-gate-loss-wt"}
+    assert said == [f"--{a} is none of the flags here; --{b} is" for a, b in pairs.items()]
 
 
 def test_the_words_of_another_program_are_its_own(again):
