@@ -6,6 +6,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.models import FairseqEncoder
 from torch import nn
@@ -16,6 +17,7 @@ from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ffn_step import moe_layers
+from fairseq_tutel.flags import defaults
 from fairseq_tutel.inference_mixin import InferenceMixin
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.run_config import config_of, root_of
@@ -28,6 +30,7 @@ class MoETaskMixin(InferenceMixin):
     """Goes before a FairseqTask class."""
 
     _has_experts = False
+    _has_balance_loss = False
     moe_tuner: UpdateTuner | None = None
     _clipped_before = -1
 
@@ -45,6 +48,10 @@ class MoETaskMixin(InferenceMixin):
                 "moe_label_smoothed_cross_entropy and moe_masked_lm have one",
                 type(criterion).__name__,
             )
+            if getattr(config_of(self), "record_a2a_perf_stats", False):
+                logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
+        if hasattr(criterion, "gate_loss") and not self._has_balance_loss and _is_first_rank():
+            _warn_of_idle_options(cfg)
         return criterion
 
     def train_step(
@@ -169,6 +176,15 @@ class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its us
             ) from error
 
 
+def _warn_of_idle_options(cfg: Any) -> None:
+    """Say which options of a criterion have no effect where layers have no balance loss."""
+    for key, default in defaults(CRITERION_DATACLASS_REGISTRY[cfg._name]).items():
+        given = getattr(cfg, key)
+        if key.startswith("moe_gate_loss") and str(given) != str(default):
+            flag = key.replace("_", "-")
+            logger.warning("--%s %s has no effect: --moe-balance-loss is none", flag, given)
+
+
 def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
     """Let stock look for a NaN where an encoder returns a dict of lists, in which torch finds no tensor.
 
@@ -188,7 +204,10 @@ def attach(task: Any, model: nn.Module) -> None:
     if not isinstance(task, MoETaskMixin):
         stock = type(task)
         task.__class__ = type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__})
-    task._has_experts = True
+    task._has_experts, layers = True, moe_layers(model)
+    task._has_balance_loss = any(layer.balance_weights for layer in layers)
     if getattr(config_of(task), "record_a2a_perf_stats", False):
-        for layer in moe_layers(model):
+        if layers[0].topology.expert_parallel_size == 1:
+            logger.warning("--record-a2a-perf-stats has no effect: every rank has all experts")
+        for layer in layers:
             layer.timer = ExchangeTimer()

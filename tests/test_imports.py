@@ -239,7 +239,7 @@ EDGE = {
         "task_options"
     ),
     "task_mixin": (
-        "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step "
+        "comm.balance comm.checkpoint comm.guard comm.timer comm.topology elastic_iterator ffn_step flags "
         "inference_mixin optim.moe_optimizer run_config update_tuner"
     ),
     "tasks.moe_language_modeling": "task_mixin",
@@ -255,7 +255,7 @@ EDGE = {
     "criterions.moe_cross_entropy": "criterions.expert_log criterions.gate_loss token_loss",
     "criterions": "criterions.moe_cross_entropy",
     "models.agreement": "comm.fingerprint comm.guard fairseq_tutel flags run_config",
-    "models.announce": "capacity comm.static comm.topology config expert_stack moe_layer",
+    "models.announce": "capacity comm.static comm.topology config expert_stack flags moe_layer",
     "models.changed": "comm.topology flags",
     "models.opened": "comm.fingerprint comm.topology config ffn_step models.agreement together",
     "models.build": (

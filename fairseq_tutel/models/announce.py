@@ -13,6 +13,7 @@ from fairseq_tutel.comm.static import is_tuned
 from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.config import MoEConfig, label_of, options_of_scope
 from fairseq_tutel.expert_stack import ExpertStack
+from fairseq_tutel.flags import ModelOptions, defaults
 from fairseq_tutel.moe_layer import MoELayer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,10 @@ NEEDS: dict[str, tuple[Callable[[MoEConfig], bool], str]] = {
         ("gate_temperature", "gate_projection_dim"),
         (lambda c: "cosine" in c.gate_types, "--moe-gate-type cosine"),
     ),
-    "second_expert_policy": (lambda c: c.top_k > 1, "--moe-top-k 2 or more"),
+    **dict.fromkeys(
+        ("second_expert_policy", "normalize_gate"),
+        (lambda c: c.top_k > 1, "--moe-top-k 2 or more"),
+    ),
     "groups_per_token": (
         lambda c: c.groups_per_token < c.expert_groups,
         "more --moe-expert-groups than that",
@@ -69,7 +73,8 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
         for option in options_of_scope("model")
         if option.name not in SHOWN and getattr(first, option.name) != option.default
     ]
-    logger.info("experts, not by default: %s", ", ".join(changed) or "nothing")
+    if changed:
+        logger.info("experts, not by default: %s", ", ".join(changed))
 
 
 def announce_size(model: nn.Module) -> None:
@@ -127,6 +132,9 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
         )
     if first.topology.rank > 0:
         return
+    if config.expert_grad_norm != "world_size" and first.topology.world_size == 1:
+        name = label_of("expert_grad_norm")
+        logger.warning("%s %s has no effect: there is one rank", name, config.expert_grad_norm)
     slices = max(layer.experts.part.slices for layer in layers)
     asked = [
         option.name
@@ -157,9 +165,11 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
 
 
 def warn_of_files(config: MoEConfig, task_cfg: Any, rank: int) -> None:
-    """Say which of the task's own options about the tuner and the machine nobody will read."""
+    """Say which of the task's own options about ranks, the tuner and the machine nobody will read."""
     tuned, modelled = is_tuned(config), config.a2a_algorithm == "auto"
+    by_node = config.a2a_algorithm != "linear" or config.adaptive == "auto"
     for key, default, read, needs in (
+        ("moe_local_size", 0, by_node, "--moe-a2a-algorithm 2dh or auto, or --moe-adaptive auto"),
         ("moe_machine_file", "", modelled, "--moe-a2a-algorithm auto"),
         ("moe_adaptive_file", "", tuned, "--moe-adaptive auto"),
         ("moe_adaptive_window", 128, tuned, "--moe-adaptive auto"),
@@ -198,6 +208,12 @@ def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:
             "--moe-balance-loss %s is logged but trains nothing: a hash gate has no parameters, and under "
             "--moe-choice experts the load is even",
             config.balance_loss,
+        )
+    of_sides = [getattr(cfg, f"{side}_moe_freq", -1) for side in ("encoder", "decoder")]
+    if -1 not in of_sides and cfg.moe_freq != defaults(ModelOptions)["moe_freq"]:
+        logger.warning(
+            "--moe-freq %s has no effect: --encoder-moe-freq and --decoder-moe-freq are given",
+            cfg.moe_freq,
         )
     if getattr(cfg, "num_workers_valid", -1) >= 0:
         logger.info("--num-workers-valid is not used: validation loads by --num-workers processes")
