@@ -9,6 +9,7 @@ from fairseq_tutel.tools import (
     average,
     convert,
     environment,
+    flag_list,
     inspect_file,
     plan,
     report,
@@ -22,7 +23,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fairseq_tutel", description=__doc__)
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
     tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
-    for tool in (average, convert, environment, inspect_file, plan, report, tune, user_dir):
+    for tool in (
+        average,
+        convert,
+        environment,
+        flag_list,
+        inspect_file,
+        plan,
+        report,
+        tune,
+        user_dir,
+    ):
         tool.add_to(tools)
     arguments = parser.parse_args()
     try:

@@ -20,9 +20,15 @@
 6. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
    left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
    temporary name.
+
+What else changes in a process, each where it is done: thresholds of glibc's malloc (`allocator.py`); the
+classes that torch.load takes for safe (`safe_globals.py`); --is-moe in sys.argv (`plugin.py`); the options of
+every task (`task_options.py`); the class of a stock task and of its iterator (`task_mixin.py`); the buffers of
+fairseq's all_gather_list (`together.py`); torch's time-outs of groups (`comm/meeting.py`, `comm/guard.py`).
 """
 
 import functools
+import hashlib
 import inspect
 import logging
 import os
@@ -64,13 +70,29 @@ from fairseq_tutel.together import OnSeveralRanks
 logger = logging.getLogger(__name__)
 
 
-def _guard(function: Any, parameters: tuple[str, ...]) -> None:
-    """Refuse a fairseq whose function no longer looks as it did when the wrapper was written."""
+def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
+    """Refuse a function of fairseq's that is called otherwise than when the wrapper was written.
+
+    One that only reads otherwise, as in a checkout of one's own, is said.
+
+    Args:
+        function: not wrapped yet.
+        parameters: their names.
+        digest: of its source.
+    """
     found = tuple(inspect.signature(function).parameters)
     if found != parameters:
         raise ImportError(
             f"fairseq's {function.__qualname__} takes {found}, expected {parameters}; install the "
             "fairseq version that fairseq_tutel names in its requirements."
+        )
+    read = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    if read != digest:
+        logger.warning(
+            "fairseq's %s is not that of fairseq-fixed 0.12.3.1, for which its wrapper was written: look "
+            "whether what is said of it in %s still holds",
+            function.__qualname__,
+            __file__,
         )
 
 
@@ -215,12 +237,19 @@ def build_optimizer(original: Any) -> Any:
 
 def install() -> None:
     """Install the wrappers; called once, at import."""
-    _guard(Trainer.consolidate_optimizer, ("self",))
-    _guard(checkpoint_utils.load_checkpoint_to_cpu, ("path", "arg_overrides", "load_on_all_ranks"))
-    _guard(PathManager.copy, ("src_path", "dst_path", "overwrite"))
-    _guard(distributed_utils.call_main, ("cfg", "main", "kwargs"))
-    _guard(FP16Optimizer.build_optimizer, ("cfg", "params", "kwargs"))
-    _guard(checkpoint_utils.torch_persistent_save, ("obj", "filename", "async_write"))
+    for function, parameters, digest in (
+        (Trainer.consolidate_optimizer, "self", "54ef119c1663"),
+        (
+            checkpoint_utils.load_checkpoint_to_cpu,
+            "path arg_overrides load_on_all_ranks",
+            "96f7d33cde8e",
+        ),
+        (PathManager.copy, "src_path dst_path overwrite", "1d3c09d3f196"),
+        (distributed_utils.call_main, "cfg main kwargs", "c2a32fa44fa2"),
+        (FP16Optimizer.build_optimizer, "cfg params kwargs", "c7ff6d890b7d"),
+        (checkpoint_utils.torch_persistent_save, "obj filename async_write", "5f397c23bc88"),
+    ):
+        _guard(function, tuple(parameters.split()), digest)
     Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu(
         checkpoint_utils.load_checkpoint_to_cpu

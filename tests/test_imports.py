@@ -319,6 +319,7 @@ EDGE = {
     ),
     "train": "comm.topology plugin",
     "run": "comm.topology plugin",
+    "tools.flag_list": "criterions.gate_loss flags",
     "tools.environment": "kernels kernels.autotune kernels.tuning_cache",
     "tools.convert": (
         "safe_globals tools.convert_meta tools.convert_shards tools.convert_to_meta "
@@ -326,8 +327,8 @@ EDGE = {
         "tools.upcycle"
     ),
     "__main__": (
-        "fairseq_tutel tools.average tools.convert tools.environment tools.inspect_file tools.plan "
-        "tools.report tools.tune tools.user_dir"
+        "fairseq_tutel tools.average tools.convert tools.environment tools.flag_list tools.inspect_file "
+        "tools.plan tools.report tools.tune tools.user_dir"
     ),
 }
 TABLE = {**CORE, **EDGE}

@@ -23,6 +23,8 @@ from fairseq_tutel.ffn_step import MoEFeedForward
 from fairseq_tutel.metrics import metric_names, metric_rows
 
 PREFIX = "moe_numbers "
+# Of the numbers in a line of the log: behind stock's own, of which a progress bar shows the first ones.
+PRIORITY = 900
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
     for name in ("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"):
         if any(name in log for log in logging_outputs):
             total = sum(log.get(name, 0) for log in logging_outputs)
-            metrics.log_scalar(name, total / max(batches, 1), round=3)
+            metrics.log_scalar(name, total / max(batches, 1), priority=PRIORITY, round=3)
 
 
 def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedForward]) -> Tensor:
@@ -172,7 +174,7 @@ def _log_numbers(layout: Layout, numbers: Tensor) -> None:
     count = 1 + len(layout.averages)
     tokens, *sums = numbers[:count].tolist()
     for name, total in zip(layout.averages, sums, strict=True):
-        metrics.log_scalar(name, total / max(tokens, 1e-9), max(tokens, 1e-9), round=4)
+        metrics.log_scalar(name, total / max(tokens, 1e-9), max(tokens, 1e-9), PRIORITY, round=4)
     if layout.layers:
         of_experts = 2 * sum(layout.experts)
         sums_LN = numbers[count:-of_experts].view(len(layout.layers), -1)
@@ -207,14 +209,18 @@ def _log_scalars(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
         name = "dropped_percent" if name == "dropped" else name
         averages = _averages(sums_LN, column)
         for label, value, tokens in zip(layout.layers, averages, tokens_L, strict=True):
-            metrics.log_scalar(f"moe_{name}_{label}", value, tokens, round=4)
+            metrics.log_scalar(f"moe_{name}_{label}", value, tokens, PRIORITY, round=4)
     for label, part, limited in _parts(layout):
         copies_E = sums_2E[0, part].tolist()
         for e, load in enumerate(_load(sums_2E, part)):
-            metrics.log_scalar(f"moe_load_{label}_expert{e}", load, sum(copies_E), round=3)
+            metrics.log_scalar(
+                f"moe_load_{label}_expert{e}", load, sum(copies_E), PRIORITY, round=3
+            )
         if limited:
             for e, share in enumerate(_dropped(sums_2E, part)):
-                metrics.log_scalar(f"moe_dropped_{label}_expert{e}", share, copies_E[e], round=4)
+                metrics.log_scalar(
+                    f"moe_dropped_{label}_expert{e}", share, copies_E[e], PRIORITY, round=4
+                )
 
 
 def _columns(top_k: int) -> dict[str, int]:
@@ -274,4 +280,4 @@ def _derive(name: str, meter: str, view: Callable[[Tensor], list], digits: int) 
             return []
         return [None if value is None else round(value, digits) for value in view(sums)]
 
-    metrics.log_derived(name, rounded)
+    metrics.log_derived(name, rounded, PRIORITY)

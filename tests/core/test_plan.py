@@ -181,7 +181,7 @@ def test_without_tabulate_it_says_what_to_install(monkeypatch, words):
 
 
 SMALL = (
-    "tune", "--measure", "--tokens", 64, "--model-dim", 64, "--hidden-dim", 128, "--repeats", 3,
+    "tune", "--tokens", 64, "--model-dim", 64, "--hidden-dim", 128, "--repeats", 3,
     "--max-mib", 32,
 )  # fmt: skip
 
@@ -195,12 +195,6 @@ def test_one_rank_measures_all_but_links(tmp_path):
     assert 1e8 < machine.flops_per_s < 1e13
     assert machine.inter_shared
     assert "x " + machine.name in tool("plan", "--machine", path, "--nodes", 2, "--dtype", "fp32")
-
-
-def test_measuring_must_be_asked_for(capsys):
-    with pytest.raises(SystemExit):
-        tool("tune")
-    assert "--measure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import gen_parser_from_dataclass
+from tool_in_process import tool
 
 from fairseq_tutel.config import MoEConfig, options_of_scope
 from fairseq_tutel.criterions.gate_loss import GateLossOptions
@@ -108,6 +109,19 @@ def test_no_key_is_in_two_option_sets():
         {f.name for f in dataclasses.fields(o)} - {"_name"} for o in (ModelOptions, SystemOptions)
     ]
     assert not fields[0] & fields[1]
+
+
+def test_flags_are_found_by_a_part_of_their_name_or_help():
+    text = tool("flags", "Top-K")
+    assert "  --moe-top-k\n      experts per token, from 1 to" in text
+    assert "of the moe_ criterions:" not in text and "--moe-freq" not in text
+    everything = tool("flags")
+    for options in (EncoderDecoderOptions, SystemOptions, GateLossOptions):
+        for key in defaults(options):
+            assert f"  --{key.replace('_', '-')}\n" in everything
+    assert "(i + 1) % moe_freq == 0" in everything
+    with pytest.raises(SystemExit, match="no flag has 'pigeon' in its name or help"):
+        tool("flags", "pigeon")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The wrappers: each refuses a fairseq it was not written for, copies and files are whole or absent."""
 
 import errno
+import hashlib
+import inspect
 import os
 
 import pytest
@@ -18,7 +20,18 @@ def test_a_function_of_another_signature_is_refused():
         pass
 
     with pytest.raises(ImportError, match="takes \\('self', 'everything'\\), expected"):
-        wrapped._guard(newer, ("self",))
+        wrapped._guard(newer, ("self",), "")
+
+
+def test_a_function_that_reads_otherwise_is_said(caplog):
+    def newer(self):
+        return self
+
+    digest = hashlib.sha256(inspect.getsource(newer).encode()).hexdigest()[:12]
+    wrapped._guard(newer, ("self",), digest)
+    assert not caplog.records
+    wrapped._guard(newer, ("self",), "another")
+    assert "newer is not that of fairseq-fixed 0.12.3.1" in caplog.text
 
 
 def test_all_six_wrappers_are_installed_once():
