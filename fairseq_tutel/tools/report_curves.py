@@ -16,7 +16,8 @@ class Chart:
     """One quantity to draw.
 
     `keys` is a pattern for what fairseq logs; where it has a group, every match is a curve, which
-    `part` names. `unit` labels the axis, `text` says how to read the picture.
+    `part` names. `unit` labels the axis, `text` says how to read the picture; `unless_zero` leaves it out
+    where all is 0.
     """
 
     title: str
@@ -28,6 +29,7 @@ class Chart:
     from_zero: bool = False
     against_time: bool = False
     validation: bool = False
+    unless_zero: bool = False
 
 
 SECTIONS = {
@@ -75,12 +77,12 @@ SECTIONS = {
         Chart(
             "Dropped share", "moe_dropped", "dropped (%)",
             "Of all tokens' choices, those that found their expert full. Always 0 if dropless.",
-            from_zero=True, validation=True,
+            from_zero=True, validation=True, unless_zero=True,
         ),
         Chart(
             "Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
             "Later choices find experts full more often, since first ones go before them.",
-            part="choice {}", from_zero=True,
+            part="choice {}", from_zero=True, unless_zero=True,
         ),
     ],
     ("speed", "Speed", ""): [
@@ -126,7 +128,7 @@ def pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pic
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
     unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
     curves = curves_of(chart, runs, seconds if time else None)
-    if not curves:
+    if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
     svg = line_chart(
         curves,

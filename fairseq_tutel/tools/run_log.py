@@ -155,7 +155,8 @@ def join(log: Log) -> Run:
     """Make one run of all that was logged, in however many processes.
 
     A process that resumes repeats the updates since its checkpoint: the records that it makes void
-    are left out. fairseq's `wall` begins at 0 in every process; here the parts add up.
+    are left out. fairseq's `wall` begins at 0 in every process; here the parts add up. Where it stays
+    there, time is that of the updates by their speed.
     """
     notes = []
     kept: list[tuple[str, Record]] = []
@@ -169,8 +170,16 @@ def join(log: Log) -> Run:
             notes.append(f"Resumed: a new process logs from update {first} on{lost}.")
             kept = lasting
         before, now = seconds, math.nan
+        stopped = _has_stopped_clock(entries)
+        last = kept[-1][1].update if kept else 0
         for entry in entries:
-            if not math.isnan(wall := entry.values.get("wall", math.nan)):
+            if stopped:
+                speed = entry.values.get("ups", 0)
+                if entry.tag == SINCE_LAST and speed > 0:
+                    seconds += (entry.update - last) / speed
+                    last = entry.update
+                now = seconds
+            elif not math.isnan(wall := entry.values.get("wall", math.nan)):
                 now = seconds = before + wall
             kept.append((entry.tag, Record(entry.update, now, entry.values, entry.lists)))
     notes += _not_finite(kept)
@@ -198,6 +207,12 @@ def _processes(log: Log) -> list[list[Entry]]:
         parts[-1].append(entry)
         last_wall = last_wall if math.isnan(wall) else wall
     return parts
+
+
+def _has_stopped_clock(entries: list[Entry]) -> bool:
+    """Whether a process logs `wall` and it stays 0, as after a resume in an epoch's middle."""
+    walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
+    return bool(walls) and not any(walls)
 
 
 def _not_finite(records: list[tuple[str, Record]]) -> list[str]:

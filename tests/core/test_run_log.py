@@ -140,6 +140,15 @@ def test_a_process_that_repeats_nothing_still_begins_anew(between, first_wall):
     assert run.notes == ["Resumed: a new process logs from update 20 on."]
 
 
+def test_a_clock_that_stands_still_is_told_by_the_speed():
+    """As fairseq's does from a resume in the middle of an epoch on."""
+    run = run_of(
+        "training on 1 devices (GPUs/TPUs)", inner(10, wall=6), inner(20, wall=9),
+        "training on 1 devices (GPUs/TPUs)", inner(30, wall=0, ups="2"), inner(40, wall=0, ups="0.5"),
+    )  # fmt: skip
+    assert seconds(run) == [6, 9, 9 + 10 / 2, 9 + 10 / 2 + 10 / 0.5]
+
+
 def test_a_validation_is_dated_by_the_last_known_time():
     run = run_of(valid(5), inner(10, wall=6), valid(12))
     first, second = run.records["valid"]

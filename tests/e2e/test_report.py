@@ -25,6 +25,7 @@ from models import lm_args
 from tool_in_process import tool
 
 from fairseq_tutel.tools import figures
+from fairseq_tutel.tools.report_curves import curve_sections
 from fairseq_tutel.tools.report_layers import layer_section
 from fairseq_tutel.tools.report_load import expert_sections
 from fairseq_tutel.tools.run_log import join, read_log
@@ -210,6 +211,7 @@ def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
         **{f"moe_{what}_decoder_{i}": [1.0 - (what == "dropped")] * 2 for i in range(layers)
            for what in ("load", "dropped")},
     }  # fmt: skip
+    values |= {"moe_dropped": "0", "overflow_expert1": "0", "entropy_gating": "1.5"}
     records = [json.dumps({"epoch": 1, "num_updates": u, **values}) for u in (10, 20)]
     runs = {"deep": join(read_log(records))}
     (picture,) = layer_section(runs).groups["deep"]
@@ -220,6 +222,8 @@ def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
     load, dropped = expert_sections(runs)
     assert sum(map(len, load.groups.values())) == 1 + layers
     assert not dropped.groups
+    curves = [picture.title for picture in curve_sections(runs)[1].groups[""]]
+    assert curves == ["Gate entropy against updates"]
 
 
 def test_the_table_holds_the_numbers_of_the_log(page, runs):
