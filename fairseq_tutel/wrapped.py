@@ -22,9 +22,10 @@
    temporary name.
 
 What else changes in a process, each where it is done: thresholds of glibc's malloc (`allocator.py`); the
-classes that torch.load takes for safe (`safe_globals.py`); --is-moe in sys.argv (`plugin.py`); the options of
-every task (`task_options.py`); the class of a stock task and of its iterator (`task_mixin.py`); the buffers of
-fairseq's all_gather_list (`together.py`); torch's time-outs of groups (`comm/meeting.py`, `comm/guard.py`).
+classes that torch.load takes for safe (`safe_globals.py`); --is-moe in sys.argv (`plugin.py`); the options
+of every task (`task_options.py`); the class of a stock task and of its iterator (`task_mixin.py`); the
+buffers of fairseq's all_gather_list (`together.py`); torch's time-outs of groups (`comm/meeting.py`,
+`comm/guard.py`).
 """
 
 import functools
