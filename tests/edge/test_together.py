@@ -30,6 +30,7 @@ def test_a_main_can_be_sent_to_a_spawned_rank():
 def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg = OmegaConf.structured(FairseqConfig)
     cfg.common_eval.path = path
+    cfg.model = None
     called = []
     wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
     assert isinstance(called[0].main, together.OnSeveralRanks) == (path is not None)
