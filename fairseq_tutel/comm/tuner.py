@@ -3,10 +3,12 @@
 For each key a search of its own: r first, by a unimodal search, since its cost is the sum of a rising term
 (rows sent r times) and a falling one (weights gathered); then all pairs (overlap, algorithm) at that r;
 then the neighbours of r at the best pair, and r = 0, which sends no rows; last a run-off between those
-that are close. It sees nothing but the costs that it is told, so ranks that are told the same choose the
-same.
+that are close. A search that is told a start, such as the best of a bucket beside, goes from there to
+better neighbours instead. A best whose cost drifts away is searched again, from itself. The tuner sees
+nothing but the costs that it is told, so ranks that are told the same choose the same.
 
-Source: Tutel (Hwang et al. 2023), section 3.3 (the dictionary and its search); the last two are ours.
+Source: Tutel (Hwang et al. 2023), section 3.3 (the dictionary and its search); r = 0, the run-off, starts
+and drifts are ours.
 """
 
 import dataclasses
@@ -20,8 +22,11 @@ from fairseq_tutel.comm.how import How
 TRIALS = 3  # measurements of a candidate; their median counts
 CLOSE = 1.1  # candidates within this factor of the best meet in the run-off
 FINALISTS = 5
-HOPELESS = 2.0  # times the best so far, at the first measurement
+HOPELESS = 2.0  # times the best so far, in each of SURE measurements
+SURE = 2
 RUN_OFF = 2  # times as many measurements as before
+WATCHED = 5  # costs of a settled best, whose median tells a drift
+DRIFTED = 1.2  # times the cost that it was settled at, or by that much less
 
 Costs = dict[How, list[float]]
 # Yields what to run next, is sent its cost, fills a dictionary of costs; the whole search returns the best.
@@ -50,42 +55,44 @@ class Tuner:
         self.best: dict[str, How] = {}
         self.costs: dict[str, Costs] = {}
         self._searches: dict[str, tuple[Search, How]] = {}
-        self._warm: set[How] = set()
+        self._warm: set[tuple[str, How]] = set()
+        self._recent: dict[str, list[float]] = {}
 
-    def choose(self, key: str) -> How:
-        """Return what to run a step of this key with: the best, or the next candidate."""
-        if key in self.best:
-            return self.best[key]
-        if key not in self._searches:
-            search = self._search(self.costs.setdefault(key, {}))
-            self._searches[key] = search, next(search)
-        return self._searches[key][1]
+    def choose(self, key: str, start: How | None = None) -> How:
+        """Return what to run a step of this key with: the best, or the next candidate.
+
+        Args:
+            key: of the step.
+            start: where a search that begins now begins, such as the best of a key beside.
+        """
+        if key not in self.best and key not in self._searches:
+            known = start is not None and self._can_choose(start)
+            costs = self.costs.setdefault(key, {})
+            self._go_on(key, self._search(costs, start if known else None))
+        return self.best[key] if key in self.best else self._searches[key][1]
 
     def record(self, key: str, how: How, cost: float) -> None:
         """Tell what a step took, in any unit that is the same for all of a key.
 
-        The first step of a candidate that has never run is not counted: it sets up what later ones use.
+        The first step of a candidate in a key is not counted: it sets up what later ones use, for sizes
+        that may be new.
         """
-        if key in self.best or key not in self._searches or not math.isfinite(cost):
+        if not math.isfinite(cost):
             return
-        search, asked = self._searches[key]
-        if how != asked:
-            return
-        if how not in self._warm:
-            self._warm.add(how)
-            return
-        try:
-            self._searches[key] = search, search.send(cost)
-        except StopIteration as end:
-            del self._searches[key]
-            self.best[key] = end.value
+        if key in self.best:
+            self._watch(key, how, cost)
+        elif key in self._searches and how == self._searches[key][1]:
+            if (key, how) not in self._warm:
+                self._warm.add((key, how))
+            else:
+                self._go_on(key, self._searches[key][0], cost)
 
     def settled(self, key: str) -> bool:
         """Whether the search of a key has ended."""
         return key in self.best
 
     def most_steps(self) -> int:
-        """Return a bound on the steps that a key's search takes, the first ones of each included."""
+        """Return a bound on the steps of a key's search from nothing, the first ones of each included."""
         positive = [r for r in self.rs if r > 0]
         candidates = (
             len(self.rs) + len(self.overlaps) * len(self.algorithms) + min(2, len(positive))
@@ -137,23 +144,77 @@ class Tuner:
             and how.algorithm in self.algorithms
         )
 
-    def _search(self, costs: Costs) -> Search:
-        plain = How(adaptive_r=1, overlap=self.overlaps[0], algorithm=self.algorithms[0])
-        positive = [r for r in self.rs if r > 0]
-        if positive:
+    def _go_on(self, key: str, search: Search, cost: float | None = None) -> None:
+        """Send a search the cost that it waits for, None to one that begins; keep what it says."""
+        try:
+            asked = next(search) if cost is None else search.send(cost)
+            self._searches[key] = search, asked
+        except StopIteration as end:
+            self._searches.pop(key, None)
+            self.best[key] = end.value
+
+    def _watch(self, key: str, how: How, cost: float) -> None:
+        """Search a key again from its best when that costs no longer what it did."""
+        best, recent = self.best[key], self._recent.setdefault(key, [])
+        if how != best:
+            return
+        recent.append(cost)
+        if len(recent) < WATCHED:
+            return
+        del self._recent[key]
+        ratio = median(recent) / median(self.costs[key].setdefault(best, recent))
+        if not 1 / DRIFTED <= ratio <= DRIFTED:
+            del self.best[key]
+            self.costs[key] = {}
+            self.choose(key, best)
+
+    @property
+    def _plain(self) -> How:
+        return How(adaptive_r=1, overlap=self.overlaps[0], algorithm=self.algorithms[0])
+
+    def _search(self, costs: Costs, start: How | None) -> Search:
+        plain, positive = self._plain, [r for r in self.rs if r > 0]
+        if start is not None:
+            yield from self._climb(start, costs)
+        elif positive:
             yield from self._find_degree(positive, plain, costs)
-            best = _cheapest(costs)
+            best = _cheapest_sender(costs)
             for overlap in self.overlaps:
                 for algorithm in self.algorithms:
                     pair = dataclasses.replace(best, overlap=overlap, algorithm=algorithm)
                     yield from self._measure(pair, costs)
-            best = _cheapest(costs)
+            best = _cheapest_sender(costs)
             at = positive.index(best.adaptive_r)
             for r in positive[max(0, at - 1) : at + 2]:
                 yield from self._measure(dataclasses.replace(best, adaptive_r=r), costs)
         if 0 in self.rs:
             yield from self._measure(dataclasses.replace(plain, adaptive_r=0), costs)
         return (yield from self._run_off(costs))
+
+    def _climb(self, at: How, costs: Costs) -> Search:
+        """Go from a candidate to the best of its neighbours until none is better."""
+        while True:
+            for how in (at, *self._neighbours(at)):
+                yield from self._measure(how, costs)
+            best = _cheapest(costs)
+            if best == at:
+                return
+            at = best
+
+    def _neighbours(self, how: How) -> list[How]:
+        """Return the candidates that differ by a step in one choice; of r = 0, which has no other, in r."""
+        positive = [r for r in self.rs if r > 0]
+        if how.adaptive_r == 0:
+            return [dataclasses.replace(self._plain, adaptive_r=r) for r in positive[:1]]
+        choices: dict[str, Sequence[Any]] = {
+            "adaptive_r": positive, "overlap": self.overlaps, "algorithm": self.algorithms
+        }  # fmt: skip
+        found = []
+        for name, values in choices.items():
+            at = values.index(getattr(how, name))
+            beside = [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
+            found += [dataclasses.replace(how, **{name: value}) for value in beside]
+        return found
 
     def _find_degree(self, degrees: Sequence[int], plain: How, costs: Costs) -> Search:
         """Narrow down to the least of a sequence that falls, then rises."""
@@ -175,12 +236,13 @@ class Tuner:
             yield from self._measure(at(i), costs)
 
     def _measure(self, how: How, costs: Costs) -> Search:
-        """Measure a candidate; once is enough for one that is much slower than the best so far."""
-        others = [median(c) for c in costs.values() if c]
-        while len(costs.setdefault(how, [])) < self.trials:
-            costs[how].append((yield how))
-            if others and costs[how][0] > HOPELESS * min(others):
+        """Measure a candidate; fewer times one that is surely much slower than the best so far."""
+        own = costs.setdefault(how, [])
+        others = [median(c) for other, c in costs.items() if c and other != how]
+        while len(own) < self.trials:
+            if others and len(own) >= SURE and min(own) > HOPELESS * min(others):
                 return
+            own.append((yield how))
 
     def _run_off(self, costs: Costs) -> Search:
         """Return the best of those that are close, measured anew in turns: a drift meets all alike."""
@@ -195,6 +257,11 @@ class Tuner:
                 anew[how].append((yield how))
         costs.update(anew)
         return _cheapest(anew)
+
+
+def _cheapest_sender(costs: Costs) -> How:
+    """Return the cheapest that sends rows; r = 0 may have been measured before a search goes on."""
+    return _cheapest({how: c for how, c in costs.items() if how.adaptive_r > 0})
 
 
 def _cheapest(costs: Costs) -> How:
