@@ -70,7 +70,7 @@ class MoETaskMixin(InferenceMixin):
             checkpoint.drop_everywhere(model)
         for layer in layers:
             layer.skip_tokens = ignore_grad
-        self._begin_update(sample, optimizer)
+        self._begin_micro_batch(0 if ignore_grad else int(sample.get("ntokens", 0)), optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         if diagnosing:
@@ -95,15 +95,17 @@ class MoETaskMixin(InferenceMixin):
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
 
-    def _begin_update(self, sample: Any, optimizer: Any) -> None:
-        """Let the tuner choose how an update runs, before its first micro-batch."""
+    def _begin_micro_batch(self, num_tokens: int, optimizer: Any) -> None:
+        """Let the tuner choose how an update runs, before its first micro-batch; count the others."""
         if self.moe_tuner is None:
             return
         # An update whose gradients were clipped is over, also where an overflow kept it from its step.
         clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
         if clipped != self._clipped_before:
             self._clipped_before = clipped
-            self.moe_tuner.begin(int(sample.get("ntokens", 0)))
+            self.moe_tuner.begin(num_tokens)
+        else:
+            self.moe_tuner.add_micro_batch(num_tokens)
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
         """Take the step, then let the balance biases take theirs, by the load of all ranks."""

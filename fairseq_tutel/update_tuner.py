@@ -26,20 +26,27 @@ from fairseq_tutel.moe_layer import MoELayer
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 128  # places of an expert in one bucket (the paper's R)
+WINDOW = 128  # places of an expert in one bucket (the paper's R), at least
+WIDENING = 0.25  # of where a bucket begins, where that is wider: dropless loads have a long tail
+WARM_UPDATES = (
+    2  # the first makes the optimizer's state, the second's peak says what memory is free
+)
+WATCH_EVERY = 10  # updates of a settled bucket to one that is timed
 SAVE_EVERY = 10  # measurements
-FORMAT = 2
+FORMAT = 3
 
 
 class UpdateTuner:
     """Chooses how the MoE layers of a model run, update by update.
 
-    Call `begin` before the first micro-batch of an update and `end` after its last backward, on every
-    rank. `begin` holds one small all-reduce over all ranks and one host read.
+    Call `begin` before the first micro-batch of an update, `add_micro_batch` before each further one, and
+    `end` after the last backward, on every rank. `begin` holds one small all-reduce over all ranks and one
+    host read. The first updates run as given: what memory is left is known after them.
 
     Args:
         layers: of one model, on ranks that exchange tokens.
-        window: width of a capacity bucket, in places of an expert.
+        window: width of a capacity bucket, in places of an expert; large ones are a quarter of where they
+            begin.
         path: of the dictionary of what was found; read at the first `begin`, written whenever a bucket is
             settled. None keeps none.
         overlaps: numbers of chunks to choose from.
@@ -70,12 +77,14 @@ class UpdateTuner:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
         self.static, self.conditions = first.how, dict(conditions or {})
         self._pairs = tuple(overlaps), tuple(algorithms)
-        # Made at the first `begin`, when the model is where it is trained, and its memory is taken.
+        # Made when the model is where it is trained, and all of its memory was taken once.
         self._tuner: Tuner | None = None
-        # Of the last update: its key and How, milliseconds on this rank, tokens on the busiest.
+        self._room: float | None = None  # bytes that this rank had left in the last update
+        # Of the last update: its key and How, if it was chosen; milliseconds on this rank.
         self._last: tuple[str, How] | None = None
-        self._milliseconds, self._tokens = math.nan, 0.0
-        self._recorded, self._said_unwritten = 0, False
+        self._milliseconds, self._is_timed = math.nan, False
+        self._micro_batches = [0]  # tokens of each on this rank
+        self._updates, self._warm, self._recorded, self._said_unwritten = 0, 0, 0, False
         for layer in self.layers:
             layer.watches_load = layer.config.capacity_factor <= 0
 
@@ -95,20 +104,29 @@ class UpdateTuner:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
-        tuner = self.tuner
-        tokens, milliseconds, busiest = self._agreed(num_tokens)
-        if self._last is not None and math.isfinite(milliseconds):
-            self._record(milliseconds)
-        expected = busiest / self._tokens * tokens if self._tokens else 0.0
-        self._tokens = tokens
-        key = self.key(tokens, expected)
-        how = tuner.choose(key)
+        tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
+        if math.isfinite(milliseconds):
+            self._warm += 1
+            if self._last is not None:
+                self._record(milliseconds, of_update)
+        how, self._last = self.static, None
+        if self._warm >= WARM_UPDATES:
+            key = self.key(tokens, busiest / of_last * tokens if of_last else 0.0)
+            how = self.tuner.choose(key, self._best_beside(key))
+            self._last = key, how
         for layer in self.layers:
             layer.how = how
-        self._last, self._milliseconds = (key, how), math.nan
+        self._micro_batches, self._milliseconds = [num_tokens], math.nan
+        self._updates += 1
+        settled = self._last is not None and self.tuner.settled(self._last[0])
+        self._is_timed = not settled or self._updates % WATCH_EVERY == 0
         self._wait_for_gpu()
         self._started = time.perf_counter()
         return how
+
+    def add_micro_batch(self, num_tokens: int) -> None:
+        """Count a further micro-batch of an update, whose time is taken for each of all its tokens."""
+        self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
         """Stop the clock; of several calls in an update the last counts.
@@ -116,10 +134,13 @@ class UpdateTuner:
         Raises:
             RuntimeError: no update was begun.
         """
-        if self._last is None:
+        if not self._updates:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
-        self._wait_for_gpu()
-        self._milliseconds = 1000 * (time.perf_counter() - self._started)
+        if self._tuner is None:
+            self._room = _free_bytes(self._device())
+        if self._is_timed:
+            self._wait_for_gpu()
+            self._milliseconds = 1000 * (time.perf_counter() - self._started)
 
     def key(self, tokens: float, busiest: float) -> str:
         """Return the bucket of an update.
@@ -129,17 +150,37 @@ class UpdateTuner:
             busiest: what an expert of such a micro-batch is expected to get, at most; 0: not known.
         """
         places = max(_capacity(layer, tokens, busiest) for layer in self.layers)
-        low = int(places) // self.window * self.window
-        factor = self.layers[0].config.capacity_factor
-        return f"capacity factor {factor:g}, {low} to {low + self.window - 1} places"
+        low, above = 0, self.window
+        while places >= above:
+            low, above = above, above + max(self.window, int(WIDENING * above))
+        return f"{self._rule}{low} to {above - 1} places"
 
-    def _record(self, milliseconds: float) -> None:
+    @property
+    def _rule(self) -> str:
+        """What the keys of this capacity factor begin with."""
+        return f"capacity factor {self.layers[0].config.capacity_factor:g}, "
+
+    def _best_beside(self, key: str) -> How | None:
+        """Return what is best in the settled bucket that is nearest to one, if there is any."""
+
+        def low(key: str) -> int:
+            return int(key.removeprefix(self._rule).partition(" ")[0])
+
+        alike = [known for known in self.tuner.best if known.startswith(self._rule)]
+        nearest = min(alike, key=lambda known: abs(low(known) - low(key)), default=None)
+        return None if nearest is None else self.tuner.best[nearest]
+
+    def _record(self, milliseconds: float, tokens: float) -> None:
         assert self._last is not None
         key, how = self._last
         known = self.tuner.settled(key)
-        # Per token, since updates of one bucket differ in those a little.
-        self.tuner.record(key, how, 1000 * milliseconds / max(self._tokens, 1))
+        # Per token, since updates of one bucket differ in those.
+        self.tuner.record(key, how, 1000 * milliseconds / max(tokens, 1))
         self._recorded += not known
+        if known and not self.tuner.settled(key) and _is_first_rank():
+            logger.info(
+                "adaptive: %s: updates take longer or shorter than they did: measured anew", key
+            )
         if self.tuner.settled(key) and not known:
             self._say(key)
             self._save()
@@ -161,37 +202,43 @@ class UpdateTuner:
             max(costs.values()),
         )  # fmt: skip
 
-    def _agreed(self, num_tokens: int) -> tuple[float, float, float]:
-        """Return the most of all ranks: tokens, milliseconds, and what an expert got last time."""
+    def _agreed(self, num_tokens: int) -> tuple[float, ...]:
+        """Return the most of all ranks of five numbers.
+
+        The tokens of this micro-batch; then of the last update: milliseconds, what an expert got in its
+        last micro-batch, the tokens of all its micro-batches, and of the last one.
+        """
         device = self._device()
         # A rank that measured nothing voids the measurement.
         took = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
-        mine = torch.tensor([num_tokens, took, 0.0], dtype=torch.float64, device=device)
+        told = [num_tokens, took, 0.0, sum(self._micro_batches), self._micro_batches[-1]]
+        mine = torch.tensor(told, dtype=torch.float64, device=device)
         needs = [layer.busiest for layer in self.layers if layer.busiest is not None]
         if needs:
             mine[2] = torch.stack(needs).max()
         if dist.is_initialized():
             with guarded("the tuner's agreement on an update"):
                 dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        tokens, milliseconds, busiest = mine.tolist()
-        return tokens, milliseconds, busiest
+        return tuple(mine.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
         """Return every r that a layer may run with, but for those that take too much memory.
 
-        Gathered experts and their gradients may take half of what is free on the rank that has least;
-        the r that was given may take what it takes.
+        Gathered experts and their gradients may take half of what is free, on the rank that has least,
+        beside those of the r that was given, which may take what it takes.
         """
         every = {
             r
             for layer in self.layers
             for r in allowed_degrees(layer.experts.part.slices, layer.config.hidden_layer_norm)
         }
-        limit = torch.tensor(_free_bytes(self._device()) / 2, device=self._device())
+        room = _free_bytes(self._device()) if self._room is None else self._room
+        limit = torch.tensor(room / 2, device=self._device())
         if dist.is_initialized():
             with guarded("the tuner's agreement on memory"):
                 dist.all_reduce(limit, op=dist.ReduceOp.MIN)
-        given, most = self.static.adaptive_r, float(limit)
+        given = self.static.adaptive_r
+        most = self._gathered_bytes(given) + float(limit)
         return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
 
     def _gathered_bytes(self, degree: int) -> int:
@@ -210,13 +257,13 @@ class UpdateTuner:
         return next(iter(self.layers[0].experts.expert_parameters().values())).device
 
     def _wait_for_gpu(self) -> None:
-        exploring = self._last is not None and not self.tuner.settled(self._last[0])
-        if self._device().type == "cuda" and exploring:
+        if self._device().type == "cuda" and self._is_timed:
             torch.cuda.synchronize(self._device())
 
     def signature(self) -> dict[str, Any]:
         """Return what measurements hold for: a dictionary of another signature is not used."""
         place, config = self.layers[0].topology, self.layers[0].config
+        on_gpu = self._device().type == "cuda"
         return {
             "ranks": place.world_size,
             "expert_parallel_size": place.expert_parallel_size,
@@ -229,7 +276,8 @@ class UpdateTuner:
             "exchange": config.exchange,
             "a2a_dtype": config.a2a_dtype,
             "window": self.window,
-            "device": torch.cuda.get_device_name() if self._device().type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
             "dtype": str(next(iter(self.layers[0].experts.expert_parameters().values())).dtype),
             **self.conditions,
         }
@@ -283,9 +331,13 @@ class UpdateTuner:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the memory that is free for this rank, on its GPU, or its part of the host's."""
+    """Return the memory that this rank had left when it took most: of its GPU, or its part of the host's.
+
+    A process keeps memory that it freed: on a host the most is what it takes now.
+    """
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return float(free - torch.cuda.max_memory_allocated(device))
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return pages / (ranks_per_node() or (dist.get_world_size() if dist.is_initialized() else 1))
 

@@ -227,6 +227,7 @@ def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTun
             if common[key]
         ],
         "update_freq": list(root.optimization.update_freq),
+        "zero_stage": _get(task_cfg, "moe_zero_stage") or 0,
         "checkpoint_activations": bool(_get(cfg, "checkpoint_activations")),
     }
     return UpdateTuner(layers, window, path, conditions=conditions, **choices)

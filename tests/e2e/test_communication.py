@@ -89,8 +89,8 @@ def test_a_narrow_wire_trains_nearly_the_same_experts(
 def test_a_tuner_changes_the_way_and_not_the_model(lm_data, tmp_path):
     """At most 11 candidates of 4 updates and a run-off of 24: every r, d and algorithm is tried."""
     flags = (*ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2)
-    train(lm_data, tmp_path / "plain", *TWO_EXPERTS, ranks=1, updates=70)
-    run = train(lm_data, tmp_path, *TWO_EXPERTS, *flags, updates=70)
+    train(lm_data, tmp_path / "plain", *TWO_EXPERTS, ranks=1, updates=72)
+    run = train(lm_data, tmp_path, *TWO_EXPERTS, *flags, updates=72)
     assert "tuned: all but the last two" in run.output
     expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
