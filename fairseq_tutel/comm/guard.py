@@ -6,6 +6,7 @@ for that store for ever, a watch ends the process.
 """
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -224,11 +225,9 @@ def _call_the_roll(rank: int, ranks: list[int], seconds: float) -> list[int] | N
     missing: list[list[int]] = []
 
     def call() -> None:
-        # A failed job is not gone on with, so that the key of one roll call serves.
         with contextlib.suppress(RuntimeError):
             store = distributed_c10d._get_default_store()
-            store.set(f"{ROLL}/{rank}", "here")
-            missing.append(wait_for(store, ROLL, ranks, seconds))
+            missing.append(_missing(store, rank, ranks, seconds))
 
     # A stopped process that keeps the store would hold its callers for ever.
     thread = threading.Thread(target=call, daemon=True)
@@ -237,3 +236,23 @@ def _call_the_roll(rank: int, ranks: list[int], seconds: float) -> list[int] | N
     if rank == 0:
         time.sleep(GRACE_SECONDS)  # others may be about to read from this process
     return missing[0] if missing else None
+
+
+def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
+    """Answer, wait, and return who did not answer.
+
+    The first rank that comes looks for all and tells the others, which look for those alone that it
+    missed: a store must not be asked for W keys by W ranks. A failed job is not gone on with, so that the
+    keys of one roll call serve.
+    """
+    deadline, place = time.monotonic() + seconds, f"{ROLL}/of/{hash(tuple(ranks))}"
+    store.set(f"{ROLL}/{rank}", "here")
+    doubtful = ranks
+    if store.add(f"{place}/came", 1) > 1:
+        with contextlib.suppress(dist.DistStoreError):  # the first has ended meanwhile
+            store.wait([f"{place}/missing"], timedelta(seconds=seconds + GRACE_SECONDS / 2))
+            doubtful = json.loads(store.get(f"{place}/missing"))
+    missing = wait_for(store, ROLL, doubtful, max(0.0, deadline - time.monotonic()))
+    if doubtful is ranks:
+        store.set(f"{place}/missing", json.dumps(missing))
+    return missing

@@ -190,10 +190,11 @@ def test_names_of_ranks():
 
 
 class _CountingStore(dist.HashStore):
-    checks = 0
+    checks, keys = 0, 0
 
     def check(self, keys):
         self.checks += 1
+        self.keys += len(keys)
         return super().check(keys)
 
 
@@ -204,6 +205,32 @@ def test_few_requests_find_who_is_missing_among_thousands():
             store.set(f"roll/{rank}", "here")
     assert guard.wait_for(store, "roll", range(4096), seconds=0.1) == [7, 4000]
     assert store.checks < 64
+
+
+def _roll_call(store, world, ranks, seconds=0.1):
+    """Let ranks answer in turns, as those of a slow store do; return what each was told."""
+    return [guard._missing(store, rank, list(range(world)), seconds) for rank in ranks]
+
+
+def test_one_rank_looks_for_all_others():
+    store, world, victims = _CountingStore(), 256, [7, 200]
+    for rank in range(1, world):  # all but the first, which looks, have come
+        if rank not in victims:
+            store.set(f"{guard.ROLL}/{rank}", "here")
+    alive = [rank for rank in range(world) if rank not in victims]
+    assert _roll_call(store, world, alive[:9]) == [victims] * 9
+    assert store.keys < 9 * world  # each of them would look for all at least thrice
+
+
+def test_who_comes_late_is_accused_by_the_first_alone():
+    store = dist.HashStore()
+    assert _roll_call(store, 3, [0, 1, 2]) == [[1, 2], [2], []]
+
+
+def test_the_first_to_come_may_end_before_it_tells():
+    store = dist.HashStore()
+    store.add(f"{guard.ROLL}/of/{hash((0, 1, 2))}/came", 1)
+    assert _roll_call(store, 3, [0, 1]) == [[1, 2], [2]]
 
 
 def test_a_guard_costs_next_to_nothing():
