@@ -95,9 +95,11 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
         """Return the batches as the ranks of the saved run took them, one from each in turn.
 
-        The order can depend on their number (grouped shuffling, batches fixed to GPUs), so every
-        shard is asked for.
+        Where the order depends on their number (grouped shuffling, batches fixed to GPUs), every shard is
+        asked for; else there is one shuffle for all.
         """
+        if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
+            shards = 1
         own = self.num_shards, self.shard_id
         by_shard = []
         try:

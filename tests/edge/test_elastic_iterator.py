@@ -6,6 +6,7 @@ same batches, and none ends with a batch that only fills up.
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
@@ -80,6 +81,17 @@ def test_every_batch_is_seen_once_in_the_saved_order(legs, grouped):
     assert grouped or sorted(seen) == list(range(NUM_BATCHES))
     assert state["iterations_in_epoch"] == 0
     assert state["epoch"] == 2
+
+
+def test_batches_are_shuffled_once_however_many_ranks_saved(monkeypatch):
+    saved = _iterators(ElasticEpochBatchIterator, 8)
+    _begin(saved)
+    _take(saved, 1)
+    (resumed,) = _iterators(ElasticEpochBatchIterator, 1)
+    shuffled, shuffle = [], np.random.shuffle
+    monkeypatch.setattr(np.random, "shuffle", lambda x: shuffled.append(len(x)) or shuffle(x))
+    resumed.load_state_dict(saved[0].state_dict())
+    assert shuffled == [NUM_BATCHES]
 
 
 def test_the_epoch_after_a_resumed_one_is_stock_s():
