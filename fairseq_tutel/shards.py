@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fairseq_tutel.comm.slices import Slice
 VERSION = 1
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
+MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may have 65,530
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ShardedTensor:
         dtype: of the stack.
         how: how the experts are cut into pieces.
         pieces: E * s of them, expert by expert.
+        opened: the files that were read, by path, which all tensors of a checkpoint share.
     """
 
     root: Path
@@ -55,6 +57,7 @@ class ShardedTensor:
     dtype: torch.dtype
     how: Slice
     pieces: tuple[Piece, ...]
+    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def read(self, first: int, count: int, how: Slice | None = None, index: int = 0) -> Tensor:
         """Return experts first .. first + count - 1, or slice `index` of each, in memory of its own.
@@ -66,12 +69,11 @@ class ShardedTensor:
         shape = list(self.shape)
         shape[how.dim] //= how.count
         shape[0] = count
-        opened: dict[str, Any] = {}
         if count:  # no memory is taken by sizes that are the record's alone
-            self._file(self.pieces[first * self.how.count], opened)
+            self._file(self.pieces[first * self.how.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
-            self._read_expert(out[i], first + i, how, index, opened)
+            self._read_expert(out[i], first + i, how, index)
         return out
 
     def whole(self) -> Tensor:
@@ -82,44 +84,44 @@ class ShardedTensor:
         """
         return self.read(0, self.shape[0])
 
-    def _read_expert(
-        self, out: Tensor, expert: int, how: Slice, index: int, opened: dict[str, Any]
-    ) -> None:
+    def _read_expert(self, out: Tensor, expert: int, how: Slice, index: int) -> None:
         s, dim = self.how.count, self.how.dim or how.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
-            out.copy_(self._open(pieces[0], opened))
+            out.copy_(self._open(pieces[0]))
             return
         # The wanted range may lie in one piece, in a part of it, or in several.
         width, length = self.shape[dim] // s, self.shape[dim] // how.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
-        joined = torch.cat([self._open(pieces[j], opened) for j in touched], dim - 1)
+        joined = torch.cat([self._open(pieces[j]) for j in touched], dim - 1)
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
-    def _open(self, piece: Piece, opened: dict[str, Any]) -> Tensor:
+    def _open(self, piece: Piece) -> Tensor:
         """Return a piece, mapped from its file, after a look at its digest."""
-        tensor = self._file(piece, opened).get_tensor(piece.key)
+        tensor = self._file(piece).get_tensor(piece.key)
         if digest(tensor) != piece.digest:
             raise self._unlike(piece)
         return tensor
 
-    def _file(self, piece: Piece, opened: dict[str, Any]) -> Any:
+    def _file(self, piece: Piece) -> Any:
         """Return a piece's file, in which it has the record's shape."""
         from safetensors import SafetensorError, safe_open  # the core needs it here alone
 
         path = self.root / self.folder / piece.file
         try:
-            if piece.file not in opened:
-                opened[piece.file] = safe_open(path, framework="pt")
-            found = opened[piece.file].get_slice(piece.key).get_shape()
+            if path not in self.opened:
+                if len(self.opened) >= MOST_OPEN:
+                    self.opened.clear()
+                self.opened[path] = safe_open(path, framework="pt")
+            found = self.opened[path].get_slice(piece.key).get_shape()
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, str(error)) from error
         shape = list(self.shape)
         shape[self.how.dim] //= self.how.count
         if found != shape[1:]:
             raise self._unlike(piece)
-        return opened[piece.file]
+        return self.opened[path]
 
     def _unlike(self, piece: Piece) -> ValueError:
         path = self.root / self.folder / piece.file
@@ -184,9 +186,10 @@ def bind(state: Any, path: Path) -> None:
         ValueError: the records are of a newer version, or files are missing.
     """
     found: list[ShardedTensor] = []
+    opened: dict[Path, Any] = {}
 
     def bound(record: dict[str, Any]) -> ShardedTensor:
-        found.append(_of_record(record, path))
+        found.append(_of_record(record, path, opened))
         return found[-1]
 
     _replace(state, is_record, bound)
@@ -208,7 +211,7 @@ def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], A
             _replace(value, chosen, change)
 
 
-def _of_record(record: dict[str, Any], path: Path) -> ShardedTensor:
+def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
     if record[MARK] != VERSION:
         raise ValueError(
             f"{path} keeps its experts in a way (version {record[MARK]}) that this fairseq_tutel does not "
@@ -222,6 +225,7 @@ def _of_record(record: dict[str, Any], path: Path) -> ShardedTensor:
             dtype=getattr(torch, record["dtype"]),
             how=Slice(*record["slices"]),
             pieces=tuple(Piece(*piece) for piece in record["pieces"]),
+            opened=opened,
         )
         sound = _is_sound(tensor)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):

@@ -1,6 +1,7 @@
 """Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
 
 Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading before it is asked for;
+no file opened twice;
 records in a checkpoint; missing, torn, damaged files; records of others; folders that are begun, committed,
 kept and collected.
 """
@@ -12,11 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fairseq_tutel import shard_folder
+from fairseq_tutel import shard_folder, shards
 from fairseq_tutel.comm.slices import Slice, cut
 from fairseq_tutel.shards import Piece, ShardedTensor, bind, digest, is_record, unbind, write_file
 
@@ -90,6 +92,21 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     tensor.read(0, 2)
     with pytest.raises(ValueError, match=r"layer\.2\.safetensors, which is torn or missing"):
         tensor.read(1, 2)
+
+
+@pytest.mark.parametrize(("most", "opens"), [(10, 2), (1, 8)])
+def test_a_checkpoint_s_tensors_open_every_file_once(tmp_path, monkeypatch, most, opens):
+    records = {name: write(tmp_path, torch.ones(4, 2), Slice()).record() for name in "abcd"}
+    state = {"model": {"a": records["a"], "b": records["b"]}, "list": [records["c"], records["d"]]}
+    opened, safe_open = [], safetensors.safe_open
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda *a, **b: opened.append(a) or safe_open(*a, **b)
+    )
+    monkeypatch.setattr(shards, "MOST_OPEN", most)
+    bind(state, tmp_path / "checkpoint.pt")
+    unbind(state)
+    assert len(opened) == opens
+    assert torch.equal(state["list"][1], torch.ones(4, 2))
 
 
 def test_a_missing_file_is_named_before_anything_is_read(tmp_path):
