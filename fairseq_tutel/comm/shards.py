@@ -20,6 +20,7 @@ from fairseq_tutel.comm.topology import Topology
 from fairseq_tutel.expert_stack import ExpertStack
 from fairseq_tutel.shards import Piece, ShardedTensor, digest, write_file
 
+_DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
 # What a rank tells, by layer and tensor: the stack's shape and dtype, its cut, and the pieces that the rank
 # wrote, by expert and slice.
 Pieces = dict[tuple[int, int], Piece]
@@ -53,14 +54,16 @@ def write_experts(
         everything = [None] * place.world_size
         with guarded("the agreement on the shards that were written"):
             dist.all_gather_object(everything, own)
-    _refuse_failure(folder.parent, [error for _, _, error in everything])
-    tensors = _joined([written for written, _, _ in everything])
+    _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
+    tensors = _joined([written for written, *_ in everything])
+    if any(names != len(tensors) for *_, names in everything):
+        raise ValueError(f"ranks wrote other tensors than they have: {_DIFFER}")
     names = [
         f"{p.file} {p.key} {p.digest}"
         for _, _, _, pieces in tensors.values()
         for p in pieces.values()
     ]
-    sizes = {file: size for _, sizes, _ in everything for file, size in sizes.items()}
+    sizes = {file: size for _, sizes, *_ in everything for file, size in sizes.items()}
     committed = _first_rank(lambda: _commit(folder, names, sizes))
     return {
         key: ShardedTensor(
@@ -110,14 +113,18 @@ def _refuse_failure(folder: Path, errors: list[str | None]) -> None:
 
 def _write_own(
     model: nn.Module, place: Topology, states: States, folder: Path
-) -> tuple[Written, dict[str, int], str | None]:
-    """Write this rank's share, a file a layer; return what, its files' sizes, and why it was not, if so."""
+) -> tuple[Written, dict[str, int], str | None, int]:
+    """Write this rank's share, a file a layer.
+
+    Returns:
+        What was written; its files' sizes; why it was not, if so; how many tensors the ranks share.
+    """
     written: Written = {}
     sizes: dict[str, int] = {}
     failed: str | None = None
-    for layer, stack in model.named_modules():
-        if not isinstance(stack, ExpertStack):
-            continue
+    names = 0
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
+    for turn, (layer, stack) in enumerate(layers):
         tensors: dict[str, tuple[Tensor, Slice]] = {}
         for name, parameter in stack.expert_parameters().items():
             how = stack.slice_of(name)
@@ -126,24 +133,25 @@ def _write_own(
                 # What has not the parameter's shape, such as a scale, is the same for all slices.
                 cut = how if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
+        names += len(tensors)
         if failed is None:  # after an error no more is written, but others may wait in `states`
             try:
-                written |= _write_layer(layer, stack, tensors, place, folder, sizes)
+                share = _share(stack.part.num_local, place, turn)
+                written |= _write_layer(layer, stack, tensors, share, folder, sizes)
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
-    return written, sizes, failed
+    return written, sizes, failed, names
 
 
 def _write_layer(
     layer: str,
     stack: ExpertStack,
     tensors: dict[str, tuple[Tensor, Slice]],
-    place: Topology,
+    share: range,
     folder: Path,
     sizes: dict[str, int],
 ) -> Written:
     part, index = stack.part, stack.part.index
-    share = _share(part.num_local, place)
     first, last = part.first + share.start, part.first + share.stop - 1
     slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
     file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
@@ -154,9 +162,9 @@ def _write_layer(
         shape[how.dim] *= how.count
         shape[0] = stack.config.num_experts
         pieces: Pieces = {}
+        if not share or (how.count == 1 and index > 0):  # the same in all slices
+            continue
         written[layer, name] = (tuple(shape), stacked.dtype, how, pieces)
-        if how.count == 1 and index > 0:
-            continue  # the same in all slices
         for i in share:
             value = stacked[i].detach().cpu().contiguous()
             expert = part.first + i
@@ -169,9 +177,16 @@ def _write_layer(
     return written
 
 
-def _share(num_local: int, place: Topology) -> range:
-    """Return which of the local experts this rank writes: its replicas write the others."""
-    replica, n = place.rank // place.expert_parallel_size, place.num_replicas
+def _share(num_local: int, place: Topology, turn: int) -> range:
+    """Return which of the local experts this rank writes: its replicas write the others.
+
+    Args:
+        num_local: e.
+        place: of this rank.
+        turn: of the layer. Where replicas are more than experts, those that write are others in the next.
+    """
+    n = place.num_replicas
+    replica = (place.rank // place.expert_parallel_size + turn) % n
     return range(num_local * replica // n, num_local * (replica + 1) // n)
 
 
@@ -184,7 +199,7 @@ def _joined(parts: list[Written]) -> Written:
     for (layer, name), (shape, _, how, pieces) in joined.items():
         if len(pieces) != shape[0] * how.count:
             raise ValueError(
-                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * how.count}: the "
-                "ranks' optimizers differ; the last saved checkpoint is whole."
+                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * how.count}: "
+                f"{_DIFFER}"
             )
     return joined

@@ -1,7 +1,7 @@
 """Shards written on W ranks and read on others: weights and states, any P, replicas, slices.
 
 Covered: saved on x loaded on over (W, P); what each rank writes; states beside weights, and a scale per
-expert; a rank that can not write; a folder that is not shared.
+expert; ranks of different states; a rank that can not write; a folder that is not shared.
 """
 
 import itertools
@@ -96,6 +96,43 @@ def test_every_expert_is_written_once(ranks, tmp_path, place, files):
     world, size = place
     found = ranks(world).run(save, str(tmp_path), size)[0]
     assert found == [f"{n}.experts.{file}.safetensors" for n in (0, 1) for file in files]
+
+
+def written(folder: str, layers: int) -> int:
+    """Return how many files this rank writes of one expert that all ranks have."""
+    place = make_topology([1])
+    config = MoEConfig(model_dim=4, hidden_dim=8, num_experts=1, top_k=1)
+    split = nn.Sequential(*(MoELayer(config, place, seed=1, name=str(i)) for i in range(layers)))
+    with pytest.MonkeyPatch.context() as patch:
+        files: list[Path] = []
+        patch.setattr(
+            shards,
+            "write_file",
+            lambda values, path: files.append(path) or write_file(values, path),
+        )
+        records = save_in_shards(split, place, states, Path(folder))
+    assert len(records) == layers * 4 * 3
+    return len(files)
+
+
+def test_replicas_write_in_turns(ranks, tmp_path):
+    assert ranks(4).run(written, str(tmp_path), 8) == [2] * 4
+
+
+def differing(parameter: Tensor) -> dict[str, Tensor]:
+    return states(parameter) if dist.get_rank() == 0 else {}
+
+
+def save_differing(folder: str) -> str:
+    split, place = model(1)
+    with pytest.raises(ValueError) as caught:
+        save_in_shards(split, place, differing, Path(folder))
+    return str(caught.value)
+
+
+def test_ranks_whose_optimizers_differ_are_told(ranks, tmp_path):
+    for sentence in ranks(4).run(save_differing, str(tmp_path)):
+        assert "the ranks' optimizers differ; the last saved checkpoint is whole" in sentence
 
 
 def save_badly(folder: str) -> str:
