@@ -96,7 +96,7 @@ CORE = {
     "comm.first": "comm.guard",
     "comm.fingerprint": "comm.guard",
     "comm.meeting": "comm.guard",
-    "comm.restart": "comm.launcher",
+    "comm.restart": "comm.guard comm.launcher",
     "comm.slices": "",
     "shards": "comm.slices",
     "shard_folder": "",

@@ -14,13 +14,15 @@ from typing import Any
 from torch.distributed import DistStoreError, PrefixStore, Store, constants, rendezvous
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from fairseq_tutel.comm.guard import absent
 from fairseq_tutel.comm.launcher import keeps_the_store
 
 SCHEME = "restarted"
 # For init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PLACE = "fairseq_tutel/start"
-PAUSE_SECONDS = 0.02
+# How long rank 0 waits for an answer to be taken before it looks who has asked anew.
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 
 
 def may_happen() -> bool:
@@ -50,17 +52,28 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
 
 def _welcome(store: Store, world_size: int, deadline: float) -> str:
     """Tell every rank the name of this start, until each has it."""
-    name, waiting = uuid.uuid4().hex, set(range(1, world_size))
+    name, waiting = uuid.uuid4().hex, list(range(1, world_size))
     told: dict[int, str] = {}
+    pause = SHORTEST_SECONDS
+    if waiting and not _wait(store, [f"{PLACE}/asker/{rank}" for rank in waiting], deadline):
+        waiting = absent(store, f"{PLACE}/asker", waiting)
+        raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
     while waiting:
-        for rank in sorted(waiting):
-            asker = _read(store, f"asker/{rank}")
-            if asker and told.get(rank) != asker:
+        for rank in waiting:
+            asker = store.get(f"{PLACE}/asker/{rank}").decode()
+            if told.get(rank) != asker:
                 told[rank] = asker
-                store.set(f"{PLACE}/answer/{rank}", f"{asker} {name}")
-            if _read(store, f"taken/{rank}") == name:
-                waiting.remove(rank)
-        _pause(deadline, f"{world_size - len(waiting)}/{world_size} ranks came")
+                store.set(f"{PLACE}/answer/{asker}", name)
+        # An answer to an earlier start's asker is not taken: whoever is to take it will ask again.
+        taken = [f"{PLACE}/taken/{name}/{rank}" for rank in waiting]
+        if _wait(store, taken, min(deadline, time.monotonic() + pause)):
+            break
+        waiting = absent(store, f"{PLACE}/taken/{name}", waiting)
+        if time.monotonic() > deadline:
+            raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
+        pause = min(2 * pause, LONGEST_SECONDS)
+    for rank in range(1, world_size):  # so that the next start need not look for newer ones
+        store.delete_key(f"{PLACE}/asker/{rank}")
     return name
 
 
@@ -68,23 +81,20 @@ def _ask(store: Store, rank: int, deadline: float) -> str:
     """Return the name that rank 0 gave to this very process."""
     me = uuid.uuid4().hex
     store.set(f"{PLACE}/asker/{rank}", me)
-    while True:
-        asker, _, name = _read(store, f"answer/{rank}").partition(" ")
-        if asker == me:
-            store.set(f"{PLACE}/taken/{rank}", name)
-            return name
-        _pause(deadline, "rank 0 did not answer")
+    if not _wait(store, [f"{PLACE}/answer/{me}"], deadline):
+        raise DistStoreError("rank 0 did not answer, or waits for another rank")
+    name = store.get(f"{PLACE}/answer/{me}").decode()
+    store.set(f"{PLACE}/taken/{name}/{rank}", "taken")
+    return name
 
 
-def _read(store: Store, key: str) -> str:
-    key = f"{PLACE}/{key}"
-    return store.get(key).decode() if store.check([key]) else ""
-
-
-def _pause(deadline: float, what: str) -> None:
-    if time.monotonic() > deadline:
-        raise DistStoreError(what)
-    time.sleep(PAUSE_SECONDS)
+def _wait(store: Store, keys: list[str], deadline: float) -> bool:
+    """Wait until all keys are there, without asking again and again; whether they came in time."""
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except DistStoreError:
+        return False
+    return True
 
 
 def _rendezvous(

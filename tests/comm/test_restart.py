@@ -47,6 +47,28 @@ def test_every_start_has_a_place_of_its_own():
         assert _is_common_and_empty(_start(store, world_size)), world_size
 
 
+class _CountingStore(dist.HashStore):
+    asked = 0
+
+    def check(self, keys):
+        self.asked += 1
+        return super().check(keys)
+
+    def wait(self, keys, timeout):
+        self.asked += 1
+        return super().wait(keys, timeout)
+
+
+def test_waiting_for_a_late_rank_asks_the_store_nothing():
+    store, late = _CountingStore(), threading.Event()
+    thread = threading.Timer(0.5, lambda: (late.set(), restart.fresh(store, 1, 3, SECONDS)))
+    thread.start()
+    got = _start(store, 3, [0, 2])
+    thread.join()
+    assert late.is_set() and all(isinstance(one, dist.Store) for one in got.values())
+    assert store.asked <= 8
+
+
 def test_what_a_start_left_that_broke_off_deceives_nobody():
     store, short = dist.HashStore(), timedelta(seconds=0.2)
     for who in ([0, 2], [1, 2], [0], [2]):
@@ -59,7 +81,7 @@ def test_who_does_not_come_is_said_in_time():
     got = _start(dist.HashStore(), 3, [0, 2], timedelta(seconds=0.2))
     assert str(got[0]) == "2/3 ranks came"
     got = _start(dist.HashStore(), 2, [1], timedelta(seconds=0.2))
-    assert str(got[1]) == "rank 0 did not answer"
+    assert str(got[1]) == "rank 0 did not answer, or waits for another rank"
 
 
 @pytest.mark.parametrize(
