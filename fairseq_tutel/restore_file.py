@@ -4,7 +4,6 @@ import glob
 import logging
 import os
 import re
-import socket
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,26 +120,46 @@ def _updates_of(path: str) -> int:
 
 
 def _found_by_all(path: str) -> list[str]:
-    """Return what every rank finds at its path: one of the words above, or a file's identity."""
+    """Return what every rank finds at its path: one of the words above, or a file's identity.
+
+    Of the ranks that share a file the first reads all of it.
+    """
+    own = _found(path)
+    told = _told_to_all((own, _place(path)))
+    if own not in (NOTHING, FOLDER, TORN, ELSEWHERE):
+        reads = told.index(told[_rank()]) == _rank()
+        own = own if not reads or is_whole(path) else TORN
+    return _told_to_all(own)
+
+
+def _told_to_all(own: Any) -> list[Any]:
+    """Return what every rank told."""
     if not (dist.is_available() and dist.is_initialized()):
-        return [_found(path, reads=True)]
-    hosts: list[Any] = [None] * dist.get_world_size()
-    found = list(hosts)
+        return [own]
+    told: list[Any] = [None] * dist.get_world_size()
     with guarded("the look at the checkpoint"):
-        dist.all_gather_object(hosts, socket.gethostname())
-        # One rank of every node reads all of it; nodes may be called the same.
-        is_first = hosts.index(socket.gethostname()) == dist.get_rank()
-        reads = is_first or os.environ.get("LOCAL_RANK") == "0"
-        dist.all_gather_object(found, _found(path, reads))
-    return found
+        dist.all_gather_object(told, own)
+    return told
 
 
-def _found(path: str, reads: bool) -> str:
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _found(path: str) -> str:
     if os.path.isdir(path):
         return FOLDER
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
-    return identity(path) if (is_whole if reads else has_an_end)(path) else TORN
+    return identity(path) if has_an_end(path) else TORN
+
+
+def _place(path: str) -> tuple[int, ...]:
+    """Return what tells a file from its copies on other nodes, whose disks may have damaged them."""
+    if not os.path.isfile(path):
+        return ()
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _torn(flag: str, path: str) -> str:

@@ -149,33 +149,3 @@ def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sent
         model.load_state_dict(saved)
     assert str(end.value.code).startswith(f"error: {sentence}")
     model.load_state_dict({"weight": torch.ones(5, 3), "older": torch.ones(1)}, strict=False)
-
-
-NODES = [
-    (1, ["a", "a", "b"], None, False),
-    (2, ["a", "a", "b"], None, True),
-    (1, ["a", "a", "a"], "0", True),
-    (1, ["a", "a", "a"], "1", False),
-]
-
-
-@pytest.mark.parametrize(("rank", "hosts", "local_rank", "reads"), NODES)
-def test_one_rank_of_a_node_reads_the_file_that_a_training_goes_on_from(
-    rank, hosts, local_rank, reads, tmp_path, monkeypatch
-):
-    """Whoever started the ranks: torchrun alone says LOCAL_RANK."""
-    path, read = str(written(tmp_path)), []
-
-    def gather(into, own):
-        into[:] = hosts if own == hosts[rank] else [own] * len(hosts)
-
-    monkeypatch.setattr("socket.gethostname", lambda: hosts[rank])
-    monkeypatch.setattr(restore_file, "is_whole", lambda path: read.append(path) or True)
-    fakes = {"is_initialized": lambda: True, "get_world_size": lambda: 3, "get_rank": lambda: rank}
-    for name, fake in {**fakes, "all_gather_object": gather}.items():
-        monkeypatch.setattr(torch.distributed, name, fake)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert len(set(restore_file._found_by_all(path))) == 1
-    assert read == [path] * reads

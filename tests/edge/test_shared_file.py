@@ -1,0 +1,104 @@
+"""The look at the checkpoint that a training goes on from: one rank reads a file that several share.
+
+Covered: one file for all ranks, copies of which one is damaged, one rank; who is told. Ranks are threads.
+"""
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fairseq_tutel import restore_file, whole_files
+
+SECONDS = 60
+
+
+class _Ranks:
+    """What is used of torch.distributed, for threads."""
+
+    def __init__(self, world_size):
+        self.world_size, self.told = world_size, [None] * world_size
+        self.barrier = threading.Barrier(world_size)
+        self.of_thread = threading.local()
+
+    def is_available(self):
+        return self.world_size > 1
+
+    is_initialized = is_available
+
+    def get_world_size(self):
+        return self.world_size
+
+    def get_rank(self):
+        return self.of_thread.rank
+
+    def all_gather_object(self, out, own):
+        self.told[self.get_rank()] = own
+        self.barrier.wait(SECONDS)
+        out[:] = self.told
+        self.barrier.wait(SECONDS)
+
+
+@pytest.fixture
+def look(monkeypatch):
+    """Return a function from every rank's path to (times that it read its file, what it was told)."""
+
+    def of(paths):
+        ranks, read = _Ranks(len(paths)), []
+        monkeypatch.setattr(restore_file, "dist", ranks)
+        monkeypatch.setattr(
+            restore_file,
+            "is_whole",
+            lambda path: read.append(ranks.of_thread.rank) or whole_files.is_whole(path),
+        )
+
+        def on(rank):
+            ranks.of_thread.rank = rank
+            try:
+                return restore_file._found_by_all(str(paths[rank]))
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(paths)) as pool:
+            found = list(pool.map(on, range(len(paths))))
+        return sorted(read), found
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return of
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1  # among the numbers
+    path.write_bytes(data)
+
+
+def test_one_of_the_ranks_that_share_a_file_reads_it(look, saved):
+    read, found = look([saved] * 3)
+    assert read == [0] and found == [[whole_files.identity(str(saved))] * 3] * 3
+    damage(saved)
+    read, found = look([saved] * 3)
+    assert read == [0] and all(restore_file.TORN in told for told in found)
+
+
+def test_every_copy_is_read(look, saved, tmp_path):
+    copies = [saved, saved, tmp_path / "b.pt"]
+    shutil.copy2(saved, copies[2])
+    read, found = look(copies)
+    assert read == [0, 2] and restore_file.TORN not in found[0]
+    damage(copies[2])
+    read, found = look(copies)
+    assert read == [0, 2] and all(restore_file.TORN in told for told in found)
+
+
+def test_a_rank_that_is_alone_reads_its_own(look, saved):
+    assert look([saved])[0] == [0]
+    assert look([saved.with_name("none.pt")]) == ([], [[restore_file.NOTHING]])
