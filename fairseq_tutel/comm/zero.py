@@ -19,6 +19,9 @@ from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.comm.topology import Topology
 
 BUCKET_BYTES = 25 * 2**20
+# Of a group of so many ranks at most. A ring's collective takes a turn for each rank, however little every
+# message holds, so that a larger group has larger buckets, to so many times.
+BUCKET_RANKS, MOST_TIMES = 64, 8
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ def partition(
         place: where this rank is.
         sharded: False leaves all whole, for offload alone.
         offload: keep shards in host memory.
-        bucket_bytes: of a bucket's parameters, about; a parameter with more has a bucket of its own.
+        bucket_bytes: of a bucket's parameters, about, in a group of at most BUCKET_RANKS; a parameter with
+            more has a bucket of its own.
 
     Returns:
         The pieces in the order of the parameters, and the buckets in that in which a backward is likely to
@@ -193,11 +197,12 @@ def partition(
     filling: dict[Any, list[Piece]] = {}
     for piece in reversed(pieces):
         key = (piece.share, piece.parameter.dtype, piece.parameter.device)
-        if _bytes([piece]) >= bucket_bytes:
+        enough = bucket_bytes * min(max(1, piece.share.size // BUCKET_RANKS), MOST_TIMES)
+        if _bytes([piece]) >= enough:
             buckets.append(Bucket([piece]))
             continue
         filling.setdefault(key, []).append(piece)
-        if _bytes(filling[key]) >= bucket_bytes:
+        if _bytes(filling[key]) >= enough:
             buckets.append(Bucket(filling.pop(key)))
     return pieces, buckets + [Bucket(rest) for rest in filling.values()]
 

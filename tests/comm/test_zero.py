@@ -164,6 +164,15 @@ def test_buckets_hold_parameters_of_one_kind_and_size():
     assert pieces[0].share == Share(4, 3, None, 4)
 
 
+@pytest.mark.parametrize(
+    ("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)]
+)
+def test_large_groups_have_larger_buckets(world, times):
+    parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
+    _, buckets = partition(parameters, Topology(world_size=world), bucket_bytes=400)
+    assert {len(bucket.pieces) for bucket in buckets} == {4 * times}
+
+
 def gradient_of(parameter, number, rank):
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(

@@ -2,7 +2,7 @@
 
 Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file; classes
 that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
-a file of another model; that one rank of a node reads all of it.
+a file of another model.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 from fairseq import checkpoint_utils, utils
 from torch import nn
 
-from fairseq_tutel import plugin, restore_file
+from fairseq_tutel import plugin
 from fairseq_tutel.models.build import _end_where_it_differs
 from fairseq_tutel.models.changed import say_what_changed
 
