@@ -142,8 +142,8 @@ class _SystemOptions(FairseqDataclass):
     moe_adaptive_window: int = field(
         default=128,
         metadata={
-            "help": "--moe-adaptive auto chooses anew for every window of capacities of this width; in "
-            "places of an expert [default: 128]"
+            "help": "--moe-adaptive auto chooses anew for every window of capacities, as wide as this at "
+            "least and as a quarter of where it begins; in places of an expert [default: 128]"
         },
     )
     moe_checkpoint: ChoiceEnum(["full", "sharded"]) = field(  # type: ignore[valid-type]

@@ -4,6 +4,7 @@ And how it ends where a run cannot work.
 """
 
 import contextlib
+import dis
 import importlib.util
 import logging
 import os
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 def refusals_are_sentences() -> Iterator[None]:
     """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from.
 
-    A refusal is a ValueError that our own code raised. Those of other code pass, with their traceback.
+    A refusal is a ValueError that a `raise` of our own code raised. Those of other code pass, and those of
+    our mistakes, such as a tuple of another length, with their traceback.
     """
     try:
         yield
@@ -33,7 +35,9 @@ def refusals_are_sentences() -> Iterator[None]:
         trace: Any = error.__traceback__
         while trace.tb_next is not None:
             trace = trace.tb_next
-        if trace.tb_frame.f_globals["__name__"].partition(".")[0] != __name__.partition(".")[0]:
+        frame = trace.tb_frame
+        is_ours = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
+        if not is_ours or frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
             raise
         logger.debug("refused here", exc_info=error)
         sys.exit(f"error: {error}")

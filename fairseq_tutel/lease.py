@@ -209,7 +209,9 @@ class Lease:
             return
         if holder is None:  # somebody cleared the folder
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            _write(self.own, self.path)
+            written = f"{self.path}.{self.own.token}"
+            _write(self.own, written)
+            os.replace(written, self.path)
         elif holder != self.own:
             raise ValueError(
                 f"--save-dir is {os.path.dirname(self.path)}, which {holder} has taken over, since this "

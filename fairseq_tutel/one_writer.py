@@ -4,6 +4,7 @@ Two in one folder would remove each other's experts and overwrite each other's f
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from fairseq.file_io import PathManager
 from fairseq_tutel import shard_folder, whole_files
 from fairseq_tutel.comm.first import of_first
 from fairseq_tutel.lease import NAME, Lease, take
+
+logger = logging.getLogger(__name__)
 
 _held: list[Lease] = []
 
@@ -28,18 +31,22 @@ class OneWriter:
         """Run `main` while no other training writes into --save-dir."""
         save_dir = cfg.checkpoint.save_dir
         writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
-        with writing(save_dir) if writes else contextlib.nullcontext():
+        with writing(save_dir, writes):
             return self.main(cfg, **kwargs)
 
 
 @contextlib.contextmanager
-def writing(save_dir: str) -> Iterator[None]:
+def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     """Hold the lease of a folder in the block. Collective at its beginning.
+
+    Args:
+        save_dir: of rank 0.
+        writes: whether rank 0 will write there; others come here all the same.
 
     Raises:
         ValueError: another training writes there, or the lease could not be written; on all ranks alike.
     """
-    lease = _taken_by_first(save_dir)
+    lease = _taken_by_first(save_dir, writes)
     if lease is None:
         yield
         return
@@ -47,7 +54,12 @@ def writing(save_dir: str) -> Iterator[None]:
     try:
         _tidy(Path(save_dir), all_is_old=lease.after is not None)
         yield
-        shard_folder.collect(Path(save_dir))
+        try:
+            shard_folder.collect(Path(save_dir))
+        except OSError as error:  # the training has ended well
+            logger.warning(
+                "experts that no checkpoint names may be left in %s: %s", save_dir, error
+            )
     finally:
         _held.remove(lease)
         lease.release()
@@ -63,11 +75,13 @@ def confirm() -> None:
         lease.confirm()
 
 
-def _taken_by_first(save_dir: str) -> Lease | None:
-    """Return the lease on rank 0, and None on the others, which wait for it."""
+def _taken_by_first(save_dir: str, writes: bool) -> Lease | None:
+    """Return the lease on rank 0 if it writes, and None on the others, which wait for it."""
     attempt, taken = take(save_dir), []
 
     def is_taken() -> bool:
+        if not writes:
+            return True
         try:
             next(attempt)
         except StopIteration as end:
@@ -88,5 +102,7 @@ def _tidy(save_dir: Path, all_is_old: bool) -> None:
     age = 0 if all_is_old else shard_folder.YOUNG_SECONDS
     shard_folder.remove_cut_off(save_dir, age)
     for file in save_dir.iterdir():
-        if whole_files.is_temporary(file.name) and time.time() - file.stat().st_mtime >= age:
-            file.unlink(missing_ok=True)
+        if whole_files.is_temporary(file.name):
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                if time.time() - file.stat().st_mtime >= age:
+                    file.unlink()

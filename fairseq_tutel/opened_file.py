@@ -2,12 +2,14 @@
 
 import os
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from fairseq.utils import import_user_module
 
+from fairseq_tutel.comm.guard import CommunicationError
 from fairseq_tutel.config import label_of
 from fairseq_tutel.custom import is_custom
 from fairseq_tutel.whole_files import TORN, is_whole, refused_class
@@ -16,7 +18,7 @@ from fairseq_tutel.whole_files import TORN, is_whole, refused_class
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
 # Options that may name a class: keys, with the fields of MoEConfig.
 OF_CLASSES = {"moe_gate_type": "gate_type", "moe_expert_type": "expert_type"}
-# What stock fairseq and torch raise over a file that holds something else.
+# What stock fairseq and torch raise over a file that holds something else; see `is_of_the_machine`.
 NOT_FAIRSEQS = (
     LookupError,
     TypeError,
@@ -38,6 +40,14 @@ def refuse_torn(path: str) -> None:
             f"{path} is no checkpoint, or one that {TORN}; give another file, or set {OPEN_DAMAGED}=1 to "
             "use it as it is."
         )
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether an error is of too little memory, or of other ranks, not of a file."""
+    memory = re.search(
+        r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", str(error)
+    )
+    return isinstance(error, CommunicationError) or memory is not None
 
 
 def not_fairseqs(path: str, error: BaseException) -> ValueError:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fairseq.file_io import PathManager
 
-from fairseq_tutel.comm.first import of_first
+from fairseq_tutel.comm.first import Work, of_first
 from fairseq_tutel.comm.guard import guarded, name_ranks
 from fairseq_tutel.shards import bind
 from fairseq_tutel.whole_files import has_an_end, identity, is_whole
@@ -91,10 +91,11 @@ def _newest_saved(cfg: Any, path: str, last: str) -> str | None:
         if updates >= 0 and is_whole(os.path.join(cfg.save_dir, name)):
             logger.warning(
                 "there is no %s: the training goes on from %s (update %d), the newest whole checkpoint in "
-                "--save-dir; give another --save-dir to begin anew",
+                "--save-dir%s; give another --save-dir to begin anew",
                 last,
                 name,
                 updates,
+                f", not from {begin}" if begin is not None else "",
             )
             return name
     if names:
@@ -126,10 +127,14 @@ def _found_by_all(path: str) -> list[str]:
     """
     own = _found(path)
     told = _told_to_all((own, _place(path)))
-    if own not in (NOTHING, FOLDER, TORN, ELSEWHERE):
-        reads = told.index(told[_rank()]) == _rank()
-        own = own if not reads or is_whole(path) else TORN
-    return _told_to_all(own)
+    is_file = own not in (NOTHING, FOLDER, TORN, ELSEWHERE)
+    reads = is_file and told.index(told[_rank()]) == _rank()
+    reading = Work(lambda: is_whole(path) if reads else True)
+    # A look at a time: a large file takes longer than ranks wait for each other.
+    while True:
+        ended, whole, error = reading.look()
+        if all(_told_to_all(ended)):
+            return _told_to_all(own if whole and error is None else TORN)
 
 
 def _told_to_all(own: Any) -> list[Any]:

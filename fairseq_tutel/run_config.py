@@ -62,11 +62,13 @@ def _say_what_has_no_effect(cfg: Any) -> None:
     """Warn of system options in the training of a dense model: every task takes them."""
     name = getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
-    if cfg.common_eval.path is not None or getattr(model, "has_experts", model is None):
+    has_experts = getattr(model, "has_experts", model is None)
+    if cfg.common_eval.path is not None or has_experts or cfg.distributed_training.distributed_rank:
         return
     for key, default in defaults(SystemOptions).items():
         value = getattr(cfg.task, key, default)
-        if value != default:
+        # Ranks of any training meet within the time-out.
+        if value != default and key != "moe_comm_timeout":
             flag = key.replace("_", "-")
             logger.warning("--%s %s has no effect: --arch %s has no experts", flag, value, name)
 

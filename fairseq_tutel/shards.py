@@ -9,6 +9,7 @@ Piece e * s + i is slice i, along dimension `dim` of the stack, of expert e. The
 the folder, which stands beside the checkpoint. E experts, s slices of an expert.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -159,7 +160,8 @@ def write_file(values: dict[str, Tensor], path: Path) -> None:
         save_file(values, path)
     except SafetensorError as error:  # what the system said, in its own words
         raise OSError(str(error)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    with contextlib.suppress(OSError):  # a disk that knows no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
     with path.open("rb") as saved:
         os.fsync(saved.fileno())
 

@@ -56,6 +56,7 @@ from fairseq_tutel.launch import (
 )
 from fairseq_tutel.opened_file import (
     NOT_FAIRSEQS,
+    is_of_the_machine,
     not_fairseqs,
     refuse_torn,
     refuse_unknown_classes,
@@ -152,6 +153,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         try:
             state = original(path, arg_overrides, bool(load_on_all_ranks))
         except NOT_FAIRSEQS as error:
+            if is_of_the_machine(error):
+                raise
             raise not_fairseqs(path, error) from error
         if is_for_use:
             refuse_unknown_classes(state, path, arg_overrides)

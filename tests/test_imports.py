@@ -233,7 +233,7 @@ EDGE = {
     "optim.moe_adam": "comm.gradients optim.sharded",
     "optim": "optim.moe_adam optim.moe_optimizer optim.sharded",
     "restore_file": "comm.first comm.guard shards whole_files",
-    "opened_file": "config custom whole_files",
+    "opened_file": "comm.guard config custom whole_files",
     "run_config": (
         "comm.topology ffn_step flags optim.moe_optimizer optim.shard_plan plugin restore_file "
         "task_options"

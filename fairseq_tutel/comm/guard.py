@@ -185,7 +185,7 @@ def how_to_wait_longer(seconds: float) -> str:
     """Say what to do where ranks waited so long for a slow one; 0 for as long as torch lets them."""
     if seconds:
         return f"raise --moe-comm-timeout (now {seconds:g})"
-    return "give a moe_ task a --moe-comm-timeout beyond torch's own limits"
+    return "give --moe-comm-timeout beyond torch's own limits"
 
 
 def _no_store() -> str:

@@ -99,7 +99,7 @@ def _first_rank(action: Callable[[], Any]) -> Any:
         raise ValueError(
             f"rank 0 could not prepare or commit the folder of shards ({error}); make room, or give a "
             "--save-dir that all ranks share; the last saved checkpoint is whole."
-        ) from None
+        ) from error
 
 
 def _refuse_failure(folder: Path, errors: list[str | None]) -> None:

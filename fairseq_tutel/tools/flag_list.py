@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     found = False
     for title, options in (
         ("of the moe_ architectures", EncoderDecoderOptions),
-        ("of the moe_ tasks", SystemOptions),
+        ("of every task", SystemOptions),
         ("of the moe_ criterions", GateLossOptions),
     ):
         lines = list(_lines(options, arguments.pattern.lower()))

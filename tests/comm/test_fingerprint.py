@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_come_is_named(fate):
 def test_a_first_rank_that_ends_is_named():
     (sentence,), seconds = mortal.run(_compare, 2, [1], mortal.die, 0)
     assert "rank 1 could not finish the comparison of all ranks' options" in sentence
-    assert "so rank 0 or the launcher, which keeps it, has ended or stopped" in sentence
+    assert "see rank 0's error above or in its log: it keeps the store" in sentence
     assert seconds < 10
 
 

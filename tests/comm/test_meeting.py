@@ -51,7 +51,7 @@ def test_no_time_leaves_torch_s_own():
     with pytest.raises(CommunicationError) as caught, meeting.meeting(0, 1, 0):
         assert _torch_s() == before
         raise dist.DistStoreError("wait timeout")
-    assert "or give a moe_ task a --moe-comm-timeout beyond torch's own limits" in str(caught.value)
+    assert "or give --moe-comm-timeout beyond torch's own limits" in str(caught.value)
 
 
 def _wait(seconds, log):

@@ -6,7 +6,7 @@ wrapper that experts do not survive; refusals and other errors; the format of th
 """
 
 import sys
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +86,13 @@ def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
     assert str(end.value).startswith("error: top_k (--moe-top-k) is 5 but there are 4 experts")
     with pytest.raises(ValueError, match="invalid literal"):
         _called(_training(), lambda *_: int("many"))
+
+    def mistaken(*_):  # as if it were code of the package
+        _first, _second = (1, 2, 3)
+
+    mistaken = FunctionType(mistaken.__code__, {"__name__": "fairseq_tutel.anywhere"})
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        _called(_training(), mistaken)
 
 
 @pytest.mark.parametrize(

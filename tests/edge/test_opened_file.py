@@ -16,6 +16,7 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
+from fairseq_tutel.comm.guard import CommunicationError
 from fairseq_tutel.models.build import _end_where_it_differs
 from fairseq_tutel.models.changed import say_what_changed
 
@@ -149,3 +150,16 @@ def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sent
         model.load_state_dict(saved)
     assert str(end.value.code).startswith(f"error: {sentence}")
     model.load_state_dict({"weight": torch.ones(5, 3), "older": torch.ones(1)}, strict=False)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't allocate memory"), CommunicationError("rank 1 is gone")]
+)
+def test_too_little_memory_and_lost_ranks_are_no_fault_of_a_file(error, tmp_path, monkeypatch):
+    def load(*args, **kwargs):
+        raise error
+
+    path = written(tmp_path)
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(type(error), match=str(error)):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), load_on_all_ranks=False)

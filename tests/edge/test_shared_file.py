@@ -3,14 +3,17 @@
 Covered: one file for all ranks, copies of which one is damaged, one rank; who is told. Ranks are threads.
 """
 
+import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from fairseq_tutel import restore_file, whole_files
+from fairseq_tutel.comm import first
 
 SECONDS = 60
 
@@ -43,7 +46,7 @@ class _Ranks:
 
 @pytest.fixture
 def look(monkeypatch):
-    """Return a function from every rank's path to (times that it read its file, what it was told)."""
+    """Return a function from every rank's path to (files that were read, what each was told)."""
 
     def of(paths):
         ranks, read = _Ranks(len(paths)), []
@@ -51,7 +54,7 @@ def look(monkeypatch):
         monkeypatch.setattr(
             restore_file,
             "is_whole",
-            lambda path: read.append(ranks.of_thread.rank) or whole_files.is_whole(path),
+            lambda path: read.append(os.path.basename(path)) or whole_files.is_whole(path),
         )
 
         def on(rank):
@@ -83,22 +86,35 @@ def damage(path):
 
 def test_one_of_the_ranks_that_share_a_file_reads_it(look, saved):
     read, found = look([saved] * 3)
-    assert read == [0] and found == [[whole_files.identity(str(saved))] * 3] * 3
+    assert read == ["a.pt"] and found == [[whole_files.identity(str(saved))] * 3] * 3
     damage(saved)
     read, found = look([saved] * 3)
-    assert read == [0] and all(restore_file.TORN in told for told in found)
+    assert read == ["a.pt"] and all(restore_file.TORN in told for told in found)
 
 
 def test_every_copy_is_read(look, saved, tmp_path):
     copies = [saved, saved, tmp_path / "b.pt"]
     shutil.copy2(saved, copies[2])
     read, found = look(copies)
-    assert read == [0, 2] and restore_file.TORN not in found[0]
+    assert read == ["a.pt", "b.pt"] and restore_file.TORN not in found[0]
     damage(copies[2])
     read, found = look(copies)
-    assert read == [0, 2] and all(restore_file.TORN in told for told in found)
+    assert read == ["a.pt", "b.pt"] and all(restore_file.TORN in told for told in found)
 
 
 def test_a_rank_that_is_alone_reads_its_own(look, saved):
-    assert look([saved])[0] == [0]
+    assert look([saved])[0] == ["a.pt"]
     assert look([saved.with_name("none.pt")]) == ([], [[restore_file.NOTHING]])
+
+
+def test_ranks_wait_for_a_long_reading_no_longer_than_for_each_other(look, saved, monkeypatch):
+    monkeypatch.setattr(first, "PAUSE_SECONDS", 0.01)
+    slow = whole_files.is_whole
+    monkeypatch.setattr(whole_files, "is_whole", lambda path: time.sleep(0.3) or slow(path))
+    gathered = []
+    gather = _Ranks.all_gather_object
+    monkeypatch.setattr(
+        _Ranks, "all_gather_object", lambda *a: gathered.append(a[0].get_rank()) or gather(*a)
+    )
+    assert look([saved] * 2)[0] == ["a.pt"]
+    assert gathered.count(0) == gathered.count(1) > 4
