@@ -242,17 +242,27 @@ def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> 
     """Answer, wait, and return who did not answer.
 
     The first rank that comes looks for all and tells the others, which look for those alone that it
-    missed: a store must not be asked for W keys by W ranks. A failed job is not gone on with, so that the
-    keys of one roll call serve.
+    missed: a store must not be asked for W keys by W ranks. Where the first has ended before it told, one
+    other looks. A failed job is not gone on with, so that the keys of one roll call serve.
+
+    Raises:
+        DistStoreError: nobody told.
     """
     deadline, place = time.monotonic() + seconds, f"{ROLL}/of/{hash(tuple(ranks))}"
     store.set(f"{ROLL}/{rank}", "here")
-    doubtful = ranks
-    if store.add(f"{place}/came", 1) > 1:
-        with contextlib.suppress(dist.DistStoreError):  # the first has ended meanwhile
-            store.wait([f"{place}/missing"], timedelta(seconds=seconds + GRACE_SECONDS / 2))
-            doubtful = json.loads(store.get(f"{place}/missing"))
-    missing = wait_for(store, ROLL, doubtful, max(0.0, deadline - time.monotonic()))
-    if doubtful is ranks:
+
+    def look() -> list[int]:
+        missing = wait_for(store, ROLL, ranks, max(0.0, deadline - time.monotonic()))
         store.set(f"{place}/missing", json.dumps(missing))
-    return missing
+        return missing
+
+    if store.add(f"{place}/first", 1) == 1:
+        return look()
+    try:
+        store.wait([f"{place}/missing"], timedelta(seconds=seconds + GRACE_SECONDS / 4))
+    except dist.DistStoreError:
+        if store.add(f"{place}/second", 1) == 1:
+            return look()
+        store.wait([f"{place}/missing"], timedelta(seconds=GRACE_SECONDS / 2))
+    doubtful = json.loads(store.get(f"{place}/missing"))
+    return wait_for(store, ROLL, doubtful, max(0.0, deadline - time.monotonic()))

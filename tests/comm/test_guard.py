@@ -229,8 +229,13 @@ def test_who_comes_late_is_accused_by_the_first_alone():
 
 def test_the_first_to_come_may_end_before_it_tells():
     store = dist.HashStore()
-    store.add(f"{guard.ROLL}/of/{hash((0, 1, 2))}/came", 1)
+    store.add(f"{guard.ROLL}/of/{hash((0, 1, 2))}/first", 1)
     assert _roll_call(store, 3, [0, 1]) == [[1, 2], [2]]
+    store = dist.HashStore()
+    for turn in ("first", "second"):
+        store.add(f"{guard.ROLL}/of/{hash((0, 1, 2))}/{turn}", 1)
+    with pytest.raises(dist.DistStoreError):
+        _roll_call(store, 3, [0])
 
 
 def test_a_guard_costs_next_to_nothing():
