@@ -81,6 +81,9 @@ def filled_in(text: str) -> str:
         "cluster": cluster_table(measured),
         "steps": steps_table(steps),
         "choices": choices_table(steps),
+        "scale": scale_table(
+            *(json.loads((RESULTS / f"scale{which}.json").read_text()) for which in ("_before", ""))
+        ),
     }
     return page.filled(text, PAGE.name, tables)
 
@@ -218,6 +221,27 @@ def cluster_table(files: list[Path]) -> str:
               "rows", "error: median, p90, most", "largest shape, unseen", "faster algorithm",
               "always linear"]  # fmt: skip
     return page.table(rows, header)
+
+
+def scale_table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return what grows with ranks, as it was and as it is."""
+    found = [
+        {(row["configuration"], row["variant"]): row for row in content["rows"]}
+        for content in (before, after)
+    ]
+    rows = [
+        [part, variant, *(_shown(of.get((part, variant), {})) for of in found)]
+        for part, variant in found[1]
+    ]
+    return page.table(rows, ["what", "ranks", "before", "now"])
+
+
+def _shown(row: dict[str, Any]) -> str:
+    """Return a row of benchmarks.scale as one cell."""
+    seconds = f"{row['seconds']:.3g} s" if "seconds" in row else ""
+    accused = f"{row['accusers']:,} ranks accuse living ones" if row.get("accusers") else ""
+    parts = (seconds, row.get("note", row.get("reason", "")), accused)
+    return "; ".join(part for part in parts if part) or "-"
 
 
 class Step(NamedTuple):

@@ -1,8 +1,9 @@
 """The benchmarks that need fairseq, by their commands; nothing here asserts a time.
 
 Covered: file and table of small runs of a training step (language model and translation, one and two
-experts a token, with a profile) and of generation; an einsum model that computes something else, and a
-decoder whose steps are not its whole, are reported; options that cannot work.
+experts a token, with a profile) and of generation; what grows with ranks, by its counts; an einsum model
+that computes something else, and a decoder whose steps are not its whole, are reported; options that
+cannot work.
 """
 
 import json
@@ -123,3 +124,18 @@ def test_what_cannot_be_measured_is_refused(module, words, reason):
     code, output = run(module, *words)
     assert code == 2
     assert reason in " ".join(output.split())
+
+
+def test_what_grows_with_ranks_is_counted(tmp_path):
+    path = tmp_path / "scale.json"
+    code, output = run("scale", "--quick", "--json", path)
+    assert code == 0, tail(output)
+    found = json.loads(path.read_text())
+    rows = {(row["configuration"], row["variant"]): row for row in found["rows"]}
+    assert found["complete"] and {row["status"] for row in rows.values()} == {"ok"}
+    roll_call = rows["roll call", "8 ranks"]
+    assert roll_call["accusers"] == 0 and roll_call["keys"] < 100
+    assert rows["restart", "8 ranks"]["wrong"] == 0
+    assert rows["look before a resume", "8 nodes"]["reads"] == 1
+    assert rows["shards", "written by 8 ranks"]["writers"] == 8
+    assert rows["shards", "read by one rank"]["opens"] == 4 * 2

@@ -1,0 +1,51 @@
+"""Ranks that look for each other: the roll call after a failure, and the meeting of ranks started again."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from benchmarks.output import Row
+from benchmarks.scale import swarm
+from fairseq_tutel.comm import guard, restart
+
+WORLDS = (64, 256, 512)  # threads of more wait for each other, and no longer for the store
+LATE_SECONDS = 2.0  # by which the last rank comes after the others
+LIMIT = timedelta(seconds=120)
+
+
+def roll_calls(quick: bool) -> Iterator[Row]:
+    """Yield a roll call of ranks that are all alive, so that each that is missed is accused falsely."""
+    for world in (8,) if quick else WORLDS:
+
+        def call(store: dist.Store, rank: int, world: int = world) -> bool:
+            # As a thread of a process would; where a tree has no `_missing`, every rank looked for all.
+            find = getattr(guard, "_missing", _every_rank_looks)
+            return find(store, rank, list(range(world)), guard.LONGEST_ROLL_CALL) == []
+
+        found = swarm.run(world, call)
+        yield _row(world, found) | {"accusers": found["wrong"]}
+
+
+def _every_rank_looks(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
+    store.set(f"{guard.ROLL}/{rank}", "here")
+    return guard.wait_for(store, guard.ROLL, ranks, seconds)
+
+
+def restarts(quick: bool) -> Iterator[Row]:
+    """Yield the meeting of ranks that are started again, of which one comes late."""
+    for world in (8,) if quick else WORLDS:
+
+        def meet(store: dist.Store, rank: int, world: int = world) -> bool:
+            if rank == world - 1:
+                time.sleep(0.1 if quick else LATE_SECONDS)
+            restart.fresh(store, rank, world, LIMIT)
+            return True
+
+        yield _row(world, swarm.run(world, meet))
+
+
+def _row(world: int, found: dict[str, float]) -> Row:
+    note = f"{found['requests']:,} requests, {found['keys']:,} keys"
+    return {"variant": f"{world} ranks", "ranks": world, "status": "ok", "note": note, **found}
