@@ -180,7 +180,10 @@ class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its us
 
 def _warn_of_idle_options(cfg: Any) -> None:
     """Say which options of a criterion have no effect where layers have no balance loss."""
-    for key, default in defaults(CRITERION_DATACLASS_REGISTRY[cfg._name]).items():
+    dataclass = CRITERION_DATACLASS_REGISTRY.get(getattr(cfg, "_name", None))
+    if dataclass is None:  # a user's own
+        return
+    for key, default in defaults(dataclass).items():
         given = getattr(cfg, key)
         if key.startswith("moe_gate_loss") and str(given) != str(default):
             flag = key.replace("_", "-")
