@@ -45,6 +45,8 @@ def _lines(options: type, pattern: str) -> Any:
     for item in dataclasses.fields(options):
         flag = "--" + item.name.replace("_", "-")
         text = item.metadata.get("help", "").replace("%%", "%")
-        if item.name != "_name" and pattern in f"{flag} {text}".lower():
+        # Also as one would write it who has it in a file: topk, top_k.
+        names = f"{flag} {item.name} {item.name.replace('_', '')}"
+        if item.name != "_name" and pattern in f"{names} {text}".lower():
             yield f"  {flag}"
             yield textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
