@@ -229,7 +229,7 @@ def test_torchrun_runs_plain_fairseq_train_and_the_module_trains_the_same(lm_dat
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command = [*torchrun, "--master_port", free_port(), program, *args]
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=150, cwd=ROOT
+        [str(word) for word in command], capture_output=True, text=True, timeout=400, cwd=ROOT
     )
     assert done.returncode == 0, tail(done.stdout + done.stderr)
     module = fairseq("tutel-train", *_module_args(lm_data, tmp_path / "module", 2), ranks=2)
