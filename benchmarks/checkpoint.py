@@ -26,9 +26,9 @@ from benchmarks.bad_option import BadOption
 from benchmarks.machine import facts
 from benchmarks.output import Report, refuse_unwritable
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.comm.checkpoint import gather_experts, gather_to_first, save_in_shards
-from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.shards import ShardedTensor, bind
+from fairseq_tutel.checkpoint.experts import gather_experts, gather_to_first, save_in_shards
+from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.ranks.groups import Topology
 
 MODEL_DIM = 512
 BYTES = 4  # float32

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from benchmarks.peers.einsum import combine_mask, einsum_moe, usual_capacity
 from benchmarks.peers.gate import top_k_gate
-from fairseq_tutel.ffn_step import MoEFeedForward
 from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 
 class EinsumFeedForward(nn.Module):

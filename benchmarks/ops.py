@@ -19,8 +19,8 @@ from benchmarks.machine import device_of, facts
 from benchmarks.op_inputs import CALLS, QUICK, SIZES, Call, make_tensors
 from benchmarks.output import Report, Row
 from fairseq_tutel import kernels
-from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.kernels import reference
+from fairseq_tutel.moe.config import MoEConfig
 
 BASE = "reference"
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

@@ -31,7 +31,7 @@ from benchmarks.fairseq_models import (
 from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
 from benchmarks.output import Report, Row
-from fairseq_tutel.ffn_step import MoEFeedForward
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 BASE = "dense"
 VARIANTS = (BASE, "dense_stock_adam", "moe", "moe_einsum")

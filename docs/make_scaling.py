@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter
 
 import forms
 import page
-from fairseq_tutel.comm.cost import (
+from fairseq_tutel.planning.cost import (
     Cluster,
     Work,
     best,
@@ -30,10 +30,10 @@ from fairseq_tutel.comm.cost import (
     faster_algorithm,
     step_seconds,
 )
-from fairseq_tutel.comm.fit import Errors, Row, errors_of, fit_machine, relative_errors
-from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.machine import CPU, PRESETS, Machine
-from fairseq_tutel.tools.figures import COLORS
+from fairseq_tutel.planning.links import Errors, Row, errors_of, fit_machine, relative_errors
+from fairseq_tutel.planning.machine import CPU, PRESETS, Machine
+from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.tools.report.figures import COLORS
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "scaling.md"

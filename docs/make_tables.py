@@ -11,8 +11,9 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
 
 import page
-from fairseq_tutel import flags, plugin
+from fairseq_tutel import plugin
 from fairseq_tutel.criterions.gate_loss import GateLossOptions
+from fairseq_tutel.plugin import flags
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from fairseq_tutel.tools.run_log import LOAD, join, read_log
+from fairseq_tutel.tools.training_log import LOAD, join, read_log
 
 LAST_RECORDS = 5
 

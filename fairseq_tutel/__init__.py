@@ -4,21 +4,21 @@ Importing this needs torch and numpy only. The walk, in reading order: gates, ro
 dispatch, exchange, experts, moe_layer.
 """
 
-from fairseq_tutel.allocator import keep_freed_memory
-from fairseq_tutel.comm.balance import update_biases
-from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.topology import Topology, make_topology
-from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.dispatch import combine, dispatch
-from fairseq_tutel.losses import gshard_loss
-from fairseq_tutel.metrics import routing_metrics
-from fairseq_tutel.moe_layer import MoELayer, MoEOutput
-from fairseq_tutel.routing import Routing, route
+from fairseq_tutel.moe.balance import gshard_loss
+from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.dispatch import combine, dispatch
+from fairseq_tutel.moe.layer import MoELayer, MoEOutput
+from fairseq_tutel.moe.metrics import routing_metrics
+from fairseq_tutel.moe.routing import Routing, route
+from fairseq_tutel.moe.update_tuner import UpdateTuner
+from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.plugin.allocator import keep_freed_memory
+from fairseq_tutel.ranks.groups import Topology, make_topology
 
 # After the module of this name was imported: the name is the function from here on, and
-# `from fairseq_tutel.moe_layer import MoELayer` finds the module all the same.
-from fairseq_tutel.tutel_layer import moe_layer
-from fairseq_tutel.update_tuner import UpdateTuner
+# `from fairseq_tutel.moe.layer import MoELayer` finds the module all the same.
+from fairseq_tutel.tutel.layer import moe_layer
 
 __version__ = "0.1.0"
 

@@ -5,17 +5,9 @@ import os
 import sys
 
 from fairseq_tutel import __version__
-from fairseq_tutel.tools import (
-    average,
-    convert,
-    environment,
-    flag_list,
-    inspect_file,
-    plan,
-    report,
-    tune,
-    user_dir,
-)
+from fairseq_tutel.tools import average, env, flags, inspect_checkpoint, plan, tune, user_dir
+from fairseq_tutel.tools.convert import command
+from fairseq_tutel.tools.report import page
 
 
 def main() -> None:
@@ -25,12 +17,12 @@ def main() -> None:
     tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
     for tool in (
         average,
-        convert,
-        environment,
-        flag_list,
-        inspect_file,
+        command,
+        env,
+        flags,
+        inspect_checkpoint,
         plan,
-        report,
+        page,
         tune,
         user_dir,
     ):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.comm import topology
+from fairseq_tutel.ranks import groups
 
 COMMANDS = ("generate", "interactive", "eval-lm", "validate")
 
@@ -40,7 +40,7 @@ def main() -> None:
         module.cli_main()
     if dist.is_initialized():
         dist.destroy_process_group()
-        topology.destroy()
+        groups.destroy()
 
 
 def _generate(module: Any) -> None:

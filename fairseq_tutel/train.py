@@ -11,7 +11,7 @@ import sys
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.comm import topology
+from fairseq_tutel.ranks import groups
 
 
 @record
@@ -31,7 +31,7 @@ def main() -> None:
     command.cli_main()
     if dist.is_initialized():
         dist.destroy_process_group()
-        topology.destroy()
+        groups.destroy()
 
 
 def _has(flag: str) -> bool:

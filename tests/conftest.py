@@ -3,6 +3,7 @@
 import pytest
 import torch
 from poison import poison_empty
+from rank_pool import Ranks
 
 torch.set_num_threads(1)
 try:
@@ -14,6 +15,19 @@ else:
     settings.register_profile("same", derandomize=True)
     settings.load_profile("same")
 poison_empty()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Return a function from a world size to its Ranks, which live as long as the test run."""
+    started: dict[int, Ranks] = {}
+
+    def of(world_size: int) -> Ranks:
+        return started.setdefault(world_size, Ranks(world_size))
+
+    yield of
+    for each in started.values():
+        each.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 import fairseq_tutel as ft
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step
-from fairseq_tutel.expert_stack import Tensors
-from fairseq_tutel.experts import Experts
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.expert_stack import Tensors
+from fairseq_tutel.moe.experts import Experts
 
 # What computes: the ranks' experts, on the cores that they share; or nobody, for as long as a device of
 # each rank's own would take.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
 from benchmarks.cluster.tuning import FINAL_REPEATS, canonical, static_choices
-from fairseq_tutel.comm.how import How
+from fairseq_tutel.planning.strategy import How
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, SENTENCES, LAYERS = 1000, 8, 2
@@ -61,7 +61,7 @@ def _of(settings: Settings, tokens: int, folder: str) -> Iterator[dict[str, Any]
 
 
 def _static(trainer: Any, how: How, update: Step) -> Step:
-    from fairseq_tutel.ffn_step import moe_layers
+    from fairseq_tutel.plugin.feed_forward import moe_layers
 
     layers = moe_layers(trainer.get_model())
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from benchmarks.cluster.layers import FORMS, make_layer, rows_of, step_of
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, seconds_of, summary
-from fairseq_tutel.comm.how import How
-from fairseq_tutel.comm.tuner import Tuner
+from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.tuner import Tuner
 
 # More than any search over the choices here takes; a tuner that never settles is reported, not awaited.
 MOST_STEPS = 500

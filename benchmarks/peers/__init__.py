@@ -22,7 +22,7 @@ from benchmarks.peers import (
     tutel,
 )
 from benchmarks.peers.variant import Variant
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.moe.config import MoEConfig
 
 Builder = Callable[[Case, Inputs], Variant]
 

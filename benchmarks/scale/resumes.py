@@ -30,7 +30,7 @@ class _Nothing(torch.utils.data.Dataset):
 
 def elastic_resumes(quick: bool) -> Iterator[Row]:
     """Yield how long a rank takes to find its place in an epoch that other numbers of ranks began."""
-    from fairseq_tutel.elastic_iterator import ElasticEpochBatchIterator
+    from fairseq_tutel.plugin.elastic_iterator import ElasticEpochBatchIterator
 
     batches = [[i] for i in range(1000 if quick else BATCHES)]
     for saved in (4, 8) if quick else (8, 64, 512):
@@ -52,14 +52,14 @@ def elastic_resumes(quick: bool) -> Iterator[Row]:
 
 def looks(quick: bool) -> Iterator[Row]:
     """Yield how much of a checkpoint on a disk that all nodes share is read before it is loaded."""
-    from fairseq_tutel import restore_file
+    from fairseq_tutel.plugin import resume
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
         torch.save({"a": torch.zeros((1 if quick else 16) * 2**18)}, path)
         for nodes in NODES[:2] if quick else NODES:
             ranks, reads = _Threads(nodes), []
-            is_whole = restore_file.is_whole
+            is_whole = resume.is_whole
 
             def read(path: str, reads: list[str] = reads, check: Any = is_whole) -> bool:
                 reads.append(path)
@@ -67,11 +67,11 @@ def looks(quick: bool) -> Iterator[Row]:
 
             start = time.process_time()
             with (
-                mock.patch.object(restore_file, "dist", ranks),
-                mock.patch.object(restore_file, "is_whole", read),
+                mock.patch.object(resume, "dist", ranks),
+                mock.patch.object(resume, "is_whole", read),
                 mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}),
             ):
-                ranks.run(lambda: restore_file._found_by_all(str(path)))
+                ranks.run(lambda: resume._found_by_all(str(path)))
             yield {
                 "variant": f"{nodes} nodes",
                 "nodes": nodes,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm.guard import guarded
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
 from fairseq_tutel.comm.trip import Counts, Trip
+from fairseq_tutel.ranks.guard import guarded
 
 Splits = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairseq_tutel.comm.regroup import block_starts, gather, spread, sum_of_copies
 from fairseq_tutel.comm.trip import chunk_of
-from fairseq_tutel.first_order import first_order
+from fairseq_tutel.kernels.first_order import first_order
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:

@@ -18,8 +18,8 @@ from fairseq_tutel import kernels
 from fairseq_tutel.comm.all_to_all import Splits, even_exchange, exchange_rows
 from fairseq_tutel.comm.regroup import regroup_maps
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
-from fairseq_tutel.comm.topology import Grid
 from fairseq_tutel.comm.trip import Counts, Trip
+from fairseq_tutel.ranks.groups import Grid
 
 Move = Callable[[Tensor], Tensor]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm.guard import CommunicationError, name_ranks
+from fairseq_tutel.ranks.guard import CommunicationError, name_ranks
 
 _LAYER_BIT, _TRAINING_BIT = 40, 39  # below: how many calls there were
 

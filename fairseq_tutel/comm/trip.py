@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm import asynchronous
+from fairseq_tutel.comm import background
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.wire import pack, unpack
-from fairseq_tutel.first_order import first_order
+from fairseq_tutel.kernels.first_order import first_order
 
 
 class Counts(NamedTuple):
@@ -100,12 +100,12 @@ class _Flight:
 
     def __init__(self, trip: Trip, homeward: bool) -> None:
         self.trip, self.homeward = trip, homeward
-        self.pending: list[asynchronous.Pending] = []
+        self.pending: list[background.Pending] = []
 
     def begin(self, rows: Tensor, homeward: bool) -> None:
         """Start the movement of rows."""
         trip = self.trip
-        self.pending.append(asynchronous.start(lambda r: trip.travel(r, homeward), rows))
+        self.pending.append(background.start(lambda r: trip.travel(r, homeward), rows))
 
     def land(self) -> Tensor:
         """Wait, and return the rows."""

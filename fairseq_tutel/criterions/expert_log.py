@@ -18,9 +18,9 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_tutel.capacity import capacity_of
-from fairseq_tutel.ffn_step import MoEFeedForward
-from fairseq_tutel.metrics import metric_names, metric_rows
+from fairseq_tutel.moe.capacity import capacity_of
+from fairseq_tutel.moe.metrics import metric_names, metric_rows
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 PREFIX = "moe_numbers "
 # Of the numbers in a line of the log: behind stock's own, of which a progress bar shows the first ones.

@@ -13,9 +13,9 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from torch import Tensor, nn
 
 from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log
-from fairseq_tutel.ffn_step import MoEFeedForward, moe_layers
-from fairseq_tutel.first_order import first_order
-from fairseq_tutel.run_config import root_of
+from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.run_config import root_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.criterions.expert_log import reduce_expert_log
 from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions
-from fairseq_tutel.token_loss import token_loss
+from fairseq_tutel.criterions.token_loss import token_loss
 
 
 class TokenLossMixin:

@@ -6,10 +6,10 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 from fairseq.models.roberta import RobertaModel
 
-from fairseq_tutel.flags import ModelOptions, fill_in
-from fairseq_tutel.models.build import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.models.moe_transformer_lm import register_architectures
-from fairseq_tutel.task_mixin import attach
+from fairseq_tutel.plugin.flags import ModelOptions, fill_in
+from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
+from fairseq_tutel.plugin.task import attach
 
 # What fairseq's init_bert_params does to every linear layer of these models.
 BERT_INIT = {"init_std": 0.02}

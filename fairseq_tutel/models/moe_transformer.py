@@ -6,10 +6,10 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModel
 
-from fairseq_tutel.flags import EncoderDecoderOptions, fill_in
-from fairseq_tutel.models.build import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.models.moe_transformer_lm import register_architectures
-from fairseq_tutel.task_mixin import attach
+from fairseq_tutel.plugin.flags import EncoderDecoderOptions, fill_in
+from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
+from fairseq_tutel.plugin.task import attach
 
 
 class MoEEncoderDecoderMixin(MoEModelMixin):

@@ -16,9 +16,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.flags import ModelOptions, fill_in
-from fairseq_tutel.models.build import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.task_mixin import attach
+from fairseq_tutel.plugin.flags import ModelOptions, fill_in
+from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
+from fairseq_tutel.plugin.task import attach
 
 logger = logging.getLogger(__name__)
 

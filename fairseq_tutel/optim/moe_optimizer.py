@@ -14,9 +14,10 @@ from fairseq.optim import (
 )
 from torch import Tensor, nn
 
-from fairseq_tutel.comm import topology
-from fairseq_tutel.comm.checkpoint import gather_to_first
-from fairseq_tutel.comm.gradients import (
+from fairseq_tutel.checkpoint.experts import gather_to_first
+from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.ranks import groups
+from fairseq_tutel.ranks.gradients import (
     clip_gradients,
     global_grad_norm,
     is_expert,
@@ -24,10 +25,9 @@ from fairseq_tutel.comm.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
-from fairseq_tutel.comm.slices import Slice, cut, slice_of
-from fairseq_tutel.comm.topology import Topology
-from fairseq_tutel.comm.zero_shards import MASTER
-from fairseq_tutel.shards import ShardedTensor, unbind
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.slices import Slice, cut, slice_of
+from fairseq_tutel.zero.state import MASTER
 
 # In a checkpoint's optimizer state that other ranks have parts of.
 ONLY_OF_RANK = "only_of_rank"
@@ -50,7 +50,7 @@ class MoEOptimizerMixin:
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
         super().all_reduce_grads(module)  # type: ignore[misc]
-        place = topology.in_use()
+        place = groups.in_use()
         if place.expert_parallel_size > 1:
             reduce_expert_gradients(module.parameters(), place)
         if place.world_size > 1:
@@ -61,10 +61,10 @@ class MoEOptimizerMixin:
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""
         self.times_clipped += 1
-        if topology.in_use().expert_parallel_size == 1:
+        if groups.in_use().expert_parallel_size == 1:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
         params = list(self.params)  # type: ignore[attr-defined]
-        norm = global_grad_norm(params, topology.in_use())
+        norm = global_grad_norm(params, groups.in_use())
         clip_gradients(params, max_norm, norm)
         return norm
 
@@ -162,7 +162,7 @@ class MoEOptimizerMixin:
                 "a crash file of a run with --moe-zero-stage does; give an older checkpoint, or "
                 "--reset-optimizer to go on from its weights."
             )
-        place = topology.in_use()
+        place = groups.in_use()
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):

@@ -3,7 +3,7 @@
 from fairseq.tasks import register_task
 from fairseq.tasks.denoising import DenoisingConfig, DenoisingTask
 
-from fairseq_tutel.task_mixin import MoETaskMixin
+from fairseq_tutel.plugin.task import MoETaskMixin
 
 
 @register_task("moe_denoising", dataclass=DenoisingConfig)

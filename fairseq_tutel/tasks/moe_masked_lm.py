@@ -3,7 +3,7 @@
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
-from fairseq_tutel.task_mixin import MoETaskMixin
+from fairseq_tutel.plugin.task import MoETaskMixin
 
 
 @register_task("moe_masked_lm", dataclass=MaskedLMConfig)

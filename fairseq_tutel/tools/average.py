@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm.zero_shards import MASTER
-from fairseq_tutel.safe_globals import let_checkpoints_load
-from fairseq_tutel.shards import ShardedTensor, unbind
-from fairseq_tutel.tools.checkpoint_file import (
+from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
+from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.tools.convert.files import (
     add_overwrite,
     load_lazily,
     output_path,
     refuse_output,
     write,
 )
+from fairseq_tutel.zero.state import MASTER
 
 # How fairseq names what each flag takes, with the number that orders the files last.
 NAMES = {

@@ -3,7 +3,7 @@
 from itertools import groupby
 from pathlib import Path
 
-from fairseq_tutel.tools.run_log import Entry, Log
+from fairseq_tutel.tools.training_log import Entry, Log
 
 
 def read_events(files: list[Path], given: Path) -> Log:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.shards import ShardedTensor, bind
-from fairseq_tutel.tools.expert_load import LAST, of_log
-from fairseq_tutel.tools.ffn_layers import Layer, layers_of
+from fairseq_tutel.checkpoint.files import is_whole
+from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.tools.convert.expert_load import LAST, of_log
+from fairseq_tutel.tools.convert.layers import Layer, layers_of
+from fairseq_tutel.tools.convert.options import PARTS, model_options, name_of
+from fairseq_tutel.tools.convert.our_options import flag, our_defaults, plain
 from fairseq_tutel.tools.inspected_shards import described_shards, refuse_changed, shards_in
-from fairseq_tutel.tools.our_options import flag, our_defaults, plain
-from fairseq_tutel.tools.saved_options import PARTS, model_options, name_of
-from fairseq_tutel.whole_files import is_whole
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
 # What gives another system's file away: a part of a tensor's name.

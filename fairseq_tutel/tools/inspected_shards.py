@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.shards import ShardedTensor
+from fairseq_tutel.checkpoint.shards import ShardedTensor
 
 
 def shards_in(state: Any) -> list[ShardedTensor]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_tutel.tools.checkpoint_file import add_overwrite, output_path, refuse_output
+from fairseq_tutel.tools.convert.files import add_overwrite, output_path, refuse_output
 
 
 def add_to(parser: argparse.ArgumentParser, what: str) -> None:

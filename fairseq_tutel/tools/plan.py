@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.comm.cost import Plan, Work, best
-from fairseq_tutel.comm.machine import PRESETS, Link, Machine
-from fairseq_tutel.tools.options import (
+from fairseq_tutel.planning.cost import Plan, Work, best
+from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.tools.arguments import (
     DTYPES,
     add_numbers,
     option,

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from fairseq_tutel.comm.cost import Plan
+from fairseq_tutel.planning.cost import Plan
 
 _STYLE: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from fairseq_tutel.tools.event_files import read_events
-from fairseq_tutel.tools.run_log import Log, read_log
+from fairseq_tutel.tools.training_log import Log, read_log
 
 LOG_NAMES = ("*.log", "*.json", "*.txt")
 EVENT_NAMES = "*tfevents*"

@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm import hierarchical
 from fairseq_tutel.comm.all_to_all import LinearTrip
-from fairseq_tutel.comm.fit import Row, fit_machine, predicted, relative_errors
-from fairseq_tutel.comm.launcher import own_gpu, ranks_per_node
-from fairseq_tutel.comm.machine import Machine, typical
-from fairseq_tutel.comm.topology import Topology, make_topology
 from fairseq_tutel.comm.trip import Trip
-from fairseq_tutel.experts import grouped_linear
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.tools.options import add_numbers, refuse_dtype, refuse_numbers, refuse_output
+from fairseq_tutel.moe.experts import grouped_linear
+from fairseq_tutel.planning.links import Row, fit_machine, predicted, relative_errors
+from fairseq_tutel.planning.machine import Machine, typical
+from fairseq_tutel.ranks.groups import Topology, make_topology
+from fairseq_tutel.ranks.launcher import own_gpu, ranks_per_node
+from fairseq_tutel.tools.arguments import add_numbers, refuse_dtype, refuse_numbers, refuse_output
 
 NUMBERS = (
     ("model_dim", 512, "width of the model"),

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.comm.checkpoint import drop_everywhere, gather_everywhere
+from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
+from fairseq_tutel.comm.exchange import ExchangePlan, agreed_capacity
 from fairseq_tutel.comm.regroup import regroup_maps
 from fairseq_tutel.comm.timer import ExchangeTimer
-from fairseq_tutel.exchange import ExchangePlan, agreed_capacity
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
 

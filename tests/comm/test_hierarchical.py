@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm import all_to_all, hierarchical, launcher
-from fairseq_tutel.comm.topology import make_topology
+from fairseq_tutel.comm import all_to_all, hierarchical
+from fairseq_tutel.ranks import launcher
+from fairseq_tutel.ranks.groups import make_topology
 
 # Ranks, those of an expert group, those of a node.
 SPLITS = [(4, 4, 2), (6, 6, 2), (6, 6, 3), (8, 8, 2), (8, 8, 4), (8, 4, 2)]

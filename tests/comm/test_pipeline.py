@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.comm import asynchronous, guard, pipeline
-from fairseq_tutel.comm.how import How
+from fairseq_tutel.comm import background, pipeline
 from fairseq_tutel.comm.trip import Trip, chunk_of
+from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.ranks import guard
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=8, num_experts=4, activation="gelu")
 TOKENS = (9, 0, 7, 2)
@@ -111,7 +112,7 @@ class Diary(Trip):
 def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
     lines = []
     monkeypatch.setattr(
-        asynchronous,
+        background,
         "start",
         lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines),
     )
@@ -152,10 +153,10 @@ def test_an_error_beside_is_raised_where_it_is_waited_for():
     def fail(rows):
         raise RuntimeError("the peer is gone")
 
-    pending = asynchronous.start(fail, torch.ones(1))
+    pending = background.start(fail, torch.ones(1))
     with pytest.raises(RuntimeError, match="the peer is gone"):
         pending.result()
-    assert asynchronous.start(torch.neg, torch.ones(1)).result() == -1  # the thread lives on
+    assert background.start(torch.neg, torch.ones(1)).result() == -1  # the thread lives on
 
 
 def test_what_was_begun_before_an_error_was_seen_is_not_sent():
@@ -171,15 +172,15 @@ def test_what_was_begun_before_an_error_was_seen_is_not_sent():
         sent.append(rows)
         return rows
 
-    pending = [asynchronous.start(fail, torch.ones(1)), asynchronous.start(send, torch.ones(1))]
+    pending = [background.start(fail, torch.ones(1)), background.start(send, torch.ones(1))]
     all_begun.set()
     failed.wait()
-    pending.append(asynchronous.start(send, torch.ones(1)))
+    pending.append(background.start(send, torch.ones(1)))
     for each in pending:
         with pytest.raises(RuntimeError, match="the peer is gone"):
             each.result()
     assert sent == []
-    assert asynchronous.start(send, torch.ones(1)).result() == 1
+    assert background.start(send, torch.ones(1)).result() == 1
 
 
 def fails_in_the_second_chunk(rank, when):

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel import How, MoEConfig, MoELayer, Topology, make_topology
+from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
 from fairseq_tutel.comm import stamp
-from fairseq_tutel.comm.checkpoint import drop_everywhere, gather_everywhere
-from fairseq_tutel.comm.guard import CommunicationError
+from fairseq_tutel.ranks.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
 

@@ -9,7 +9,7 @@ import contextlib
 import pytest
 import torch
 
-from fairseq_tutel.comm import asynchronous
+from fairseq_tutel.comm import background
 
 
 class Said(list):
@@ -62,7 +62,7 @@ def said(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(asynchronous, "_streams", {})
+    monkeypatch.setattr(background, "_streams", {})
     made = iter(("side", "a second one"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, next(made)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
@@ -79,7 +79,7 @@ def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(said):
         )
         return Rows(said, "out")
 
-    pending = [asynchronous.start(travel, Rows(said, "rows")) for _ in range(2)]
+    pending = [background.start(travel, Rows(said, "rows")) for _ in range(2)]
     said.append("the experts run")
     assert pending[0].result().name == "out"
     one = [

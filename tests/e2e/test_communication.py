@@ -16,7 +16,7 @@ from cli import HYDRA, ROOT, fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
-from fairseq_tutel.comm.machine import typical
+from fairseq_tutel.planning.machine import typical
 
 TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)

@@ -49,7 +49,7 @@ CASES = {
 }  # fmt: skip
 
 
-# What tests/comm/test_equality.py trains too; here it goes through the command line once more.
+# What tests/moe/test_rank_equality.py trains too; here it goes through the command line once more.
 LONG = (
     "capacity-top2-checkpointed",
     "top4-replicas",

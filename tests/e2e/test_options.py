@@ -91,7 +91,7 @@ def test_the_options_that_touch_the_ffn_train(group, mt_data, tmp_path):
 def test_every_activation_trains(lm_data, tmp_path):
     from fairseq.utils import get_available_activation_fns
 
-    from fairseq_tutel.config import ACTIVATIONS
+    from fairseq_tutel.moe.config import ACTIVATIONS
 
     assert set(ACTIVATIONS) >= set(get_available_activation_fns())
     losses = set()

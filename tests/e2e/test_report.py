@@ -24,11 +24,11 @@ from matplotlib.image import imread
 from models import lm_args
 from tool_in_process import tool
 
-from fairseq_tutel.tools import figures
-from fairseq_tutel.tools.report_curves import curve_sections
-from fairseq_tutel.tools.report_layers import layer_section
-from fairseq_tutel.tools.report_load import expert_sections
-from fairseq_tutel.tools.run_log import join, read_log
+from fairseq_tutel.tools.report import figures
+from fairseq_tutel.tools.report.curves import curve_sections
+from fairseq_tutel.tools.report.layers import layer_section
+from fairseq_tutel.tools.report.load import expert_sections
+from fairseq_tutel.tools.training_log import join, read_log
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 HREF = "{http://www.w3.org/1999/xlink}href"

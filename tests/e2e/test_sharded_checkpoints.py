@@ -17,8 +17,8 @@ from equality import same_bits
 from models import lm_args
 from tool_in_process import convert
 
-from fairseq_tutel import shard_folder
-from fairseq_tutel.shards import bind, is_record, unbind
+from fairseq_tutel.checkpoint import folders as shard_folder
+from fairseq_tutel.checkpoint.shards import bind, is_record, unbind
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SHARDED = ("--moe-checkpoint", "sharded")

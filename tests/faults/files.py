@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel import shard_folder, shards
+from fairseq_tutel.checkpoint import folders, shards
 
 EXPERT = re.compile(r"\.experts\.fc\d_(?:weight|bias)$")
 
@@ -61,7 +61,7 @@ def weights(path: Path, content: dict[str, Any] | None = None) -> dict[str, torc
 
 def belongs(path: Path, checkpoint: Path) -> bool:
     """Whether a file is a checkpoint's own, or one of the shards that it names."""
-    return path == checkpoint or path.parent.name in shard_folder.mentions(checkpoint)
+    return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 
 def tear(how: str, save_dir: Path, seed: int) -> Path:

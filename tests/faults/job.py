@@ -11,7 +11,7 @@ from pathlib import Path
 from cli import start
 from models import lm_args
 
-from fairseq_tutel.comm import fingerprint, guard
+from fairseq_tutel.ranks import agreement, guard
 
 from .plan import MICRO_BATCHES, SAVE_EVERY, Fault
 
@@ -54,7 +54,7 @@ def allowance(timeout: float, fault: Fault) -> float:
     the rank that keeps the store leaves last. A rank that sleeps has to wake up.
     """
     roll_call = min(timeout, guard.LONGEST_ROLL_CALL) + 2 * guard.GRACE_SECONDS
-    at_start = fingerprint.MARGIN.total_seconds()
+    at_start = agreement.MARGIN.total_seconds()
     asleep = fault.seconds if fault.what == "delay" else 0.0
     return max(timeout + at_start, asleep) + roll_call + SLACK_SECONDS
 

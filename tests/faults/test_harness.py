@@ -15,7 +15,7 @@ from .clear import unclear
 from .job import Job
 from .plan import Fault
 
-COMMUNICATION = "fairseq_tutel.comm.guard.CommunicationError: rank 0 could not finish a step: "
+COMMUNICATION = "fairseq_tutel.ranks.guard.CommunicationError: rank 0 could not finish a step: "
 MISSES_1 = f"{COMMUNICATION}rank 1 did not answer a roll call of 3 s; look at the log of rank 1."
 
 

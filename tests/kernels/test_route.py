@@ -26,11 +26,12 @@ from route_cases import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fairseq_tutel import MoEConfig, MoELayer, kernels, routing
-from fairseq_tutel.capacity import Capacity
-from fairseq_tutel.dispatch import combine, dispatch
-from fairseq_tutel.fused_gate import softmax_top_k
+from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
+from fairseq_tutel.moe import routing
+from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.dispatch import combine, dispatch
+from fairseq_tutel.moe.fused_gate import softmax_top_k
 
 # K, (time, batch), E: no token, one, several blocks, several tiles of experts.
 SLOTS = (

@@ -15,7 +15,7 @@ from fairseq import file_io
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.sequence_generator import SequenceGenerator
 
-from fairseq_tutel import whole_files
+from fairseq_tutel.checkpoint import files
 from fairseq_tutel.plugin import register
 
 register()
@@ -98,6 +98,6 @@ def _copyfile(original):
 
 CrossEntropyCriterion.forward = _forward(CrossEntropyCriterion.forward)
 torch.save = _save(torch.save)
-whole_files.share = lambda *_: False  # or nothing would be copied
+files.share = lambda *_: False  # or nothing would be copied
 SequenceGenerator.generate = _generate(SequenceGenerator.generate)
 file_io.shutil.copyfile = _copyfile(file_io.shutil.copyfile)

@@ -7,8 +7,8 @@ import os
 
 import torch
 
-from fairseq_tutel.ffn_step import MoEFeedForward
 from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 CALLS = 8
 

@@ -21,9 +21,9 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
-from fairseq_tutel import whole_files
-from fairseq_tutel.comm import shards, zero_transfer
+from fairseq_tutel.checkpoint import expert_shards, files
 from fairseq_tutel.plugin import register
+from fairseq_tutel.zero import transfer
 
 register()
 
@@ -200,7 +200,7 @@ COLLECTIVES = (
 for name in COLLECTIVES:
     before(dist, name, "collective")
 for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
-    before(zero_transfer, name, "collective")
+    before(transfer, name, "collective")
 after(distributed_utils, "distributed_init", "joined")
 before(Trainer, "__init__", "built")
 before(checkpoint_utils, "load_checkpoint_to_cpu", "read")
@@ -213,10 +213,10 @@ before(FairseqTask, "optimizer_step", "update")
 before(FairseqTask, "valid_step", "valid")
 Trainer.train_step = break_batches(Trainer.train_step)
 before(checkpoint_utils, "save_checkpoint", "gather")
-before(shards, "write_file", "shard")
+before(expert_shards, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
-whole_files.share = lambda *_: False  # or nothing would be copied
+files.share = lambda *_: False  # or nothing would be copied
 os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
 after(checkpoint_utils, "save_checkpoint", "saved")
 reach("import")

@@ -1,0 +1,115 @@
+"""Checkpoints of experts: gathered by global expert id to rank 0, or written by every rank; cut at load.
+
+The gathering is collective and runs tensor by tensor, a piece at a time. Rank 0 keeps, in host memory until
+the next training step, one full copy of what it gathered: E / e times the local experts, and as much again
+for every optimizer state tensor of their shape (three times the experts with Adam).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.checkpoint.expert_shards import States, write_experts
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks.slices import Slice, join, slice_of
+
+# Of all ranks' parts that stand on rank 0's device at once.
+GATHERED_BYTES = 64 * 2**20
+
+
+def expert_modules(model: nn.Module) -> list[ExpertStack]:
+    """Return the model's expert stacks in module order, the same on every rank."""
+    return [m for m in model.modules() if isinstance(m, ExpertStack)]
+
+
+def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None) -> Tensor | None:
+    """Put the expert group's parts of a parameter together; on rank 0, in host memory, else None.
+
+    A tensor of a parameter's shape, such as a moment, is cut as the parameter is: give `how` then.
+
+    Only the expert group of rank 0 communicates: its ranks hold every expert once.
+    """
+    if topology.rank >= topology.expert_parallel_size:
+        return None
+    how = slice_of(tensor) if how is None else how
+    flat, size = tensor.detach().contiguous().view(-1), topology.expert_parallel_size
+    first, group = topology.rank == 0, topology.expert_group
+    whole = torch.empty(size, *tensor.shape, dtype=tensor.dtype) if first else None
+    step = max(1, GATHERED_BYTES // (size * tensor.element_size()))
+    for begin in range(0, len(flat), step):
+        piece = flat[begin : begin + step]
+        parts = list(piece.new_empty(size, len(piece))) if first else None
+        with guarded("the gathering of experts on rank 0", group):
+            dist.gather(piece, parts, dst=0, group=group)
+        if whole is not None and parts is not None:
+            for own, part in zip(whole.view(size, -1), parts, strict=True):
+                own[begin : begin + step] = part
+    if whole is None:
+        return None
+    return join(list(whole), how) if how.count > 1 else whole.flatten(0, 1)
+
+
+def gather_experts(model: nn.Module, topology: Topology) -> None:
+    """Make the next `model.state_dict()` on rank 0 hold all experts. Collective."""
+    if topology.expert_parallel_size == 1:
+        return
+    for experts in expert_modules(model):
+        gathered = {
+            name: gather_to_first(parameter, topology)
+            for name, parameter in experts.expert_parameters().items()
+        }
+        if topology.rank == 0:
+            experts.gathered = {k: v for k, v in gathered.items() if v is not None}
+
+
+def save_in_shards(
+    model: nn.Module, topology: Topology, states: States, save_dir: Path
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Write all experts into shard files; the next `model.state_dict()` says where. Collective.
+
+    Args and errors are those of `comm.shards.write_experts`, and so are the records that it returns.
+    """
+    records = write_experts(model, topology, states, save_dir)
+    for layer, experts in model.named_modules():
+        if isinstance(experts, ExpertStack):
+            experts.gathered = {name: records[layer, name] for name in experts.expert_parameters()}
+    return records
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Free what was kept for a checkpoint; a later state dict holds the local slice again."""
+    for experts in expert_modules(model):
+        experts.gathered = None
+
+
+def gather_everywhere(model: nn.Module, topology: Topology) -> None:
+    """Give every rank a full copy of all experts, so that it can run without the others. Collective.
+
+    Costs P times the local experts in memory on each rank until `drop_everywhere`.
+    """
+    if topology.expert_parallel_size == 1:
+        return
+    for experts in expert_modules(model):
+        experts.everywhere = {
+            name: _all_gather(parameter, topology)
+            for name, parameter in experts.expert_parameters().items()
+        }
+
+
+def drop_everywhere(model: nn.Module) -> None:
+    """Return to one slice of the experts per rank."""
+    for experts in expert_modules(model):
+        experts.everywhere = None
+
+
+def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
+    how, tensor = slice_of(tensor), tensor.detach().contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
+    with guarded("the gathering of experts on every rank", topology.expert_group):
+        dist.all_gather(parts, tensor, group=topology.expert_group)
+    return join(parts, how)

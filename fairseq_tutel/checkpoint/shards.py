@@ -1,0 +1,265 @@
+"""Experts in shard files: what a checkpoint holds in place of a tensor, and how a part of it is read.
+
+In a sharded checkpoint every tensor of a layer's experts is a record, a plain dictionary:
+
+    {"expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [E, ...], "dtype": "float32",
+     "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
+
+Piece e * s + i is slice i, along dimension `dim` of the stack, of expert e. The files are safetensors in
+the folder, which stands beside the checkpoint. E experts, s slices of an expert.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.ranks.slices import Slice
+
+VERSION = 1
+MARK = "expert_shards"
+NAME = re.compile(r"experts/[0-9a-f]{16}")
+MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may have 65,530
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One expert's tensor, or a slice of it: the file, its key there, and the SHA-256 of its bytes."""
+
+    file: str
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTensor:
+    """A stack [E, ...] whose experts lie in shard files; nothing is read before it is asked for.
+
+    Attributes:
+        root: the folder of the checkpoint.
+        folder: of the shards, from there.
+        shape: of the stack.
+        dtype: of the stack.
+        how: how the experts are cut into pieces.
+        pieces: E * s of them, expert by expert.
+        opened: the files that were read, by path, which all tensors of a checkpoint share.
+    """
+
+    root: Path
+    folder: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    how: Slice
+    pieces: tuple[Piece, ...]
+    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def read(self, first: int, count: int, how: Slice | None = None, index: int = 0) -> Tensor:
+        """Return experts first .. first + count - 1, or slice `index` of each, in memory of its own.
+
+        Raises:
+            ValueError: a file is missing, torn or not what was saved.
+        """
+        how = Slice() if how is None else how
+        shape = list(self.shape)
+        shape[how.dim] //= how.count
+        shape[0] = count
+        if count:  # no memory is taken by sizes that are the record's alone
+            self._file(self.pieces[first * self.how.count])
+        out = torch.empty(shape, dtype=self.dtype)
+        for i in range(count):
+            self._read_expert(out[i], first + i, how, index)
+        return out
+
+    def whole(self) -> Tensor:
+        """Return the stack.
+
+        Raises:
+            ValueError: a file is missing, torn or not what was saved.
+        """
+        return self.read(0, self.shape[0])
+
+    def _read_expert(self, out: Tensor, expert: int, how: Slice, index: int) -> None:
+        s, dim = self.how.count, self.how.dim or how.dim
+        pieces = self.pieces[expert * s : (expert + 1) * s]
+        if dim == 0:
+            out.copy_(self._open(pieces[0]))
+            return
+        # The wanted range may lie in one piece, in a part of it, or in several.
+        width, length = self.shape[dim] // s, self.shape[dim] // how.count
+        begin = index * length
+        touched = range(begin // width, (begin + length - 1) // width + 1)
+        joined = torch.cat([self._open(pieces[j]) for j in touched], dim - 1)
+        out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
+
+    def _open(self, piece: Piece) -> Tensor:
+        """Return a piece, mapped from its file, after a look at its digest."""
+        tensor = self._file(piece).get_tensor(piece.key)
+        if digest(tensor) != piece.digest:
+            raise self._unlike(piece)
+        return tensor
+
+    def _file(self, piece: Piece) -> Any:
+        """Return a piece's file, in which it has the record's shape."""
+        from safetensors import SafetensorError, safe_open  # the core needs it here alone
+
+        path = self.root / self.folder / piece.file
+        try:
+            if path not in self.opened:
+                if len(self.opened) >= MOST_OPEN:
+                    self.opened.clear()
+                self.opened[path] = safe_open(path, framework="pt")
+            found = self.opened[path].get_slice(piece.key).get_shape()
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(path, str(error)) from error
+        shape = list(self.shape)
+        shape[self.how.dim] //= self.how.count
+        if found != shape[1:]:
+            raise self._unlike(piece)
+        return self.opened[path]
+
+    def _unlike(self, piece: Piece) -> ValueError:
+        path = self.root / self.folder / piece.file
+        return _unreadable(path, f"its {piece.key} is not what was saved")
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint holds in place of the tensor."""
+        return {
+            MARK: VERSION,
+            "folder": self.folder,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "slices": [self.how.count, self.how.dim],
+            "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
+        }
+
+
+def _unreadable(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint keeps experts in {path}, which is torn or missing ({reason}); give an older "
+        "checkpoint, or put the folder back that stood beside this one."
+    )
+
+
+def write_file(values: dict[str, Tensor], path: Path) -> None:
+    """Write tensors into a file of shards, down to the disk; who may read its folder may read it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(values, path)
+    except SafetensorError as error:  # what the system said, in its own words
+        raise OSError(str(error)) from error
+    with contextlib.suppress(OSError):  # a disk that knows no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
+    with path.open("rb") as saved:
+        os.fsync(saved.fileno())
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes on the host, in hexadecimal."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value of a checkpoint stands for a tensor in shard files."""
+    return isinstance(value, dict) and MARK in value
+
+
+def bind(state: Any, path: Path) -> None:
+    """Replace the records in a checkpoint by tensors that can be read, in place.
+
+    Args:
+        state: nested dictionaries, as torch.load gives them.
+        path: of the checkpoint's file.
+
+    Raises:
+        ValueError: the records are of a newer version, or files are missing.
+    """
+    found: list[ShardedTensor] = []
+    opened: dict[Path, Any] = {}
+
+    def bound(record: dict[str, Any]) -> ShardedTensor:
+        found.append(_of_record(record, path, opened))
+        return found[-1]
+
+    _replace(state, is_record, bound)
+    for folder in sorted({tensor.folder for tensor in found}):
+        _refuse_missing(path, folder, [t for t in found if t.folder == folder])
+
+
+def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.whole) -> None:
+    """Replace the sharded tensors of a checkpoint by what `change` makes of them, in place."""
+    _replace(state, lambda value: isinstance(value, ShardedTensor), change)
+
+
+def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> None:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(items):
+        if chosen(value):
+            tree[key] = change(value)
+        elif isinstance(value, dict | list):
+            _replace(value, chosen, change)
+
+
+def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
+    if record[MARK] != VERSION:
+        raise ValueError(
+            f"{path} keeps its experts in a way (version {record[MARK]}) that this fairseq_tutel does not "
+            "know; install the one that saved it, or a newer one."
+        )
+    try:
+        tensor = ShardedTensor(
+            root=path.resolve().parent,
+            folder=record["folder"],
+            shape=tuple(record["shape"]),
+            dtype=getattr(torch, record["dtype"]),
+            how=Slice(*record["slices"]),
+            pieces=tuple(Piece(*piece) for piece in record["pieces"]),
+            opened=opened,
+        )
+        sound = _is_sound(tensor)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        sound = False
+    if not sound:
+        raise ValueError(
+            f"{path} keeps its experts in a way that no fairseq_tutel wrote; do not use it."
+        )
+    return tensor
+
+
+def _is_sound(tensor: ShardedTensor) -> bool:
+    """Whether a record, which may be from elsewhere, leads to no other file and to no other numbers."""
+    shape, (count, dim) = tensor.shape, (tensor.how.count, tensor.how.dim)
+    return (
+        bool(NAME.fullmatch(tensor.folder))
+        and all(Path(piece.file).name == piece.file for piece in tensor.pieces)
+        and isinstance(tensor.dtype, torch.dtype)
+        and all(type(size) is int and size >= 0 for size in (*shape, dim))
+        and count >= 1
+        and (dim > 0 or count == 1)
+        and shape[dim] % count == 0
+        and len(tensor.pieces) == shape[0] * count
+    )
+
+
+def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
+    directory = path.resolve().parent / folder
+    there = {file.name for file in directory.iterdir()} if directory.is_dir() else set()
+    missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)
+    if missing:
+        raise ValueError(
+            f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, the first "
+            f"{missing[0]}; copy or move a sharded checkpoint together with that folder."
+        )

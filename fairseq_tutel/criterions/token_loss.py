@@ -1,0 +1,101 @@
+"""Label-smoothed cross entropy of logits, without a table of log-probabilities.
+
+Rows are taken some at a time, in fp32 at least; nothing is kept for backward but the logits. fairseq's own
+path keeps a fp32 table beside them, and fills two more in backward.
+N rows, V words.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.kernels.first_order import first_order
+
+# Numbers of a slab: on a CPU what its second-level cache holds, else enough to fill a device.
+SLAB = {"cpu": 2**18}
+SLAB_OF_OTHERS = 2**26
+
+
+def token_loss(
+    logits_NV: Tensor, target_N: Tensor, smoothing: float, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """Return (loss, nll), summed over the rows whose target is not `ignored`.
+
+    nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p.
+
+    Args:
+        logits_NV: [N, V], any float dtype.
+        target_N: [N] int64.
+        smoothing: s, from 0 to below 1.
+        ignored: a target that does not count.
+
+    Returns:
+        loss: [] differentiable, in fp32 at least.
+        nll: [] without a gradient, likewise.
+
+    Source: Szegedy et al. 2016, section 7, in fairseq's form, which gives the target no more than 1 - s.
+    """
+    return _TokenLoss.apply(logits_NV, target_N, float(smoothing), ignored)
+
+
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, target_N: Tensor, smoothing: float, ignored: int
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        nll = logits_NV.new_zeros((), dtype=dtype)
+        spread = torch.zeros_like(nll)
+        counts_N = target_N != ignored
+        at_target_N = target_N.masked_fill(~counts_N, 0)
+        for rows in _slabs(logits_NV):
+            logs_nV = torch.log_softmax(logits_NV[rows], dim=1, dtype=dtype)
+            of_target_n = logs_nV.gather(1, at_target_N[rows].unsqueeze(1)).squeeze(1)
+            nll -= of_target_n.masked_fill(~counts_N[rows], 0.0).sum()
+            if smoothing:
+                spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
+        ctx.save_for_backward(logits_NV, at_target_N, counts_N)
+        ctx.shares = _shares(smoothing, logits_NV.shape[1])
+        of_target, of_each = ctx.shares
+        ctx.mark_non_differentiable(nll)
+        # Not one tensor twice: fairseq adds to the loss.
+        return of_target * nll + of_each * spread, nll
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, at_target_N, counts_N = ctx.saved_tensors
+        of_target, of_each = ctx.shares
+        dlogits_NV = torch.empty_like(logits_NV)
+        scales_N = torch.where(counts_N, dloss, 0.0)
+        of_all = of_target + of_each * logits_NV.shape[1]
+        for rows in _slabs(logits_NV):
+            scales_n1 = scales_N[rows].unsqueeze(1)
+            own_nV = dlogits_NV[rows]
+            same = own_nV.dtype == dloss.dtype
+            d_nV = torch.softmax(
+                logits_NV[rows], dim=1, dtype=dloss.dtype, out=own_nV if same else None
+            )
+            d_nV.mul_(of_all * scales_n1)
+            if of_each:
+                d_nV -= of_each * scales_n1
+            d_nV.scatter_add_(1, at_target_N[rows].unsqueeze(1), -of_target * scales_n1)
+            if not same:
+                own_nV.copy_(d_nV)
+        return dlogits_NV, None, None, None
+
+
+def _shares(smoothing: float, words: int) -> tuple[float, float]:
+    """Return how much the target's and every word's log-probability count."""
+    of_each = smoothing / (words - 1) if smoothing else 0.0
+    return 1 - smoothing - of_each, of_each
+
+
+def _slabs(logits_NV: Tensor) -> Iterator[slice]:
+    num_rows, words = logits_NV.shape
+    size = SLAB.get(logits_NV.device.type, SLAB_OF_OTHERS)
+    step = max(1, size // max(words, 1))
+    for first in range(0, num_rows, step):
+        yield slice(first, first + step)

@@ -1,0 +1,134 @@
+"""Adaptive parallelism: one stored layout of sliced experts, several ways to share the work.
+
+P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r of them get a row; H hidden_dim. Rank
+(e, q) of expert e keeps slice q, whatever r is, so that switching between two steps moves nothing:
+
+    r = 0  every rank gathers all experts; no row travels
+    r = 1  an expert's ranks gather it whole; each takes a part of its rows (expert + data)
+    r = s  nobody gathers; every row goes to all of the expert's ranks (expert + model)
+    else   groups of s / r consecutive ranks gather H / r of the expert; every row goes to r ranks
+
+The partial outputs of r ranks are summed where the row came from.
+
+Source: Tutel (Hwang et al. 2023), section 3.2.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_tutel.comm.all_to_all import even_exchange
+from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
+from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks.slices import slice_of
+
+WHAT = "the gathering of experts' weights"
+
+
+def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
+    """Return every r: 0 and the divisors of s; with `whole_hidden` (a norm over it) 0 and 1."""
+    divisors = (r for r in range(1, slices + 1) if slices % r == 0)
+    return (0, 1) if whole_hidden else (0, *divisors)
+
+
+def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
+    """Return the largest r that is allowed and at most `degree`, for a layer with fewer slices."""
+    return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
+
+
+def gather_weights(
+    experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp = NO_STAMP
+) -> dict[str, Any]:
+    """Return the tensors that this rank computes with under r = `degree`. Collective, with autograd.
+
+    Backward sums the gradients of all ranks that gathered, and keeps the own slice's.
+
+    Args:
+        experts: this rank's.
+        topology: where the others are.
+        degree: r.
+        stamp: of this call, which r = 0 compares here: no counts travel then.
+
+    Raises:
+        ValueError: the topology was made without the groups that r needs.
+    """
+    named = experts.expert_parameters()
+    slices = experts.part.slices
+    joined = slices if degree == 0 else slices // degree
+    group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
+    if degree == 0 and group is not None:
+        _compare(stamp, group, next(iter(named.values())).device)
+    if group is None:
+        tensors: dict[str, Any] = dict(named)
+    else:
+        stacked = _Gather.apply(group, *named.values())
+        tensors = {
+            name: _merge(stack, joined, slice_of(parameter).dim)
+            for (name, parameter), stack in zip(named.items(), stacked, strict=True)
+        }
+    if degree > 1:
+        part = experts.part.index // joined
+        for name in experts.added:
+            if name in tensors:
+                tensors[name] = _in_place(tensors[name], part, degree)
+    return tensors
+
+
+def _compare(stamp: Stamp, group: dist.ProcessGroup, device: torch.device) -> None:
+    nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=device)
+    came_PX = even_exchange(stamp.beside(nothing_P0), group, WHAT)
+    compare_late(came_PX[:, 0], WHAT, group)
+
+
+def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
+    """Turn [G, e, ...] of G ranks into [experts, ...], slices of an expert along `dim`."""
+    flat = stack.flatten(0, 1)
+    if slices == 1:
+        return flat
+    by_expert = flat.unflatten(0, (-1, slices))
+    return by_expert.movedim(1, dim).flatten(dim, dim + 1)
+
+
+def _in_place(tensor: Tensor, part: int, number: int) -> Tensor:
+    """Put part `part` of `number` where it is in the whole last dimension, with zeros elsewhere."""
+    width = tensor.shape[-1]
+    return F.pad(tensor, (part * width, (number - 1 - part) * width))
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of several tensors at once: each [...] becomes [G, ...] of the group's G ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        number = dist.get_world_size(group)
+        stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
+        with guarded(WHAT, group):
+            works = [
+                dist.all_gather(list(stack.unbind(0)), t.contiguous(), group=group, async_op=True)
+                for stack, t in zip(stacks, tensors, strict=True)
+            ]
+            for work in works:
+                work.wait()
+        return stacks
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
+        outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
+        with guarded("the summing of experts' gradients", ctx.group):
+            works = [
+                dist.reduce_scatter(
+                    out, list(stack.contiguous().unbind(0)), group=ctx.group, async_op=True
+                )
+                for out, stack in zip(outs, dstacks, strict=True)
+            ]
+            for work in works:
+                work.wait()
+        return None, *outs

@@ -1,0 +1,202 @@
+"""Balance: what a gate decided -> named scalar losses.
+
+T tokens, E experts, K top_k, S sentences.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel.moe.choice import scores_of
+from fairseq_tutel.moe.routing import Decision
+from fairseq_tutel.ranks.guard import guarded
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOutput:
+    """What losses need of a gate beside the routing.
+
+    Attributes:
+        logits_TE: [T, E], what routing decided by: with noise, in training.
+        clean_TE: [T, E], before the noise; the same tensor where there is none.
+        noise: standard deviation of the noise on a logit.
+        score_function: what makes probabilities of logits.
+        sentences: (S, time) of the micro-batch, or None for one sentence.
+        time_first: whether token t is (t // S, t % S) instead of (t // time, t % time).
+        num_ranks: ranks whose load `gshard_global` adds up; 1 in evaluation.
+    """
+
+    logits_TE: Tensor
+    clean_TE: Tensor
+    noise: float = 0.0
+    score_function: str = "softmax"
+    sentences: tuple[int, int] | None = None
+    time_first: bool = False
+    num_ranks: int = 1
+
+
+def gshard_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
+    """E * sum_e f_e P_e over the real tokens of one micro-batch; 0 where there is no token.
+
+    f_e is the share of tokens whose first choice is e, before dropping (a constant); P_e is the mean
+    probability of e (differentiable). 1 at uniform load and uniform probabilities.
+
+    Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
+    """
+    assigned_E = routing.assigned_KE[0]
+    return _load_times_probability(routing, assigned_E, assigned_E.sum())
+
+
+def gshard_all_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
+    """The gshard loss with f_e the share of all (token, choice) pairs, not of first choices alone.
+
+    1 at uniform load and uniform probabilities, for every K.
+    """
+    assigned_E = routing.assigned_KE.sum(dim=0)
+    return _load_times_probability(routing, assigned_E, assigned_E.sum())
+
+
+def gshard_global_loss(routing: Decision, gate: GateOutput) -> Tensor:
+    """The gshard_all loss with f_e over the micro-batches of all ranks; P_e stays this rank's.
+
+    Collective in training: one all-reduce of E numbers.
+
+    Source: Qiu et al. 2025, Demons in the Detail, section 3.
+    """
+    assigned_E = routing.assigned_KE.sum(dim=0)
+    if gate.num_ranks > 1:
+        with guarded("the sum of all ranks' loads"):
+            dist.all_reduce(assigned_E)
+    return _load_times_probability(routing, assigned_E, assigned_E.sum())
+
+
+def gshard_sequence_loss(routing: Decision, gate: GateOutput) -> Tensor:
+    """The gshard_all loss of every sentence, averaged over those that have a real token.
+
+    Source: DeepSeek-V3 (2024), equations 17 to 20, with E for their 1 / K in f.
+    """
+    probs_TE = _real_probs(routing)
+    num_tokens, num_experts = probs_TE.shape
+    count, time = gate.sentences or (1, num_tokens)
+    shape = (time, count, num_experts) if gate.time_first else (count, time, num_experts)
+    over = 0 if gate.time_first else 1
+    asked_TK = (routing.slots_TK >= 0).to(probs_TE.dtype)
+    copies_TE = torch.zeros_like(probs_TE).scatter_(1, routing.expert_ids_TK, asked_TK)
+    load_SE = copies_TE.view(shape).sum(over)
+    mass_SE = probs_TE.view(shape).sum(over)
+    real_T = probs_TE.new_ones(num_tokens) if routing.real_T is None else routing.real_T
+    tokens_S = real_T.to(probs_TE.dtype).view(shape[:2]).sum(over)
+    share_SE = load_SE / load_SE.sum(dim=1, keepdim=True).clamp_min(1)
+    loss_S = num_experts * (share_SE * mass_SE).sum(dim=1) / tokens_S.clamp_min(1)
+    return loss_S.sum() / (tokens_S > 0).sum().clamp_min(1)
+
+
+def load_importance_loss(routing: Decision, gate: GateOutput) -> Tensor:
+    """Half the sum of cv^2(importance) and cv^2(load), over the real tokens.
+
+    Importance_e is the sum over tokens of the probability without noise. Load_e is the sum of the chance
+    that e would be among the K best, were its noise drawn again: Phi((logit_e - rival_e) / noise), with
+    rival_e the K-th largest noisy logit of the other experts. cv^2 is the variance over experts divided
+    by the squared mean.
+
+    Source: Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
+    """
+    top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
+    clean_TE, noisy_TE = _wide(gate.clean_TE), _wide(gate.logits_TE)
+    if top_k == noisy_TE.shape[1]:
+        chance_TE = torch.ones_like(clean_TE)
+    else:
+        best_TK = noisy_TE.topk(top_k + 1, dim=1).values
+        is_chosen_TE = noisy_TE > best_TK[:, top_k:]
+        rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
+        ahead_TE = (clean_TE - rival_TE) / gate.noise
+        # An expert that a gate of the user's shuts off has no chance, whoever its rival is.
+        chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
+    return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
+
+
+def load_importance_tutel_loss(routing: Decision, gate: GateOutput) -> Tensor:
+    """The load_importance loss in Tutel's form, for those who resume a training that began with it.
+
+    There the K-th largest noisy logit is subtracted from a probability, not from a logit, and it is not
+    taken among the other experts.
+    """
+    top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
+    probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
+    threshold_T1 = _wide(gate.logits_TE).topk(top_k, dim=1).values[:, -1:]
+    return _importance_and_load(
+        routing, probs_TE, _normal_cdf((probs_TE - threshold_T1) / gate.noise)
+    )
+
+
+def z_loss(routing: Decision, gate: GateOutput) -> Tensor:
+    """Mean over the real tokens of (log sum_e exp logit_e)^2, which keeps the logits small.
+
+    Source: ST-MoE (Zoph et al. 2022), equation 5.
+    """
+    square_T = torch.logsumexp(_wide(gate.logits_TE), dim=1).square()
+    if routing.real_T is not None:
+        square_T = square_T.masked_fill(~routing.real_T, 0.0)
+    return square_T.sum() / routing.num_tokens.clamp_min(1)
+
+
+def _load_times_probability(routing: Decision, load_E: Tensor, total: Tensor) -> Tensor:
+    """E * sum_e (load_e / total) * (mean probability of e)."""
+    probs_TE = _real_probs(routing)
+    share_E = load_E.to(probs_TE.dtype) / total.clamp_min(1).to(probs_TE.dtype)
+    tokens = routing.num_tokens.clamp_min(1).to(probs_TE.dtype)
+    return probs_TE.shape[1] * (share_E * probs_TE.sum(dim=0)).sum() / tokens
+
+
+def _importance_and_load(routing: Decision, importance_TE: Tensor, chance_TE: Tensor) -> Tensor:
+    if routing.real_T is not None:
+        hidden_T1 = ~routing.real_T.unsqueeze(1)
+        importance_TE = importance_TE.masked_fill(hidden_T1, 0.0)
+        chance_TE = chance_TE.masked_fill(hidden_T1, 0.0)
+    return (_cv_squared(importance_TE.sum(0)) + _cv_squared(chance_TE.sum(0))) / 2
+
+
+def _cv_squared(total_E: Tensor) -> Tensor:
+    """Variance (of a sample) over the squared mean; 0 for one expert or where nothing came."""
+    if total_E.shape[0] == 1:
+        return total_E.sum() * 0
+    return total_E.var() / (total_E.mean().square() + 1e-10)
+
+
+def _normal_cdf(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32: a half-precision gate's dtype holds neither token counts nor their inverse."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _real_probs(routing: Decision) -> Tensor:
+    probs_TE = _wide(routing.probs_TE)
+    if routing.real_T is None:
+        return probs_TE
+    return probs_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
+
+
+# Switch's loss (Fedus et al. 2021, equations 4 to 6) is gshard's: both count the first choice.
+LOSSES = {
+    "gshard": gshard_loss,
+    "gshard_all": gshard_all_loss,
+    "gshard_sequence": gshard_sequence_loss,
+    "gshard_global": gshard_global_loss,
+    "switch": gshard_loss,
+    "load_importance": load_importance_loss,
+    "load_importance_tutel": load_importance_tutel_loss,
+    "z": z_loss,
+}
+
+
+def balance_losses(
+    names: dict[str, float], routing: Decision, gate: GateOutput
+) -> dict[str, Tensor]:
+    """Return the scalar of every named loss; `names` maps name to weight, see parse_balance_loss."""
+    return {name: LOSSES[name](routing, gate) for name in names}

@@ -1,0 +1,146 @@
+"""Options of a layer that exclude each other, each refused by one sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fairseq_tutel.moe.balance_weights import NEED_GATE_NOISE, parse_balance_loss
+
+Label = Callable[[str], str]
+
+
+def refuse_contradictions(config: Any, label: Label) -> None:
+    """Refuse options of a MoEConfig that do not go together.
+
+    Args:
+        config: a MoEConfig whose values are good one by one.
+        label: names an option in a message.
+
+    Raises:
+        ValueError: naming option, value and fix.
+    """
+    _check_counts(config, label)
+    _check_capacity(config, label)
+    _check_choosers(config, label)
+    _check_experts_choice(config, label)
+    _check_hash(config, label)
+    _check_losses(config, label)
+    _check_grouped_mm(config, label)
+
+
+def _check_grouped_mm(config: Any, label: Label) -> None:
+    for name in ("model_dim", "hidden_dim") if config.backend == "grouped_mm" else ():
+        width = getattr(config, name)
+        _require(
+            width % 4 == 0,
+            f"{label(name)} is {width}, but --moe-backend grouped_mm takes rows of whole 16 bytes; give a "
+            "multiple of 8, in fp32 of 4, or choose --moe-backend auto.",
+        )
+
+
+def _check_counts(config: Any, label: Label) -> None:
+    experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
+    _require(
+        1 <= config.top_k <= experts,
+        f"{label('top_k')} is {config.top_k} but there are {experts} experts; choose a value from 1 to "
+        f"{experts}.",
+    )
+    _require(
+        experts % groups == 0,
+        f"{label('expert_groups')} is {groups}, which does not divide the {experts} experts; give a "
+        "divisor.",
+    )
+    _require(
+        kept <= groups and kept * (experts // groups) >= config.top_k,
+        f"{label('groups_per_token')} is {kept} of {groups} groups of {experts // groups} experts; give at "
+        f"most {groups}, and enough for {config.top_k} experts per token.",
+    )
+    gates = len(config.gate_types)
+    _require(
+        config.gate_index < gates,
+        f"{label('gate_index')} is {config.gate_index} but there is no such gate among {gates}; choose "
+        f"from 0 to {gates - 1}.",
+    )
+
+
+def _check_capacity(config: Any, label: Label) -> None:
+    fraction = config.eval_capacity_token_fraction
+    _require(
+        fraction == 0 or config.eval_capacity_factor == 0,
+        f"{label('eval_capacity_token_fraction')} is {fraction} beside --moe-eval-capacity-factor; give "
+        "one of them.",
+    )
+
+
+def _choosers(config: Any) -> dict[str, Any]:
+    """Return the options, by name, that choose experts otherwise than by the largest scores."""
+    on: dict[str, Any] = {
+        name: True for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)
+    }
+    if config.second_expert_policy == "sampling":
+        on["second_expert_policy"] = "sampling"
+    return on
+
+
+def _check_choosers(config: Any, label: Label) -> None:
+    on = _choosers(config)
+    if len(on) > 1:
+        (first, value), (second, other), *_ = on.items()
+        raise ValueError(
+            f"{label(first)} is {value} and {label(second)} is {other}, two ways to choose experts; keep "
+            "one."
+        )
+
+
+def _refuse_beside(config: Any, label: Label, only: dict[str, Any], reason: str) -> None:
+    """Refuse every other way to choose, and every option that has not the only value it may have."""
+    others = {name: getattr(config, name) for name in only if getattr(config, name) != only[name]}
+    for name, value in {**_choosers(config), **others}.items():
+        raise ValueError(f"{label(name)} is {value} but {reason}; drop one of the two.")
+
+
+def _check_experts_choice(config: Any, label: Label) -> None:
+    if config.choice == "experts":
+        _refuse_beside(
+            config,
+            label,
+            {"drop_policy": "position", "second_expert_policy": "all", "expert_groups": 1},
+            "experts choose their tokens (--moe-choice experts), which leaves it nothing to do",
+        )
+
+
+def _check_hash(config: Any, label: Label) -> None:
+    if "hash" in config.gate_types:
+        only = {
+            "choice": "tokens",
+            "expert_groups": 1,
+            "score_function": "softmax",
+            "gate_noise": 0,
+            "input_jitter": 0,
+            "input_dropout": 0,
+            "second_expert_policy": "all",
+        }
+        reason = (
+            f"{label('gate_type')} is {config.gate_type!r}, and a hash alone says what a token's experts "
+            "are and that each weighs 1 / top_k"
+        )
+        _refuse_beside(config, label, only, reason)
+
+
+def _check_losses(config: Any, label: Label) -> None:
+    weights = parse_balance_loss(config.balance_loss)
+    needs_noise = [name for name in NEED_GATE_NOISE if name in weights]
+    _require(
+        not needs_noise or config.gate_noise > 0,
+        f"{label('balance_loss')} is {config.balance_loss!r} but there is no noise to weigh a load by; "
+        "set --moe-gate-noise, such as 1.",
+    )
+    _require(
+        not needs_noise or config.choice == "tokens",
+        f"{label('balance_loss')} is {config.balance_loss!r} but experts choose their tokens (--moe-choice "
+        "experts), all the same number; give z or none.",
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,144 @@
+"""Dispatch x_TD -> rows_RD and combine rows_RD -> y_TD, each the other's adjoint, over `kernels`.
+
+Both directions are gathers: dispatch reads the inverse map, its backward sums over the forward map;
+combine sums over the forward map, its backward reads the inverse. No scatter and no atomics, so the
+same input gives the same bits. T tokens, D model_dim, K top_k, R rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.moe.routing import Routing
+
+
+def dispatch(
+    x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False
+) -> Tensor:
+    """Return rows_RD, expert-major: row r holds the token that routing put there, or zeros.
+
+    With `prescore` a row is the token times its copy's weight.
+    """
+    ops = kernels.ops(backend, x_TD.device)
+    if prescore:
+        return _ScaledDispatch.apply(
+            x_TD, routing.weights_TK, routing.row_of_TK, routing.source_of_R, ops
+        )
+    return _Dispatch.apply(x_TD, routing.row_of_TK, routing.source_of_R, ops)
+
+
+def combine(
+    rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False
+) -> Tensor:
+    """Return y_TD, each token the sum of its copies' outputs times their weights, or of them alone.
+
+    `rows_RD` may be shorter than the layout's R: the unused tail of the compact layout can be cut.
+    With `prescore` the weights were in what experts read.
+    """
+    ops = kernels.ops(backend, rows_RD.device)
+    source_of_R = routing.source_of_R[: rows_RD.shape[0]]
+    if prescore:
+        return _Sum.apply(rows_RD, routing.row_of_TK, source_of_R, ops)
+    return _Combine.apply(rows_RD, routing.weights_TK, routing.row_of_TK, source_of_R, ops)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: Any) -> Tensor:
+        ctx.save_for_backward(row_of_TK)
+        ctx.ops = ops
+        return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
+        (row_of_TK,) = ctx.saved_tensors
+        return ctx.ops.gather_sum(drows_RD.contiguous(), row_of_TK), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The adjoint of _Dispatch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: Any
+    ) -> Tensor:
+        ctx.save_for_backward(source_of_R)
+        ctx.ops, ctx.top_k = ops, row_of_TK.shape[1]
+        return ops.gather_sum(rows_RD, row_of_TK)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        (source_of_R,) = ctx.saved_tensors
+        drows_RD = ctx.ops.gather_rows(dy_TD.contiguous(), token_of(source_of_R, ctx.top_k))
+        return drows_RD, None, None, None
+
+
+class _ScaledDispatch(torch.autograd.Function):
+    """Dispatch of weighted tokens: the adjoint of _Combine in x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        row_of_TK: Tensor,
+        source_of_R: Tensor,
+        ops: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
+        ctx.ops = ops
+        scale_R = read_copies(weights_TK.reshape(-1), source_of_R)
+        return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, row_of_TK = ctx.saved_tensors
+        drows_RD = drows_RD.contiguous()
+        dx_TD = ctx.ops.gather_sum(drows_RD, row_of_TK, weights_TK)
+        dweights_TK = ctx.ops.gather_dot(drows_RD, row_of_TK, x_TD).to(weights_TK.dtype)
+        return dx_TD, dweights_TK, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_TK: Tensor,
+        row_of_TK: Tensor,
+        source_of_R: Tensor,
+        ops: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RD, weights_TK, row_of_TK, source_of_R)
+        ctx.ops = ops
+        return ops.gather_sum(rows_RD, row_of_TK, weights_TK)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, weights_TK, row_of_TK, source_of_R = ctx.saved_tensors
+        dy_TD = dy_TD.contiguous()
+        scale_R = read_copies(weights_TK.reshape(-1), source_of_R)
+        drows_RD = ctx.ops.gather_rows(dy_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
+        dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
+        return drows_RD, dweights_TK, None, None, None
+
+
+def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
+    """Return the token of each row; floor division keeps -1 at -1."""
+    if top_k == 1:
+        return source_of_R
+    return source_of_R.div(top_k, rounding_mode="floor")
+
+
+def read_copies(values_N: Tensor, index_R: Tensor) -> Tensor:
+    """Return values[index]; where the index is -1, something that is not to be read."""
+    if values_N.shape[0] == 0:
+        return values_N.new_zeros(index_R.shape[0])
+    return values_N.index_select(0, index_R.clamp_min(0))

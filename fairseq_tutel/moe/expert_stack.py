@@ -1,0 +1,252 @@
+"""What all kinds of experts have in common: tensors stacked by expert, of a rank's experts or of all.
+
+e local experts, s slices of an expert.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled
+from fairseq_tutel.ranks.slices import Part, Slice, cut, mark_slice
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, Any]
+
+
+class StoredStack(Protocol):
+    """A stack [E, ...] that lies elsewhere, as in shard files."""
+
+    shape: tuple[int, ...]
+
+    def read(self, first: int, count: int, how: Slice | None = None, index: int = 0) -> Tensor:
+        """Return experts first .. first + count - 1, or slice `index` of each."""
+
+
+class ExpertStack(nn.Module):
+    """A rank's part of a layer's experts: every parameter of its own has dimension 0 by expert.
+
+    A state dict holds all E experts by global id: `load_state_dict` takes the local part out of it,
+    and `state_dict` gives the whole after `checkpoint.experts` gathered it, records of it after
+    `checkpoint.expert_shards` wrote it, else the local part.
+
+    Args:
+        config: of the layer.
+        part: which of its experts are here; None for all.
+    """
+
+    # Along which dimension a stacked tensor is cut where an expert has several ranks; of a kind of
+    # expert that cannot be cut, nothing.
+    slice_dims: ClassVar[dict[str, int]] = {}
+    # Tensors that are added to the output, in its last dimension: a part's stands among zeros.
+    added: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
+        super().__init__()
+        self.part = Part(config.num_experts) if part is None else part
+        if self.part.slices > 1 and not self.slice_dims:
+            raise ValueError(
+                f"--moe-expert-parallel-size gives {self.part.slices} ranks to one expert, but expert_type "
+                f"(--moe-expert-type) {config.expert_type} cannot be cut into slices; give a size of at "
+                f"most {config.num_experts}, the number of experts."
+            )
+        self.config = config
+        self.num_local, self.first = self.part.num_local, self.part.first
+        # How a part that cannot be read ends the loading.
+        self.refuse: Callable[[ValueError], NoReturn] = _raise
+        # Whether `load_state_dict` takes this rank's part, too: where every rank saves a file of its own.
+        self.saved_by_rank = False
+        # What a state dict holds in place of the local part: all experts, or where they were written.
+        self.gathered: dict[str, Any] | None = None
+        self.everywhere: dict[str, Tensor] | None = None
+
+    def forward(self, rows_RD: Tensor, groups: Groups, tensors: Tensors | None = None) -> Tensor:
+        """Run expert i on its group of rows.
+
+        Args:
+            rows_RD: [R, D] expert-major; what lies behind the last group is nobody's.
+            groups: rows of each local expert.
+            tensors: what to compute with, by name; None for `self.tensors()`.
+
+        Returns:
+            [R, D], or without the rows behind the last group.
+        """
+        tensors = self.tensors() if tensors is None else tensors
+        if self.checkpoints and torch.is_grad_enabled():
+            return checkpoint(self.run, rows_RD, groups, tensors, use_reentrant=False)
+        return self.run(rows_RD, groups, tensors)
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run the experts; see `forward`."""
+        raise NotImplementedError
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether backward runs the experts again instead of keeping what is between their maps."""
+        return self.config.recompute_experts
+
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw every expert from a generator seeded by (seed, name, global expert id, tensor)."""
+        raise NotImplementedError
+
+    def expert_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the stacked parameters by name, without modules that all experts share."""
+        return dict(self.named_parameters(recurse=False))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The stacked tensors, as built; one that is pruned later, say, is no parameter any more."""
+        return tuple(self.expert_parameters())
+
+    def tensors(self) -> Tensors:
+        """Return what a forward computes with: the local experts, or all of them where gathered.
+
+        To be asked within it: hooks, such as those of torch.nn.utils.prune, make tensors just before.
+        """
+        return self.everywhere or {name: getattr(self, name) for name in self.names}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the experts' rows are in, outside of autocast: the dtype of their weights."""
+        dtypes = (getattr(self, name).dtype for name in self.names)
+        return next(dtype for dtype in dtypes if dtype.is_floating_point)
+
+    def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
+        """Return tensors as every chunk of a forward needs them, so that it is done once."""
+        return tensors
+
+    def slice_of(self, name: str) -> Slice:
+        """Return how a parameter is cut."""
+        slices = self.part.slices
+        return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
+
+    def mark(self) -> None:
+        """Let every parameter say what it is, for who reduces or gathers it without knowing its layer."""
+        names = self.names  # as they are when a layer first asks, here
+        is_cut = self.part.slices > 1
+        for name, parameter in self.expert_parameters().items():
+            if is_cut or self.num_local < self.config.num_experts:
+                mark_expert(parameter)
+            if self.config.expert_grad_norm == "sqrt_world_size":
+                mark_root_scaled(parameter)
+            if is_cut and name in names:
+                mark_slice(parameter, self.slice_of(name))
+
+    # What may put other parameters in the place of the marked ones: a move from the meta device, a copy,
+    # and a state dict that is assigned.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark()
+
+    def extra_repr(self) -> str:
+        """Return the tensors' shapes."""
+        return ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.names)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter of one expert that is not cut."""
+        shape, how = list(self.expert_parameters()[name].shape), self.slice_of(name)
+        shape[how.dim] *= how.count
+        return tuple(shape[1:])
+
+    @torch.no_grad()
+    def own_part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor [n, ...] of n whole experts; a view."""
+        return cut(whole, self.slice_of(name), self.part.index)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in (self.gathered or {}).items():
+            destination[prefix + name] = tensor
+        if self.saved_by_rank and not self.gathered and hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["part"] = self._held()
+
+    def _held(self) -> tuple[int, ...]:
+        return (self.config.num_experts, *dataclasses.astuple(self.part))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        if self.saved_by_rank:
+            self._check_part(state_dict, prefix, local_metadata.get("part"))
+        for name in self.expert_parameters():
+            tensor = state_dict.get(prefix + name)
+            if tensor is not None:
+                state_dict[prefix + name] = self._local_part(prefix + name, tensor)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self.mark()
+
+    def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
+        """Refuse another rank's part, and say where a part does not tell whose it is."""
+        num_experts, mine = self.config.num_experts, self.part.of(self.config.num_experts)
+        if held is not None and held not in (self._held(), (num_experts, num_experts, 0, 1, 0)):
+            raise ValueError(
+                f"the state dict's {prefix}{next(iter(self.expert_parameters()), '')} holds "
+                f"{Part(*held[1:]).of(held[0])}, but this rank has {mine}; give every rank the file that "
+                "it saved, on as many ranks, or one of all experts."
+            )
+        if held is None and any(
+            self._is_own_part(name, state_dict[prefix + name])
+            for name in self.expert_parameters()
+            if prefix + name in state_dict
+        ):
+            logger.warning(
+                "%s of a state dict does not say which experts it holds; it is taken for this rank's, %s.",
+                prefix[:-1],
+                mine,
+            )
+
+    def _is_own_part(self, name: str, tensor: Tensor | StoredStack) -> bool:
+        """Whether a tensor has the shape of this rank's part, and that is not all experts."""
+        own = tuple(self.expert_parameters()[name].shape)
+        return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
+
+    def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor | StoredStack:
+        name = key.rpartition(".")[2]
+        expected = (self.config.num_experts, *self.whole_shape(name))
+        if self.saved_by_rank and self._is_own_part(name, tensor):
+            return tensor
+        if tuple(tensor.shape) != expected:
+            self.refuse(
+                ValueError(
+                    f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
+                    f"{expected}; {self._fitting()}."
+                )
+            )
+        if not isinstance(tensor, Tensor):
+            how = self.slice_of(name)
+            try:
+                return tensor.read(self.first, self.num_local, how, self.part.index)
+            except ValueError as error:
+                self.refuse(error)
+        return self.own_part(name, tensor[self.first : self.first + self.num_local])
+
+    def _fitting(self) -> str:
+        """Return what would give a checkpoint's tensors their shapes."""
+        if self.saved_by_rank:
+            return (
+                f"or, of a rank's own file, {self.num_local} of them; build the layer with the arguments, "
+                "and on the number of ranks, that it was saved with"
+            )
+        return (
+            "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
+            "(a first number below the expert count is a crash file that holds one rank's part)"
+        )
+
+
+def _raise(error: ValueError) -> NoReturn:
+    raise error

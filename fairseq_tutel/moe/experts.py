@@ -1,0 +1,237 @@
+"""Experts: (rows, counts) -> rows. Stacked weights, one grouped linear map per projection.
+
+R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group an expert.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.build import is_custom, load_class
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.custom_experts import CustomExperts
+from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
+from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.moe.initial import draw_linear, seeded_generator
+from fairseq_tutel.moe.routing import Routing
+from fairseq_tutel.ranks.slices import Part
+
+
+class Experts(ExpertStack):
+    """Two kinds: `ffn` and `glu`.
+
+    Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]; glu adds
+    fc3_weight [e, H, D], fc3_bias [e, H]. Each expert's matrices have nn.Linear's layout.
+    """
+
+    slice_dims: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("fc1_weight", "fc1_bias", "fc3_weight", "fc3_bias", "fc2_bias"), 1),
+        "fc2_weight": 2,
+    }
+    added: ClassVar[tuple[str, ...]] = ("fc2_bias",)
+
+    def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
+        super().__init__(config, part)
+        slices = self.part.slices
+        hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
+        # Of the output only the bias is cut.
+        model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
+        shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
+        if config.expert_type == "glu":
+            shapes["fc3"] = (hidden_dim, hidden_dim, config.model_dim)
+        shapes["fc2"] = (model_dim, config.model_dim, hidden_dim)
+        for name, (bias_dim, out_dim, in_dim) in shapes.items():
+            weight = nn.Parameter(torch.empty(self.num_local, out_dim, in_dim))
+            self.register_parameter(f"{name}_weight", weight)
+            bias = (
+                nn.Parameter(torch.empty(self.num_local, bias_dim)) if config.expert_bias else None
+            )
+            self.register_parameter(f"{name}_bias", bias)
+        # One layer norm for all experts (fairseq's --scale-fc): an ordinary, replicated module.
+        self.hidden_layer_norm = (
+            nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw every expert as nn.Linear does, or normal by `init_std`.
+
+        The generator's seed is a hash of (seed, name, global expert id, tensor), so a model has the
+        same experts for every number of ranks, and layers differ from each other.
+        """
+        for tensor, parameter in self.expert_parameters().items():
+            if parameter.is_meta:
+                continue
+            map_name, kind = tensor.split("_")
+            fan_in = self.whole_shape(f"{map_name}_weight")[1]
+            for i in range(self.num_local):
+                generator = seeded_generator(seed, name, self.first + i, tensor)
+                # A part of what is drawn for the whole, so that a model is the same for every P.
+                whole = parameter.new_empty(self.whole_shape(tensor))
+                draw_linear(whole, fan_in, kind, self.config.init_std, generator)
+                parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
+
+    def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
+        """Return the tensors in autocast's dtype, where that is on."""
+        if not torch.is_autocast_enabled(device.type):
+            return tensors
+        dtype = torch.get_autocast_dtype(device.type)
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run expert i on its group of rows, with its hidden dimension or a part of it."""
+        tensors = self.prepared(tensors, rows_RD.device)
+        rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
+        if not self.is_one_node:
+            return self._by_parts(rows_RD, groups, tensors)
+        return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
+
+    def forward(
+        self,
+        rows_RD: Tensor,
+        groups: Groups,
+        tensors: Tensors | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Run expert i on its group of rows; or, with a routing, on the tokens that it gives it.
+
+        Args:
+            rows_RD: [R, D], or with a routing tokens [T, D].
+            groups: rows of each local expert.
+            tensors: what to compute with; None for `self.tensors()`.
+            routing: whose experts are all here, where they are one node.
+
+        Returns:
+            [R, D], or with a routing every token's weighted sum [T, D].
+        """
+        if routing is None:
+            return super().forward(rows_RD, groups, tensors)
+        x_TD, device = rows_RD, rows_RD.device
+        tensors = self.prepared(self.tensors() if tensors is None else tensors, device)
+        return mixed_ffn(
+            x_TD, routing, tensors, self._call(groups, device, tensors["fc1_weight"].dtype)
+        )
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether backward runs it again; one node makes again only what it needs."""
+        return super().checkpoints and not self.is_one_node
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether nothing stands between the maps but the activation."""
+        drops = self.training and self.config.activation_dropout > 0
+        return self.hidden_layer_norm is None and not drops
+
+    def _call(self, groups: Groups, device: torch.device, dtype: torch.dtype) -> FFNCall:
+        config = self.config
+        return FFNCall(
+            ops=kernels.ops(config.backend, device, dtype),
+            groups=groups,
+            activation=config.activation,
+            recompute=config.recompute_experts,
+        )
+
+    def _by_parts(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        config = self.config
+
+        def apply(name: str, rows: Tensor) -> Tensor:
+            return apply_map(name, rows, groups, tensors, config.backend)
+
+        hidden_RH = apply("fc1", rows_RD)
+        if config.expert_type == "glu":
+            hidden_RH = F.silu(hidden_RH) * apply("fc3", rows_RD)
+        else:
+            hidden_RH = ACTIVATIONS[config.activation].forward(hidden_RH)
+        hidden_RH = F.dropout(hidden_RH, config.activation_dropout, self.training)
+        if self.hidden_layer_norm is not None:
+            hidden_RH = self.hidden_layer_norm(hidden_RH)
+        return apply("fc2", hidden_RH)
+
+
+def _part_of(width: int, slices: int, name: str) -> int:
+    if width % slices:
+        raise ValueError(
+            f"{label_of(name)} is {width}, which --moe-expert-parallel-size would cut into {slices} slices "
+            "of an expert; give a multiple of that, or a smaller size."
+        )
+    return width // slices
+
+
+def build_experts(config: MoEConfig, part: Part) -> ExpertStack:
+    """Return the local experts that `config.expert_type` names, ours or of the user's class."""
+    if is_custom(config.expert_type):
+        kind = load_class(label_of("expert_type"), config.expert_type)
+        return CustomExperts(config, kind, part)
+    return Experts(config, part)
+
+
+def apply_map(
+    name: str, rows: Tensor, groups: Groups, tensors: Tensors, backend: str = "auto"
+) -> Tensor:
+    """Apply the named map of every expert to its rows."""
+    weight, bias = tensors[f"{name}_weight"], tensors.get(f"{name}_bias")
+    return grouped_linear(rows, groups, weight, bias, backend)
+
+
+def grouped_linear(
+    rows: Tensor,
+    groups: Groups,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i; 0 behind the last group.
+
+    Args:
+        rows: [R, I].
+        groups: e of them.
+        weight: [e, O, I].
+        bias: [e, O] or None.
+        backend: of the kernels.
+
+    Returns:
+        [R, O] in rows' dtype, or in autocast's.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return _GroupedLinear.apply(
+        rows, weight, bias, groups, kernels.ops(backend, rows.device, rows.dtype)
+    )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One autograd node for all groups; over `weight[i]` autograd would build a full stack per expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        ops: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.groups, ctx.ops, ctx.has_bias = groups, ops, bias is not None
+        return ops.grouped_linear(rows, weight, bias, groups)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, weight), groups, ops = ctx.saved_tensors, ctx.groups, ctx.ops
+        dout = dout.contiguous()
+        drows = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            drows = ops.grouped_linear(dout, weight.mT, None, groups)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dweight, dbias = ops.grouped_weight_grad(dout, rows, groups, bias=ctx.has_bias)
+        return drows, dweight, dbias, None, None

@@ -1,0 +1,169 @@
+"""Gate: x_TD -> logits_TE.
+
+T tokens, D model_dim, E experts.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_tutel.moe.build import build_custom, is_custom, redraw
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.initial import hashed_seed, seeded_generator
+
+
+class LinearGate(nn.Module):
+    """Score tokens by one linear map without bias, in fp32 (fp64 for fp64 input) unless asked otherwise.
+
+    Why fp32: the softmax over experts is taken of these logits, and a rounding in half precision
+    swaps experts between two forwards of one token.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.fp32_gate = config.gate_fp32
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw the weight as nn.Linear does: uniform within 1 / sqrt(D)."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in the weight's dtype."""
+        if not self.fp32_gate:
+            return F.linear(x_TD.to(self.weight.dtype), self.weight)
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return F.linear(x_TD.to(dtype), self.weight.to(dtype))
+
+
+class CosineGate(nn.Module):
+    """Score tokens by the cosine between a projection of them and one direction per expert.
+
+    logits = exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
+    In fp32 (fp64 for fp64 input) unless asked otherwise.
+
+    Source: Chi et al. 2022 (X-MoE), section 3.2; initialisation as in Tutel's cosine_top.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.fp32_gate = config.gate_fp32
+        self.first_temperature = config.gate_temperature
+        dim = config.gate_projection_dim
+        self.projection_weight = nn.Parameter(torch.empty(dim, config.model_dim))
+        self.projection_bias = nn.Parameter(torch.empty(dim))
+        self.directions = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.log_scale = nn.Parameter(torch.empty(()))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw the projection as nn.Linear does, the directions normal by 0.01."""
+        bound = 1 / math.sqrt(self.projection_weight.shape[1])
+        nn.init.uniform_(self.projection_weight, -bound, bound, generator=generator)
+        nn.init.uniform_(self.projection_bias, -bound, bound, generator=generator)
+        nn.init.normal_(self.directions, std=0.01, generator=generator)
+        nn.init.constant_(self.log_scale, -math.log(self.first_temperature))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in the weights' dtype."""
+        if not self.fp32_gate:
+            return self._logits(x_TD.to(self.directions.dtype))
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return self._logits(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)))
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        dtype = x_TD.dtype
+        weight, bias = self.projection_weight.to(dtype), self.projection_bias.to(dtype)
+        projected_TP = F.normalize(F.linear(x_TD, weight, bias), dim=1)
+        directions_EP = F.normalize(self.directions.to(dtype), dim=1)
+        scale = self.log_scale.to(dtype).clamp_max(math.log(100)).exp()
+        return F.linear(projected_TP, directions_EP) * scale
+
+
+class HashGate(nn.Module):
+    """Choose experts by a hash of the token's id: no parameters, a baseline that learns nothing.
+
+    Of K experts per token all weigh 1 / K: their logits are 0, those of the others -inf.
+
+    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that never collide.
+    """
+
+    salt: Tensor
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        # Saved, so that a model routes alike whatever seed it is opened with.
+        self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw what tells this layer's hash from another's."""
+        # Far from overflow where checkpoints are averaged.
+        self.salt.copy_(torch.randint(2**31, (), generator=generator))
+
+    def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
+        """Return logits_TE in fp32 from ids [T] int64."""
+        experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
+        hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
+        chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
+        logits_TE = torch.full_like(hashes_TE, -math.inf, dtype=torch.float32)
+        return logits_TE.scatter_(1, chosen_TK, 0.0)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int64 numbers one to one: splitmix64's finalizer, on wrapping arithmetic."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ _shifted(x, shift)) * factor
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right without copying the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
+
+
+def build_gate(config: MoEConfig, kind: str) -> nn.Module:
+    """Return a gate by name, or of the user's class, built as Class(config): x_TD -> logits_TE."""
+    if is_custom(kind):
+        return build_custom(label_of("gate_type"), kind, config)
+    return GATES[kind](config)
+
+
+def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
+    """Draw a gate that `build_gate` gave from a generator of (seed, name, tensor), alike on every rank."""
+    if isinstance(gate, (LinearGate, CosineGate, HashGate)):
+        gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
+    elif hasattr(gate, "moe_config"):
+        redraw(gate, hashed_seed(seed, name, -1, tensor))
+
+
+def gate_logits(
+    gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int, num_experts: int
+) -> Tensor:
+    """Return a gate's logits_TE.
+
+    Raises:
+        ValueError: a hash gate was called without token ids, or a gate of the user's gave another shape.
+    """
+    if not isinstance(gate, HashGate):
+        logits_TE = gate(x_TD)
+        if logits_TE.shape != (x_TD.shape[0], num_experts):
+            raise ValueError(
+                f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for "
+                f"{x_TD.shape[0]} tokens and {num_experts} experts; return one row per token and one "
+                "column per expert."
+            )
+        return logits_TE
+    if token_ids_T is None:
+        raise ValueError(
+            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "
+            "or choose linear or cosine."
+        )
+    return gate(token_ids_T, top_k)

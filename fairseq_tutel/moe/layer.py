@@ -1,0 +1,382 @@
+"""The layer: gate, route, dispatch, exchange (experts), combine.
+
+T tokens, D model_dim, E experts (e local), K top_k, R rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_tutel.comm import exchange
+from fairseq_tutel.comm.stamp import Calls, Stamp
+from fairseq_tutel.comm.timer import ExchangeTimer
+from fairseq_tutel.kernels import autotune
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe import balance as losses
+from fairseq_tutel.moe import exploration, routing
+from fairseq_tutel.moe.adaptive import gather_weights, nearest_degree
+from fairseq_tutel.moe.balance_bias import BalanceBias
+from fairseq_tutel.moe.balance_weights import parse_balance_loss
+from fairseq_tutel.moe.capacity import Capacity, capacity_of
+from fairseq_tutel.moe.config import MoEConfig, is_whole
+from fairseq_tutel.moe.dispatch import combine, dispatch
+from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.moe.experts import Experts, build_experts
+from fairseq_tutel.moe.gates import build_gate, gate_logits, reset_gate
+from fairseq_tutel.moe.initial_strategy import static_how
+from fairseq_tutel.moe.shared_experts import Beside
+from fairseq_tutel.ranks.groups import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEOutput:
+    """What a layer returns beside y.
+
+    Attributes:
+        balance_loss: [] differentiable scalar, the weighted sum of `losses`; 0 where there are none.
+        losses: every balance loss by name, unweighted.
+        routing: the decision of this forward.
+    """
+
+    balance_loss: Tensor
+    losses: dict[str, Tensor]
+    routing: routing.Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What one forward was asked for beside its tokens; see MoELayer.forward."""
+
+    capacity_factor: float | Capacity | None
+    top_k: int | None
+    gate_index: int
+    token_ids_T: Tensor | None
+    sentences: tuple[int, int] | None
+
+
+class MoELayer(nn.Module):
+    """A mixture of experts in place of a feed-forward layer.
+
+    1. gate: x_TD -> logits_TE
+    2. route: logits_TE -> Routing (experts, slots, drops, row maps)
+    3. dispatch: x_TD -> rows_RD, expert-major
+    4. exchange: rows cross to the ranks that own their experts, run, and come back
+    5. combine: rows_RD -> y_TD, weighted
+    6. beside: shared and residual experts are added, where there are any
+
+    Args:
+        config: what to compute and how.
+        topology: where the experts live; None means all of them here.
+        seed: seeds the layer's own generators; None draws one from torch's global generator, which
+            must then be seeded alike on every rank.
+        name: tells layers of one seed apart.
+        gate_configs: a configuration for each of several gates on these experts, which `gate_index`
+            chooses from; they may differ in all that is decided before dispatch. None makes one for
+            every name in `config.gate_type`.
+        gates: gates that are built already, one for each configuration; ours are drawn anew by `seed`.
+        experts: experts that are built already, instead of those that `config` names; drawn anew too.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        topology: Topology | None = None,
+        *,
+        seed: int | None = None,
+        name: str = "",
+        gate_configs: Sequence[MoEConfig] | None = None,
+        gates: Sequence[nn.Module] | None = None,
+        experts: ExpertStack | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.topology = topology or Topology()
+        self.configure(config, gate_configs or [config] * len(config.gate_types))
+        autotune.allow(config.kernel_tuning_seconds)  # of the process, as every layer says alike
+        if gates is None:
+            kinds = (
+                config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
+            )
+            gates = [build_gate(c, kind) for c, kind in zip(self.gate_configs, kinds, strict=True)]
+        self.gate = gates[0]
+        self.other_gates = nn.ModuleList(gates[1:])
+        self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
+        self.experts.mark()
+        # May be set anew between two steps, alike on all ranks.
+        self.how = static_how(config, self.topology)
+        has_beside = config.shared_experts > 0 or config.residual
+        self.beside = Beside(config) if has_beside else None
+        self.balance_bias = (
+            BalanceBias(config.num_experts, config.bias_update_rate)
+            if config.balance_bias
+            else None
+        )
+        group = self.topology.expert_group
+        self.calls = None if group is None else Calls(group, name, self.experts.num_local)
+        self.timer: ExchangeTimer | None = None
+        # For the tuner: the most that an expert was assigned in the last micro-batch, dropped or not.
+        self.watches_load = False
+        self.busiest: Tensor | None = None
+        self.counts_load = True  # off in a recompute, which is no new micro-batch
+        self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
+
+    def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
+        """Set what every forward goes by, of the layer and of each gate; what is built stays."""
+        self.config = config
+        self.gate_configs = [
+            # What the layer's losses ask of a gate, such as noise, is checked for each.
+            dataclasses.replace(c, balance_loss=config.balance_loss)
+            for c in gate_configs
+        ]
+        self.rules = [routing.Rules.of(c) for c in self.gate_configs]
+        self.balance_weights = parse_balance_loss(config.balance_loss)
+
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Initialise everything from generators seeded by (seed, name): alike for every W."""
+        for i, gate in enumerate([self.gate, *self.other_gates]):
+            reset_gate(gate, seed, name, f"gate{i or ''}")
+        self.experts.reset_parameters(seed, name)
+        if self.beside is not None:
+            self.beside.reset_parameters(seed, name)
+
+    def forward(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None = None,
+        *,
+        time_first: bool = False,
+        capacity_factor: float | Capacity | None = None,
+        top_k: int | None = None,
+        gate_index: int | None = None,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, MoEOutput]:
+        """Route every token of x through its experts.
+
+        Args:
+            x: [..., D] in any float dtype, which the gate sees, and experts in the dtype of their
+                weights; with `time_first` [time, batch, D].
+            padding_mask: bool, True for tokens to leave out (their output is 0): the shape of x
+                without D, or [batch, time] with `time_first`.
+            time_first: x is laid out time first, as fairseq does; dropping still goes by
+                (sentence, time).
+            capacity_factor: overrides the configured rule for this call; 0 drops nothing. Or a whole rule.
+            top_k: overrides the configured one for this call.
+            gate_index: overrides the configured one for this call.
+            token_ids: int64 of padding_mask's shape; a hash gate needs them.
+
+        Returns:
+            y: the shape of x, unless its experts give another last dimension, in the dtype of the
+                experts' weights (under autocast in autocast's).
+            output: balance losses and routing.
+
+        Raises:
+            ValueError: tokens, a mask, an index or a number that does not fit.
+        """
+        _check_tokens(x, self.config.model_dim, time_first)
+        x_TD = x.reshape(-1, self.config.model_dim)
+        padding_T = _flat(padding_mask, "padding_mask", torch.bool, x, time_first)
+        if padding_T is not None:
+            # Attention leaves NaN where a sentence is all padding, and 0 * NaN is a gradient.
+            x_TD = x_TD.masked_fill(padding_T.unsqueeze(1), 0.0)
+        batch = routing.MicroBatch(
+            real_T=None if padding_T is None else ~padding_T,
+            time_first=(x.shape[0], x.shape[1]) if time_first else None,
+            training=self.training,
+        )
+        call = _Call(
+            capacity_factor=capacity_factor,
+            top_k=top_k,
+            gate_index=self.config.gate_index if gate_index is None else gate_index,
+            token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
+            sentences=_sentences(x, time_first),
+        )
+        assignment, gate = self._route(x_TD, batch, call)
+        plan = self._plan()
+        decision = routing.lay_out(assignment, self._buffer_capacity(assignment.counts_E, plan))
+        if not torch.is_autocast_enabled(x.device.type):
+            x_TD = x_TD.to(self.experts.dtype)
+        y_TD = self._mixed(x_TD, decision, plan)
+        if self.beside is not None:
+            y_TD = self.beside(x_TD, y_TD, batch.real_T)
+        return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and every option that is not its default."""
+        return ", ".join(
+            f"{item.name}={getattr(self.config, item.name)!r}"
+            for item in dataclasses.fields(self.config)
+            if item.name == "top_k" or getattr(self.config, item.name) != item.default
+        )
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Run this rank's experts for the ranks that are in `forward`, and bring no token.
+
+        The layer keeps no trace of it.
+        """
+        plan = dataclasses.replace(self._plan(), timer=None)
+        device = next(self.experts.parameters()).device
+        counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
+        capacity = self._buffer_capacity(counts_E, plan) or 0
+        shape = len(counts_E) * capacity, self.config.model_dim
+        rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
+        tensors = self._tensors(plan, device)
+        exchange.run(
+            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), plan
+        )
+
+    def _route(
+        self, x_TD: Tensor, batch: routing.MicroBatch, call: "_Call"
+    ) -> tuple[routing.Assignment, losses.GateOutput]:
+        """Gate and assign, by the gate of this call; count what the balance bias goes by."""
+        gate, config, rules = self.gate_at(call.gate_index)
+        top_k = config.top_k if call.top_k is None else call.top_k
+        seen_TD = exploration.gate_input(x_TD, config, self.training)
+        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
+        logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
+        bias = self.balance_bias
+        assignment = routing.assign(
+            logits_TE,
+            top_k,
+            capacity_of(config, self.training, call.capacity_factor),
+            rules,
+            batch,
+            None if bias is None else bias.bias,
+        )
+        if bias is not None and self.training and self.counts_load:
+            bias.count(assignment.assigned_KE)
+        if self.watches_load and self.training:
+            self.busiest = assignment.assigned_KE.sum(0).max()
+        return assignment, losses.GateOutput(
+            logits_TE=logits_TE,
+            clean_TE=clean_TE,
+            noise=config.gate_noise / config.num_experts,
+            score_function=rules.score_function,
+            sentences=call.sentences,
+            time_first=batch.time_first is not None,
+            num_ranks=self.topology.world_size if self.training else 1,
+        )
+
+    def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, routing.Rules]:
+        """Return a gate, and the configuration and rules that go with it.
+
+        Raises:
+            ValueError: there is no such gate.
+        """
+        if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
+            raise ValueError(
+                f"gate_index is {index!r} but there are {len(self.gate_configs)} gates; choose from 0 to "
+                f"{len(self.gate_configs) - 1}."
+            )
+        gate = self.gate if index == 0 else self.other_gates[index - 1]
+        return gate, self.gate_configs[index], self.rules[index]
+
+    def _plan(self) -> exchange.ExchangePlan:
+        """Return how the rows of a new call travel."""
+        slices = self.topology.slices(self.config.num_experts)
+        degree = nearest_degree(self.how.adaptive_r, slices, self.config.hidden_layer_norm)
+        # Experts that are all here, for good or for this forward, need nobody else.
+        here = self.experts.everywhere is not None or degree == 0
+        return exchange.ExchangePlan(
+            group=None if here else self.topology.expert_group,
+            grid=self.topology.grid,
+            how=dataclasses.replace(self.how, adaptive_r=degree),
+            slices=slices,
+            padded=self.config.exchange == "padded",
+            wire=self.config.a2a_dtype,
+            backend=self.config.backend,
+            timer=self.timer,
+            name=self.name,
+            stamp=Stamp(self.calls, self.training),
+        )
+
+    def _mixed(
+        self, x_TD: Tensor, decision: routing.Routing, plan: exchange.ExchangePlan
+    ) -> Tensor:
+        """Dispatch, exchange, run the experts and combine; in one node where no row leaves."""
+        config, experts, tensors = self.config, self.experts, self._tensors(plan, x_TD.device)
+        stays = plan.group is None and not config.prescore
+        if stays and isinstance(experts, Experts) and experts.is_one_node:
+            return experts(x_TD, Groups.of_tensor(decision.counts_E), tensors, decision)
+        rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
+        rows_RD = exchange.run(
+            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, tensors), plan
+        )
+        return combine(rows_RD, decision, config.backend, config.prescore)
+
+    def _tensors(self, plan: exchange.ExchangePlan, device: torch.device) -> Tensors | None:
+        """Return the tensors that this rank's experts compute with in this forward; None for their own."""
+        if self.topology.expert_parallel_size == 1 or self.experts.everywhere is not None:
+            return None
+        gone = sorted(set(self.experts.names) - set(self.experts.expert_parameters()))
+        if gone:
+            raise ValueError(
+                f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
+                "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
+            )
+        degree = plan.how.adaptive_r
+        gathered = gather_weights(self.experts, self.topology, degree, plan.stamp)
+        return self.experts.prepared(gathered, device)
+
+    @staticmethod
+    def _buffer_capacity(counts_E: Tensor, plan: exchange.ExchangePlan) -> int | None:
+        if plan.group is None or not plan.padded:
+            return None
+        return exchange.agreed_capacity(counts_E, plan)
+
+    def _output(self, decision: routing.Routing, gate: losses.GateOutput) -> MoEOutput:
+        named = losses.balance_losses(self.balance_weights, decision, gate)
+        total = torch.zeros((), device=decision.probs_TE.device, dtype=decision.probs_TE.dtype)
+        for name, loss in named.items():
+            total = total + self.balance_weights[name] * loss
+        return MoEOutput(balance_loss=total, losses=named, routing=decision)
+
+
+def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
+    """Refuse what is no batch of tokens.
+
+    Raises:
+        ValueError: another width, number of dimensions or kind of number.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
+    if x.shape[-1:] != (model_dim,):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last dimension "
+            f"is {model_dim}."
+        )
+    if time_first and x.dim() != 3:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
+            "leave time_first out."
+        )
+
+
+def _flat(
+    values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
+) -> Tensor | None:
+    """Return one value per token [T], in the tokens' order.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    if values is None:
+        return None
+    expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
+    if tuple(values.shape) != expected or values.dtype != dtype:
+        meaning = ", True for padding" if dtype == torch.bool else ""
+        raise ValueError(
+            f"{name} is {values.dtype} of shape {tuple(values.shape)}; give {dtype} of shape "
+            f"{expected}{meaning}."
+        )
+    return (values.t() if time_first else values).reshape(-1)
+
+
+def _sentences(x: Tensor, time_first: bool) -> tuple[int, int] | None:
+    """Return (sentences, time) of the tokens; None for a flat list of them, which is one sentence."""
+    if time_first:
+        return x.shape[1], x.shape[0]
+    return None if x.dim() < 3 else (x.shape[:-2].numel(), x.shape[-2])

@@ -1,0 +1,390 @@
+"""Route: logits_TE -> Routing, the decision which token goes where.
+
+T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the expert-major buffer, a
+"source" is t * K + j: the j-th copy of token t.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel import kernels
+from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.choice import (
+    asked_at_random,
+    choose_experts,
+    experts_choose,
+    mask_groups,
+    sampling_keys,
+    scores_of,
+    sinkhorn_keys,
+)
+from fairseq_tutel.moe.config import MoEConfig, is_whole
+from fairseq_tutel.moe.drop_policies import slot_order
+from fairseq_tutel.moe.fused_gate import softmax_top_k
+from fairseq_tutel.moe.slots import asking_ids, sentence_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What one micro-batch on one rank decided; dispatch, exchange, losses and metrics read it.
+
+    Attributes:
+        expert_ids_TK: [T, K] int64, the experts of each token, best first.
+        weights_TK: [T, K], what the copies' outputs are multiplied with; differentiable.
+        slots_TK: [T, K] int64, place within the expert; -1 for copies that asked for none: padding
+            tokens', and choices that a token left out.
+        counts_E: [E] int64, rows kept by each expert.
+        assigned_KE: [K, E] int64, assignments of each choice before dropping.
+        dropped_K: [K] int64, assignments of each choice that found their expert full.
+        num_tokens: [] int64, tokens that are not padding.
+        probs_TE: [T, E], the scores of every expert, summing to 1 for a token; differentiable.
+        real_T: [T] bool, False for padding tokens; None when there is no padding.
+        row_of_TK: [T, K] int64, the row of each copy; -1 = dropped.
+        source_of_R: [R] int64, the copy that fills each row; -1 = padding row.
+        capacity: places per expert in the padded layout (row = e * C + slot); None for the compact
+            one (row = offset of e + slot).
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    slots_TK: Tensor
+    counts_E: Tensor
+    assigned_KE: Tensor
+    dropped_K: Tensor
+    num_tokens: Tensor
+    probs_TE: Tensor
+    real_T: Tensor | None
+    row_of_TK: Tensor
+    source_of_R: Tensor
+    capacity: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Routing before its rows are laid out: who goes to which slot, and what was dropped."""
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    slots_TK: Tensor
+    kept_TK: Tensor
+    counts_E: Tensor
+    assigned_KE: Tensor
+    dropped_K: Tensor
+    num_tokens: Tensor
+    probs_TE: Tensor
+    real_T: Tensor | None
+    max_rows: int  # of the compact layout, known without asking the device
+
+
+Decision = Assignment | Routing  # what losses and metrics read stands in both
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How experts are chosen, weighed and filled; each field as the MoEConfig field of its name."""
+
+    score_function: str = "softmax"
+    normalize_gate: str = "before"
+    routed_scaling_factor: float = 1.0
+    choice: str = "tokens"
+    drop_policy: str = "position"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    second_expert_policy: str = "all"
+    rsample: bool = False
+    sinkhorn: bool = False
+    backend: str = "auto"
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> "Rules":
+        """Return the rules that a layer's configuration holds."""
+        return cls(**{item.name: getattr(config, item.name) for item in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What routing must know of the tokens.
+
+    Attributes:
+        real_T: [T] bool, False for padding; None when every token is real.
+        time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
+            slots are then given in (sentence, time) order all the same.
+        training: whether random numbers may be drawn.
+    """
+
+    real_T: Tensor | None = None
+    time_first: tuple[int, int] | None = None
+    training: bool = False
+
+
+def assign(
+    logits_TE: Tensor,
+    top_k: int,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+    bias_E: Tensor | None = None,
+) -> Assignment:
+    """Choose experts and slots for every token.
+
+    Args:
+        logits_TE: [T, E] gate logits.
+        top_k: experts per token, 1 to E.
+        capacity: how many places an expert has.
+        rules: how experts are chosen, weighed and filled.
+        batch: what the tokens are.
+        bias_E: [E], added to the scores for the choice alone.
+
+    Raises:
+        ValueError: `top_k` is not in 1 .. E, or more than the groups of a token hold.
+
+    Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    _check_top_k(top_k, num_experts, rules)
+    if rules.choice == "experts":
+        scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+        return _assign_by_experts(scores_TE, probs_TE, top_k, capacity, rules, batch)
+    ops = kernels.ops(rules.backend, logits_TE.device)
+    if ops is not kernels.reference and _is_plain(rules, batch, bias_E):
+        probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
+        scores_TE = probs_TE
+    else:
+        scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+        expert_ids_TK = _choose(logits_TE.detach(), scores_TE.detach(), top_k, rules, batch, bias_E)
+        weights_TK = scores_TE.gather(1, expert_ids_TK)
+    if rules.normalize_gate == "before" and top_k > 1:
+        weights_TK = _normalized(weights_TK)
+    asked_TK = None
+    if rules.second_expert_policy == "random" and batch.training and top_k > 1:
+        asked_TK = asked_at_random(weights_TK)
+    ids_KT = asking_ids(expert_ids_TK, num_experts, batch.real_T, asked_TK)
+    slots_TK, assigned_KE = _fill(ids_KT, expert_ids_TK, scores_TE.detach(), capacity, rules, batch)
+    real_tokens = assigned_KE[0].sum()
+    kept_TK, dropped_K, counts_E = _keep(slots_TK, assigned_KE, capacity, real_tokens)
+    if rules.normalize_gate == "after" and top_k > 1:
+        weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
+    return Assignment(
+        expert_ids_TK=expert_ids_TK,
+        weights_TK=_scaled(weights_TK, rules),
+        slots_TK=slots_TK,
+        kept_TK=kept_TK,
+        counts_E=counts_E,
+        assigned_KE=assigned_KE,
+        dropped_K=dropped_K,
+        num_tokens=real_tokens,
+        probs_TE=probs_TE,
+        real_T=batch.real_T,
+        max_rows=num_tokens * top_k,
+    )
+
+
+def _fill(
+    ids_KT: Tensor,
+    expert_ids_TK: Tensor,
+    scores_TE: Tensor,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+) -> tuple[Tensor, Tensor]:
+    """Return (slots_TK, assigned_KE), by the order of the drop policy where anything can be dropped."""
+    num_experts, ops = scores_TE.shape[1], kernels.ops(rules.backend, scores_TE.device)
+    if rules.drop_policy == "position" or not capacity.is_limited:
+        return ops.assign_slots(ids_KT, num_experts, batch.time_first)
+    position_T = sentence_order(len(scores_TE), batch.time_first, scores_TE.device)
+    order_N = slot_order(rules.drop_policy, scores_TE, expert_ids_TK, position_T, batch.training)
+    return ops.assign_slots_by(order_N, ids_KT, num_experts)
+
+
+def _keep(
+    slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, real_tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (kept_TK bool, dropped_K, counts_E): who has a place, by choice and by expert."""
+    kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
+    if not capacity.is_limited:
+        return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E
+    top_k, num_experts = assigned_KE.shape
+    limit = capacity.places(top_k, num_experts, real_tokens)
+    full_TK = slots_TK >= limit
+    return kept_TK & ~full_TK, full_TK.sum(dim=0), torch.minimum(counts_E, limit)
+
+
+def _assign_by_experts(
+    scores_TE: Tensor,
+    probs_TE: Tensor,
+    top_k: int,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+) -> Assignment:
+    """Let every expert choose; a token's K' columns are the experts that took it, lower ids first.
+
+    K' is the largest number of experts that took one token on CPU, and E elsewhere, since it would
+    need a device-to-host read. Choice 1 stands for all in `assigned_KE` and `dropped_K`: the copies that
+    experts took, and the real tokens that none took.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    if not capacity.is_limited:
+        capacity = replace(capacity, factor=1.0)
+    real_T = batch.real_T
+    # Filled on the device: a copy from the host would wait for it.
+    real_tokens = (
+        torch.full((), num_tokens, device=scores_TE.device) if real_T is None else real_T.sum()
+    )
+    limit = capacity.places(top_k, num_experts, real_tokens)
+    position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
+    slots_TE = experts_choose(scores_TE.detach(), limit, position_T, real_T)
+    taken_TE = slots_TE >= 0
+    on_cpu = scores_TE.device.type == "cpu"
+    columns = int(taken_TE.sum(dim=1).amax()) if on_cpu and num_tokens else num_experts
+    columns = max(columns, top_k)
+    ids_TK = taken_TE.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :columns]
+    slots_TK = slots_TE.gather(1, ids_TK)
+    kept_TK = slots_TK >= 0
+    weights_TK = scores_TE.gather(1, ids_TK).masked_fill(~kept_TK, 0.0)
+    if rules.normalize_gate == "after":
+        weights_TK = _normalized(weights_TK)
+    counts_E = taken_TE.sum(dim=0)
+    assigned_KE = counts_E.new_zeros(top_k, num_experts)
+    assigned_KE[0] = counts_E
+    dropped_K = counts_E.new_zeros(top_k)
+    dropped_K[0] = real_tokens - taken_TE.any(dim=1).sum()
+    most = min(capacity.most_places(top_k, num_experts, num_tokens), num_tokens)
+    return Assignment(
+        expert_ids_TK=ids_TK,
+        weights_TK=_scaled(weights_TK, rules),
+        slots_TK=slots_TK,
+        kept_TK=kept_TK,
+        counts_E=counts_E,
+        assigned_KE=assigned_KE,
+        dropped_K=dropped_K,
+        num_tokens=real_tokens,
+        probs_TE=probs_TE,
+        real_T=real_T,
+        max_rows=most * num_experts,
+    )
+
+
+def _check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
+    most = num_experts // rules.expert_groups * rules.groups_per_token
+    if not (is_whole(top_k) and 1 <= top_k <= most):
+        groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
+        raise ValueError(
+            f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
+        )
+
+
+def _is_plain(rules: Rules, batch: MicroBatch, bias_E: Tensor | None) -> bool:
+    """Whether a token's experts are those of its K largest softmax scores, and nothing intervenes."""
+    drawn = rules.rsample or rules.second_expert_policy == "sampling" or rules.sinkhorn
+    in_groups = rules.groups_per_token < rules.expert_groups
+    plain = rules.score_function == "softmax" and bias_E is None and not in_groups
+    return plain and not (drawn and batch.training)
+
+
+def _choose(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    top_k: int,
+    rules: Rules,
+    batch: MicroBatch,
+    bias_E: Tensor | None,
+) -> Tensor:
+    """Return every token's experts [T, K]; all arguments are detached."""
+    if bias_E is not None:
+        scores_TE = scores_TE + bias_E
+    sampled = rules.rsample or (rules.second_expert_policy == "sampling" and top_k > 1)
+
+    def in_groups(keys_TE: Tensor) -> Tensor:
+        kept = rules.groups_per_token
+        return mask_groups(keys_TE, scores_TE, rules.expert_groups, kept, top_k)
+
+    keys_TE = scores_TE
+    if rules.sinkhorn and batch.training:
+        keys_TE = sinkhorn_keys(logits_TE, batch.real_T)
+    if sampled and batch.training:
+        keys_TE = sampling_keys(logits_TE, rules.score_function)
+        if not rules.rsample:  # the first choice is not sampled
+            keys_TE.scatter_(1, choose_experts(in_groups(scores_TE), 1), math.inf)
+    return choose_experts(in_groups(keys_TE), top_k)
+
+
+def _normalized(weights_TK: Tensor) -> Tensor:
+    total_T1 = weights_TK.sum(dim=1, keepdim=True)
+    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).tiny)
+
+
+def _scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
+    factor = rules.routed_scaling_factor
+    return weights_TK if factor == 1 else weights_TK * factor
+
+
+def lay_out(assignment: Assignment, capacity: int | None = None) -> Routing:
+    """Give every kept copy its row, and make both row maps.
+
+    Args:
+        assignment: from `assign`.
+        capacity: places per expert of the padded layout, at least the largest count; None for the
+            compact layout. Compact rows number the kept copies on CPU; elsewhere T * K, the unused
+            tail marked -1, since the exact number would need a device-to-host read.
+    """
+    a = assignment
+    num_tokens, top_k = a.expert_ids_TK.shape
+    if capacity is None:
+        offsets_E = a.counts_E.cumsum(0) - a.counts_E
+        row_of_TK = offsets_E[a.expert_ids_TK] + a.slots_TK
+        on_cpu = a.counts_E.device.type == "cpu"
+        num_rows = int(a.counts_E.sum()) if on_cpu else a.max_rows
+    else:
+        row_of_TK = a.expert_ids_TK * capacity + a.slots_TK
+        num_rows = a.counts_E.shape[0] * capacity
+    # Dropped copies all land on one spare row behind the last, which is cut off.
+    landing_N = torch.where(a.kept_TK, row_of_TK, num_rows).flatten()
+    source_of_R = landing_N.new_full((num_rows + 1,), -1)
+    source_of_R[landing_N] = torch.arange(num_tokens * top_k, device=landing_N.device)
+    return Routing(
+        expert_ids_TK=a.expert_ids_TK,
+        weights_TK=a.weights_TK,
+        slots_TK=a.slots_TK,
+        counts_E=a.counts_E,
+        assigned_KE=a.assigned_KE,
+        dropped_K=a.dropped_K,
+        num_tokens=a.num_tokens,
+        probs_TE=a.probs_TE,
+        real_T=a.real_T,
+        row_of_TK=torch.where(a.kept_TK, row_of_TK, -1),
+        source_of_R=source_of_R[:num_rows],
+        capacity=capacity,
+    )
+
+
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    capacity_factor: float = 0.0,
+    *,
+    training: bool = False,
+    real_T: Tensor | None = None,
+    time_first: tuple[int, int] | None = None,
+    bias_E: Tensor | None = None,
+    **rules: Any,
+) -> Routing:
+    """Assign and lay out in the compact layout.
+
+    Args:
+        logits_TE: [T, E] gate logits.
+        top_k: experts per token.
+        capacity_factor: see `Capacity`.
+        training: see `MicroBatch`, as the next two.
+        real_T: [T] bool or None.
+        time_first: (time, batch) or None.
+        bias_E: [E], added to the scores for the choice alone.
+        rules: fields of `Rules`.
+    """
+    batch = MicroBatch(real_T=real_T, time_first=time_first, training=training)
+    capacity = Capacity(factor=capacity_factor)
+    return lay_out(assign(logits_TE, top_k, capacity, Rules(**rules), batch, bias_E))

@@ -1,0 +1,120 @@
+"""Experts beside the experts: shared ones, that every token goes through, and the residual mixture.
+
+T tokens, D model_dim, H hidden_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.moe.build import build_custom, is_custom, redraw
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.initial import draw_linear, hashed_seed, seeded_generator
+
+
+class DenseExpert(nn.Module):
+    """The sum of n experts that all tokens go through, the same on every rank: no part of the exchange.
+
+    It is computed as one of n times the hidden dimension, drawn as n experts are. A hidden layer norm
+    is one over all of it.
+    """
+
+    def __init__(self, config: MoEConfig, count: int) -> None:
+        super().__init__()
+        self.config = config
+        hidden_dim = count * config.hidden_dim
+        is_glu = config.expert_type == "glu"
+        bias = config.expert_bias
+        self.fc1 = nn.Linear(config.model_dim, hidden_dim, bias)
+        self.fc3 = nn.Linear(config.model_dim, hidden_dim, bias) if is_glu else None
+        self.fc2 = nn.Linear(hidden_dim, config.model_dim, bias)
+        self.hidden_layer_norm = nn.LayerNorm(hidden_dim) if config.hidden_layer_norm else None
+
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw the weights as an expert's are drawn."""
+        for tensor, parameter in self.named_parameters():
+            layer, _, kind = tensor.partition(".")
+            if layer == "hidden_layer_norm" or parameter.is_meta:
+                continue
+            fan_in = self.config.hidden_dim if layer == "fc2" else self.config.model_dim
+            generator = seeded_generator(seed, name, -1, tensor)
+            draw_linear(parameter.data, fan_in, kind, self.config.init_std, generator)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the expert's output for every token."""
+        hidden_TH = self.fc1(x_TD)
+        if self.fc3 is not None:
+            hidden_TH = F.silu(hidden_TH) * self.fc3(x_TD)
+        else:
+            hidden_TH = ACTIVATIONS[self.config.activation].forward(hidden_TH)
+        hidden_TH = F.dropout(hidden_TH, self.config.activation_dropout, self.training)
+        if self.hidden_layer_norm is not None:
+            hidden_TH = self.hidden_layer_norm(hidden_TH)
+        return self.fc2(hidden_TH)
+
+
+class CustomSum(nn.Module):
+    """The sum of n experts of the user's class."""
+
+    def __init__(self, config: MoEConfig, count: int) -> None:
+        super().__init__()
+        label, kind = label_of("expert_type"), config.expert_type
+        self.parts = nn.ModuleList(build_custom(label, kind, config) for _ in range(count))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the experts' summed output for every token."""
+        return torch.stack([part(x_TD) for part in self.parts]).sum(0)
+
+
+class Beside(nn.Module):
+    """What a layer computes beside its routed experts.
+
+    y = routed                                            with neither,
+    y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
+    y + sum of the shared experts of x                    with `shared_experts`.
+
+    Source: residual: Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1; shared: Dai et al. 2024
+    (DeepSeekMoE), section 3.2.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        count = config.shared_experts
+        self.shared = _experts_for_all(config, count) if count else None
+        self.dense = _experts_for_all(config, 1) if config.residual else None
+        self.mix = nn.Linear(config.model_dim, 2) if config.residual else None
+
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw from generators of (seed, name), alike on every rank."""
+        for part in ("shared", "dense"):
+            module = getattr(self, part)
+            if isinstance(module, DenseExpert):
+                module.reset_parameters(seed, f"{name}.{part}")
+            for i, expert in enumerate(module.parts if isinstance(module, CustomSum) else ()):
+                redraw(expert, hashed_seed(seed, name, i, part))
+        if self.mix is not None and not self.mix.weight.is_meta:
+            for kind, parameter in self.mix.named_parameters():
+                generator = seeded_generator(seed, name, -1, f"mix.{kind}")
+                draw_linear(parameter.data, self.config.model_dim, kind, 0.0, generator)
+
+    def forward(self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None) -> Tensor:
+        """Return the layer's output; 0 for padding, as the routed experts' is."""
+        y_TD = routed_TD
+        if self.dense is not None and self.mix is not None:
+            # Autocast on a GPU takes a softmax in fp32.
+            mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
+            y_TD = mix_T2[:, :1] * routed_TD + mix_T2[:, 1:] * self.dense(x_TD)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        if y_TD is not routed_TD and real_T is not None:
+            y_TD = y_TD.masked_fill(~real_T.unsqueeze(1), 0.0)
+        return y_TD
+
+
+def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:
+    """Return the sum of `count` experts of the layer's kind."""
+    if is_custom(config.expert_type):
+        return CustomSum(config, count)
+    return DenseExpert(config, count)

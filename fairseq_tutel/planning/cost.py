@@ -1,0 +1,520 @@
+"""Cost: what a training step and its memory are, by an alpha-beta-gamma model, for any cluster.
+
+W ranks on nodes of L, expert-parallel size P, E experts; s = max(1, P // E) ranks share an expert's hidden
+dimension. T tokens a rank, D model_dim, H hidden_dim, K experts of a token, R = T * K rows. The load is
+even, and nothing is in the links' way. Formulas and sources: docs/scaling.md.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fairseq_tutel.planning.machine import PRESETS, Machine
+from fairseq_tutel.planning.memory import Held, held_bytes
+from fairseq_tutel.planning.strategy import ALGORITHMS, How
+
+OVERLAPS = (1, 2, 4, 8)
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one rank computes in a step.
+
+    Attributes:
+        tokens: T.
+        model_dim: D.
+        hidden_dim: H of one expert.
+        experts: E of a layer, over all ranks.
+        top_k: K.
+        bytes_per_element: of weights, gradients and rows: 2 or 4.
+        glu: three matrices an expert instead of two.
+        layers: MoE layers.
+        dense_parameters: all that every rank holds, trained by data parallelism.
+        zero_stage: of --moe-zero-stage.
+        offload: the optimizer's state is in host memory.
+    """
+
+    tokens: int
+    model_dim: int
+    hidden_dim: int
+    experts: int
+    top_k: int = 2
+    bytes_per_element: int = 2
+    glu: bool = False
+    layers: int = 1
+    dense_parameters: int = 0
+    zero_stage: int = 0
+    offload: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Copies of tokens that go to an expert, R."""
+        return self.tokens * self.top_k
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of an expert."""
+        return 3 if self.glu else 2
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert."""
+        return self.matrices * self.model_dim * self.hidden_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ranks and how many of them share one set of experts.
+
+    Attributes:
+        nodes: of the cluster.
+        local: L, ranks of a node.
+        expert_parallel_size: P, consecutive ranks: a part of a node, or whole nodes.
+
+    Raises:
+        ValueError: P divides neither L nor, in whole nodes, W.
+    """
+
+    nodes: int
+    local: int
+    expert_parallel_size: int
+
+    def __post_init__(self) -> None:
+        size, part = self.expert_parallel_size, min(self.expert_parallel_size, self.local)
+        if size < 1 or self.world % size or self.local % part or size % part:
+            raise ValueError(
+                f"expert_parallel_size is {size}, which is neither a divisor of the {self.local} ranks "
+                f"of a node nor whole nodes that divide the {self.world} ranks; give one that is."
+            )
+
+    @property
+    def world(self) -> int:
+        """W."""
+        return self.nodes * self.local
+
+    @property
+    def group_local(self) -> int:
+        """Ranks of an expert group in one node."""
+        return min(self.expert_parallel_size, self.local)
+
+    @property
+    def group_nodes(self) -> int:
+        """Nodes of an expert group."""
+        return self.expert_parallel_size // self.group_local
+
+    def slices(self, experts: int) -> int:
+        """Return s, the ranks that share an expert's hidden dimension."""
+        return max(1, self.expert_parallel_size // experts)
+
+
+def exchange_seconds(
+    bytes_per_rank: float,
+    machine: Machine,
+    nodes: int,
+    local: int,
+    algorithm: str,
+    on_link: int | None = None,
+) -> float:
+    """Return the time of one even all-to-all over nodes of `local` ranks.
+
+    Args:
+        bytes_per_rank: what a rank holds before, its own share included.
+        machine: the links.
+        nodes: N.
+        local: L.
+        algorithm: of `how.ALGORITHMS`.
+        on_link: as in `all_gather_seconds`.
+    """
+    ranks = nodes * local
+    if ranks == 1:
+        return 0.0
+    share = bytes_per_rank / ranks
+    within, across = local - 1, ranks - local
+    sent_across = _on_link(machine, on_link or local) * across * share
+    if algorithm == "linear":  # both kinds of link work at once
+        return machine.launch_s + max(
+            machine.intra.seconds(within, within * share),
+            machine.inter.seconds(across, sent_across),
+        )
+    return (
+        2 * machine.launch_s
+        + machine.intra.seconds(within, within * nodes * share)
+        + machine.inter.seconds(nodes - 1, sent_across)
+        + 2 * regroup_seconds(bytes_per_rank, machine)
+    )
+
+
+def regroup_seconds(bytes_per_rank: float, machine: Machine) -> float:
+    """Return the time to gather rows into another order: each byte is read and written."""
+    return 2 * bytes_per_rank / machine.memory_bytes_per_s
+
+
+def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
+    """Return the all-to-all that takes less time; linear where there is nothing to gain.
+
+    Args:
+        machine: None takes the A100's numbers.
+        nodes: N of the expert group.
+        local: L, ranks of the group in a node.
+        bytes_per_rank: of one exchange.
+    """
+    if nodes == 1 or local == 1:
+        return "linear"
+    known = machine or PRESETS["a100"]
+    return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
+
+
+def all_gather_seconds(
+    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the time in which every rank gets `num_bytes` from each, by a ring; or a reduce-scatter.
+
+    Args:
+        num_bytes: of one rank.
+        machine: the links.
+        nodes: N of the group.
+        local: ranks of the group in a node.
+        on_link: ranks of a node, of this group or of others, that do the same at once; `local` if None.
+            Their bytes add up where a node has one link.
+    """
+    ranks = nodes * local
+    if ranks == 1:
+        return 0.0
+    arriving = num_bytes * (ranks - local) / local * _on_link(machine, on_link or local)
+    return (
+        machine.launch_s
+        + machine.intra.alpha_s * (ranks - nodes)
+        + machine.inter.alpha_s * (nodes - 1)
+        + max(
+            num_bytes * (ranks - 1) / machine.intra.bytes_per_s if local > 1 else 0.0,
+            arriving / machine.inter.bytes_per_s,
+        )
+    )
+
+
+def all_reduce_seconds(
+    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the time to sum `num_bytes` of every rank: within nodes by a ring, across by a tree.
+
+    The arguments are those of `all_gather_seconds`.
+    """
+    ranks = nodes * local
+    if ranks == 1:
+        return 0.0
+    across = 2 * num_bytes * (nodes - 1) / nodes / local * _on_link(machine, on_link or local)
+    within = 2 * num_bytes * (ranks - 1) / ranks
+    return (
+        machine.launch_s
+        + machine.intra.alpha_s * 2 * (local - 1)
+        + machine.inter.alpha_s * 2 * math.ceil(math.log2(nodes))
+        + max(
+            within / machine.intra.bytes_per_s if local > 1 else 0.0,
+            across / machine.inter.bytes_per_s,
+        )
+    )
+
+
+def experts_seconds(
+    work: Work, machine: Machine, cluster: Cluster, how: How, *, backward: bool = False
+) -> float:
+    """Return the time of one chunk of rows through a layer's experts.
+
+    The slower of arithmetic, and of reading the weights and rows. The backward computes twice as much,
+    and writes gradients of weights and rows.
+    """
+    chunk = work.rows / how.overlap
+    copies = max(1, how.adaptive_r)  # of a row, each with hidden_dim / copies
+    flops = 2 * chunk * work.expert_parameters
+    width = 2 * copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
+    num_bytes = _computed_parameters(work, cluster, how) + chunk * width
+    seconds = max(
+        flops / machine.flops_per_s,
+        num_bytes * work.bytes_per_element / machine.memory_bytes_per_s,
+    )
+    return 2 * seconds if backward else seconds
+
+
+def step_parts(work: Work, machine: Machine, cluster: Cluster, how: How) -> dict[str, float]:
+    """Return the seconds of every part of a step, forward and backward of all layers.
+
+    "exchange" is what of the exchanges is not hidden behind the experts.
+
+    Raises:
+        ValueError: these experts can not be shared out so; see `refuse`.
+    """
+    refuse(work, cluster, how)
+    layer = {
+        "gate": _gate_seconds(work, machine),
+        "dispatch and combine": _local_seconds(work, machine, cluster, how),
+        "counts": _counts_seconds(work, machine, cluster, how),
+        "exchange": 0.0,
+        "experts": 0.0,
+        "gather weights": _gather_seconds(work, machine, cluster, how),
+    }
+    trip = _trip_seconds(work, machine, cluster, how)
+    for backward in (False, True):
+        chunk = experts_seconds(work, machine, cluster, how, backward=backward)
+        layer["experts"] += how.overlap * chunk
+        layer["exchange"] += _pipelined(trip, chunk, how.overlap) - how.overlap * chunk
+    dense = work.dense_parameters
+    return {
+        **{part: work.layers * seconds for part, seconds in layer.items()},
+        "dense layers": 6 * dense * work.tokens / machine.flops_per_s,
+        "expert gradients": work.layers * _replica_seconds(work, machine, cluster),
+        "dense gradients": _gradients_seconds(dense, work, machine, cluster.nodes, cluster.local)
+        if dense
+        else 0.0,
+    }
+
+
+def step_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+    """Return the time of a step, without optimizer and data."""
+    return sum(step_parts(work, machine, cluster, how).values())
+
+
+def memory_bytes(work: Work, cluster: Cluster, how: How) -> dict[str, float]:
+    """Return the bytes of every kind that a rank's device holds, as if all of them at once.
+
+    Activations are those of the MoE layers alone. The optimizer is Adam.
+    """
+    refuse(work, cluster, how)
+    size = work.bytes_per_element
+    stored = _stored_parameters(work, cluster)
+    held = _held(work, cluster)
+    gathered = _computed_parameters(work, cluster, how) - stored
+    copies = max(1, how.adaptive_r)
+    rows_bytes = copies * work.rows * work.model_dim * size
+    saved = work.tokens * work.model_dim + work.rows * (
+        (copies + 1) * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
+    )
+    buffers = (2 if how.algorithm == "linear" else 3) if _travels(cluster, how) else 0
+    return {
+        "parameters": held.weights,
+        "gradients": held.gradients,
+        "optimizer state": held.state,
+        "activations": work.layers * saved * size,
+        "row buffers": buffers * rows_bytes,
+        # The weights of all layers stay for the backward; one layer's gradient of them is added.
+        "gathered weights": (work.layers + 1) * gathered * size,
+    }
+
+
+def host_bytes(work: Work, cluster: Cluster) -> int:
+    """Return the bytes of optimizer state that a rank holds in host memory."""
+    return _held(work, cluster).host
+
+
+def refuse(work: Work, cluster: Cluster, how: How) -> None:
+    """Refuse what no layer can do.
+
+    Raises:
+        ValueError: neither of E and P divides the other, or r is not 0 or a divisor of s.
+    """
+    experts, size = work.experts, cluster.expert_parallel_size
+    if experts % size and size % experts:
+        raise ValueError(
+            f"expert_parallel_size is {size} for {experts} experts; one must divide the other."
+        )
+    slices = cluster.slices(experts)
+    if how.adaptive_r and slices % how.adaptive_r:
+        raise ValueError(
+            f"adaptive_r is {how.adaptive_r}, which is neither 0 nor a divisor of the {slices} rank(s) "
+            "that share an expert; give one that is."
+        )
+
+
+def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, How]]:
+    """Yield every way to run the layers: P, and for each r, d and algorithm.
+
+    P is a part of a node or whole nodes, and divides E or is a multiple of it.
+    """
+    world = nodes * local
+    for size in _divisors(world):
+        fits = local % size == 0 or size % local == 0
+        if not fits or (work.experts % size and size % work.experts):
+            continue
+        cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+        if size == 1:  # all experts are here: nothing to gather, nothing travels
+            yield cluster, How()
+            continue
+        yield cluster, How(adaptive_r=0)
+        two_levels = cluster.group_nodes > 1 and cluster.group_local > 1
+        for copies in _divisors(cluster.slices(work.experts)):
+            for overlap in OVERLAPS:
+                for algorithm in ALGORITHMS if two_levels else ALGORITHMS[:1]:
+                    yield cluster, How(adaptive_r=copies, overlap=overlap, algorithm=algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A candidate with what it costs a rank: seconds of a step, bytes on device and host; does it fit?"""
+
+    cluster: Cluster
+    how: How
+    parts: dict[str, float]
+    memory: dict[str, float]
+    host: int
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def bytes(self) -> float:
+        """Of a rank's memory."""
+        return sum(self.memory.values())
+
+
+def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Plan]:
+    """Return all candidates, those that fit in memory first, each kind from fast to slow."""
+    plans = []
+    for cluster, how in candidates(work, nodes, local):
+        memory = memory_bytes(work, cluster, how)
+        plans.append(
+            Plan(
+                cluster=cluster,
+                how=how,
+                parts=step_parts(work, machine, cluster, how),
+                memory=memory,
+                host=host_bytes(work, cluster),
+                fits=sum(memory.values()) <= machine.memory_bytes,
+            )
+        )
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds))
+
+
+def _on_link(machine: Machine, at_once: int) -> int:
+    """Return how many ranks' bytes go over one link between nodes, of so many of a node that send."""
+    return at_once if machine.inter_shared else 1
+
+
+def _stored_parameters(work: Work, cluster: Cluster) -> float:
+    """Return the weights that a rank stores of one layer, whatever r."""
+    return work.experts * work.expert_parameters / cluster.expert_parallel_size
+
+
+def _computed_parameters(work: Work, cluster: Cluster, how: How) -> float:
+    """Return the weights that a rank computes with, gathered ones included."""
+    if how.adaptive_r == 0:
+        return work.experts * work.expert_parameters
+    slices = cluster.slices(work.experts)
+    return _stored_parameters(work, cluster) * slices / how.adaptive_r
+
+
+def _gate_seconds(work: Work, machine: Machine) -> float:
+    flops = 2 * work.tokens * work.model_dim * work.experts
+    return 3 * flops / machine.gate_flops_per_s
+
+
+def _travels(cluster: Cluster, how: How) -> bool:
+    """Whether rows go to other ranks."""
+    return how.adaptive_r > 0 and cluster.expert_parallel_size > 1
+
+
+def _local_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+    """Rows that are read or written by dispatch, regroup and combine, forward and backward."""
+    copies = max(1, how.adaptive_r)
+    dispatch = (1 + copies) * work.rows
+    regroup = 4 * copies * work.rows if _travels(cluster, how) else 0
+    combine = copies * work.rows + work.tokens
+    # The backward is their mirror, and reads the rows twice more for the gradient of the gate.
+    touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
+    return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
+
+
+def _counts_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+    """The exchange of every expert's rows, and their host read; the backward knows them."""
+    if not _travels(cluster, how):
+        return 0.0
+    size = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
+    nodes, local = cluster.group_nodes, cluster.group_local
+    return exchange_seconds(size, machine, nodes, local, how.algorithm) + machine.launch_s
+
+
+def _trip_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+    """One chunk's exchange, there or back."""
+    if not _travels(cluster, how):
+        return 0.0
+    size = how.adaptive_r * work.rows * work.model_dim * work.bytes_per_element / how.overlap
+    nodes, local = cluster.group_nodes, cluster.group_local
+    return exchange_seconds(size, machine, nodes, local, how.algorithm)
+
+
+def _pipelined(trip: float, experts: float, chunks: int) -> float:
+    """Return the time of all chunks there, through the experts and back; one trip at a time.
+
+    What bounds it: the link, or the first chunk and all trips back, or the experts between two trips.
+    """
+    return max(
+        2 * chunks * trip,
+        trip + experts + chunks * trip,
+        2 * trip + experts + (chunks - 1) * max(trip, experts),
+    )
+
+
+def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+    """The gathering of one layer's weights, and the backward's reduce-scatter of their gradients.
+
+    Every matrix and every bias is a collective of its own.
+    """
+    slices = cluster.slices(work.experts)
+    ranks = slices // how.adaptive_r if how.adaptive_r else cluster.expert_parallel_size
+    tensors = 2 * work.matrices
+    size = _stored_parameters(work, cluster) * work.bytes_per_element / tensors
+    local = min(ranks, cluster.local)
+    nodes = math.ceil(ranks / local)
+    gather = all_gather_seconds(size, machine, nodes, local, cluster.local)
+    return _there_and_back(machine) * tensors * gather
+
+
+def _replica_seconds(work: Work, machine: Machine, cluster: Cluster) -> float:
+    """The sum of one layer's expert gradients over the ranks that hold the same.
+
+    Every rank of a node is in such a group, so all of them are on its link at once.
+    """
+    replicas = cluster.world // cluster.expert_parallel_size
+    local = cluster.local // cluster.group_local
+    stored = _stored_parameters(work, cluster)
+    return _gradients_seconds(stored, work, machine, replicas // local, local, cluster.local)
+
+
+def _gradients_seconds(
+    parameters: float,
+    work: Work,
+    machine: Machine,
+    nodes: int,
+    local: int,
+    on_link: int | None = None,
+) -> float:
+    """What ranks with the same parameters send each other: gradients and, under ZeRO, new weights."""
+    num_bytes = parameters * work.bytes_per_element
+    if work.zero_stage == 0:
+        return all_reduce_seconds(num_bytes, machine, nodes, local, on_link)
+    share = num_bytes / (nodes * local)
+    return _there_and_back(machine) * all_gather_seconds(share, machine, nodes, local, on_link)
+
+
+def _there_and_back(machine: Machine) -> int:
+    """Return how many gathers a gather and a reduce-scatter are: a ring's all-reduce is two."""
+    return 3 if machine.reduce_scatter_as_all_reduce else 2
+
+
+def _held(work: Work, cluster: Cluster) -> Held:
+    """Return what a rank holds of parameters."""
+    return held_bytes(
+        [work.dense_parameters],
+        [math.ceil(work.layers * _stored_parameters(work, cluster))],
+        cluster.world,
+        cluster.expert_parallel_size,
+        work.zero_stage if cluster.world > 1 else 0,
+        work.offload,
+        work.bytes_per_element,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,179 @@
+"""Fit: links from measured all-to-alls, by least squares of the relative error."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NotRequired, TypedDict
+
+import numpy as np
+
+from fairseq_tutel.planning.cost import exchange_seconds, regroup_seconds
+from fairseq_tutel.planning.machine import Link, Machine
+
+_ROUNDS = 30
+
+
+class Row(TypedDict):
+    """One measured all-to-all.
+
+    Attributes:
+        bytes_per_rank: what a rank holds, its own share included.
+        on_link: ranks of a node that did the same at once; `local`, if it is left out.
+    """
+
+    nodes: int
+    local: int
+    algorithm: str
+    bytes_per_rank: float
+    seconds: float
+    on_link: NotRequired[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Relative errors of a model, each |predicted / measured - 1|."""
+
+    median: float
+    p90: float
+    largest: float
+
+
+def fit(points: Iterable[tuple[float, float, float]]) -> Link:
+    """Return the link that explains (messages, bytes, seconds) best.
+
+    Raises:
+        ValueError: there is no point, or they do not tell what a byte takes.
+    """
+    table = np.array(list(points), dtype=float).reshape(-1, 3)
+    alpha, per_byte = _solve(table[:, :2], table[:, 2]) if len(table) else (0.0, 0.0)
+    if per_byte <= 0:
+        raise ValueError(
+            f"{len(table)} measurement(s) do not take longer with more bytes; measure larger messages."
+        )
+    return Link(alpha, 1 / per_byte)
+
+
+def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
+    """Return `start` with the links and launch that explain the rows best.
+
+    Which kind of link bounds a linear all-to-all is not known before: it is guessed by the last round's
+    links until the guess stays. What the rows do not tell stays `start`'s: the links within nodes, where
+    no node has two ranks, or bytes there cost nothing beside the others. Where a launch can not be told
+    from alpha, alpha holds it and the launch is 0.
+
+    Raises:
+        ValueError: there is no row, or none tells what a byte takes.
+    """
+    if not rows:
+        raise ValueError("there is no measured all-to-all to fit; measure one.")
+    seconds = np.array([row["seconds"] for row in rows])
+    regroup = [_regroup(row, start) for row in rows]
+    machine, guess = start, None
+    for _ in range(_ROUNDS):
+        columns = np.array([_columns(row, machine) for row in rows])
+        if guess is not None and np.array_equal(columns, guess):
+            break
+        guess = columns
+        machine = _machine_of(columns, seconds - regroup, seconds, start)
+    return machine
+
+
+def predicted(row: Row, machine: Machine) -> float:
+    """Return what the model says of a row, in seconds."""
+    return exchange_seconds(
+        row["bytes_per_rank"],
+        machine,
+        row["nodes"],
+        row["local"],
+        row["algorithm"],
+        row.get("on_link"),
+    )
+
+
+def relative_errors(rows: Sequence[Row], machine: Machine) -> Errors:
+    """Return how far the model is from what was measured."""
+    return errors_of((predicted(row, machine), row["seconds"]) for row in rows)
+
+
+def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
+    """Return how far (predicted, measured) seconds are apart; at least one pair."""
+    errors = [abs(predicted_s / measured_s - 1) for predicted_s, measured_s in pairs]
+    return Errors(
+        median=float(np.median(errors)),
+        p90=float(np.quantile(errors, 0.9)),
+        largest=max(errors),
+    )
+
+
+def _columns(row: Row, machine: Machine) -> list[float]:
+    """Return a row's launches, then messages and bytes within nodes and across, as it is bounded."""
+    nodes, local, size = row["nodes"], row["local"], row["bytes_per_rank"]
+    ranks = nodes * local
+    share = size / ranks
+    on_link = row.get("on_link", local) if machine.inter_shared else 1
+    across = on_link * (ranks - local) * share
+    if row["algorithm"] == "2dh":
+        return [2, local - 1, (local - 1) * nodes * share, nodes - 1, across]
+    within = [local - 1, (local - 1) * share]
+    beyond = [ranks - local, across]
+    if machine.intra.seconds(*within) > machine.inter.seconds(*beyond):
+        return [1, *within, 0, 0]
+    return [1, 0, 0, *beyond]
+
+
+def _regroup(row: Row, machine: Machine) -> float:
+    """Return what a row takes outside of links."""
+    if row["algorithm"] == "linear":
+        return 0.0
+    return 2 * regroup_seconds(row["bytes_per_rank"], machine)
+
+
+def _machine_of(
+    columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, start: Machine
+) -> Machine:
+    seen = [bool(columns[:, 2].any()), bool(columns[:, 4].any())]
+    used = [i for i, told in zip((1, 2, 3, 4), np.repeat(seen, 2), strict=True) if told]
+    with_launch = columns[:, [0, *used]]
+    scaled = with_launch / np.maximum(np.abs(with_launch).max(axis=0), 1e-300)
+    told_apart = np.linalg.matrix_rank(scaled, tol=1e-6) == scaled.shape[1]
+    chosen = [0, *used] if told_apart else used
+    found = dict(zip(chosen, _solve(columns[:, chosen], on_links, seconds), strict=True))
+    if max(found.get(2, 0.0), found.get(4, 0.0)) <= 0:
+        raise ValueError(
+            "the measured all-to-alls take no longer with more bytes; measure larger messages."
+        )
+    return replace(
+        start,
+        launch_s=found.get(0, 0.0),
+        intra=_link(found.get(1), found.get(2), start.intra),
+        inter=_link(found.get(3), found.get(4), start.inter),
+    )
+
+
+def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
+    """Return the link that was found, with `start`'s numbers where the rows do not tell."""
+    return Link(
+        start.alpha_s if alpha is None else alpha,
+        1 / per_byte if per_byte else start.bytes_per_s,
+    )
+
+
+def _solve(
+    columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray | None = None
+) -> list[float]:
+    """Return the coefficients, none below 0, of the least relative errors.
+
+    A column whose coefficient would be negative is left out; the most negative first.
+    """
+    weights = 1 / (targets if seconds is None else seconds)
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
+    kept = list(range(columns.shape[1]))
+    result = [0.0] * columns.shape[1]
+    while kept:
+        weighted = columns[:, kept] / scale[kept] * weights[:, None]
+        found = np.linalg.lstsq(weighted, targets * weights, rcond=None)[0]
+        if found.min() >= 0:
+            for index, value in zip(kept, found, strict=True):
+                result[index] = float(value / scale[index])
+            break
+        kept.pop(int(found.argmin()))
+    return result

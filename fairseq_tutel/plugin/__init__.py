@@ -1,0 +1,110 @@
+"""register(): everything a `--user-dir` import does, once."""
+
+import argparse
+import importlib
+import logging
+import sys
+
+from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
+from fairseq_tutel.plugin.allocator import keep_freed_memory
+
+logger = logging.getLogger(__name__)
+
+_registered = False
+
+
+def register() -> None:
+    """Register models, criterions, tasks and optimizers with fairseq and install its few wrappers.
+
+    Raises:
+        ImportError: fairseq is missing, or is one this plugin was not written for.
+    """
+    global _registered
+    if _registered:
+        return
+    _check_fairseq()
+    let_checkpoints_load()
+    keep_freed_memory()
+    _registered = True  # the models call this, too
+    try:
+        for module in ("plugin.wrapped", "optim", "criterions", "tasks", "models"):
+            importlib.import_module(f"fairseq_tutel.{module}")
+    except ImportError:
+        _registered = False
+        raise
+    if _has_user_dir(sys.argv):  # else the words are another program's
+        _refuse_flags_of_a_moe_twin(sys.argv[1:])
+        _tell_of_misspelt_flags(sys.argv[1:])
+        _drop_is_moe(sys.argv)
+
+
+def _check_fairseq() -> None:
+    try:
+        import fairseq
+    except ImportError as error:
+        raise ImportError(
+            "fairseq is not installed; `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
+        ) from error
+    if hasattr(fairseq, "modules") and hasattr(fairseq.modules, "moe"):
+        raise ImportError(
+            "this fairseq is Meta's moe branch, whose MoE layers clash with the plugin's; install the "
+            "main line: `pip install fairseq-fixed`."
+        )
+    found = fairseq.__version__
+    if not found.startswith("0.12."):
+        raise ImportError(
+            f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
+        )
+
+
+def _drop_is_moe(argv: list[str]) -> None:
+    """Take Meta's --is-moe out of the command line: their evaluation needs it, ours reads the checkpoint.
+
+    No registry reaches the parsers of fairseq-eval-lm and its like, which read sys.argv after this import.
+    """
+    if "--is-moe" in argv:
+        argv.remove("--is-moe")
+        logger.info("--is-moe is not needed: a checkpoint says so itself")
+
+
+def _has_user_dir(argv: list[str]) -> bool:
+    """Whether these are the words of one of fairseq's commands, which the plugin is loaded by."""
+    return any(word.split("=")[0] == "--user-dir" for word in argv)
+
+
+def _tell_of_misspelt_flags(argv: list[str]) -> None:
+    """Say which flag was meant; argparse will only call the one that was given unrecognized."""
+    from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+
+    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, SystemOptions, key_of, meant
+
+    criterion = CRITERION_DATACLASS_REGISTRY["moe_cross_entropy"]
+    options = (EncoderDecoderOptions, SystemOptions, criterion)
+    for word in argv:
+        flag = word.split("=")[0]
+        close = meant(key_of(flag), *options) if flag.startswith("--") else None
+        if close:
+            logger.warning("%s is none of the flags here; --%s is", flag, close.replace("_", "-"))
+
+
+def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:
+    """End a command line that gives MoE model flags to a dense architecture with a twin, with one sentence.
+
+    argparse would only call the flags unrecognized. An architecture that is not known yet is a user's own.
+    """
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, defaults
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--arch", "-a")
+    arch = parser.parse_known_args(argv)[0].arch
+    if arch not in ARCH_MODEL_REGISTRY or f"moe_{arch}" not in ARCH_MODEL_REGISTRY:
+        return
+    known = {"--" + key.replace("_", "-") for key in defaults(EncoderDecoderOptions)}
+    given = [a for a in argv if a.split("=")[0] in known]
+    if given:
+        sys.exit(
+            f"error: {given[0]} was given with --arch {arch}, which is dense; choose --arch "
+            f"moe_{arch} or drop the flag."
+        )

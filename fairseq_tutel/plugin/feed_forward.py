@@ -1,0 +1,219 @@
+"""The FFN step of a stock fairseq transformer layer, replaced by experts.
+
+After the stock model is built, a chosen layer's fc1 becomes a MoEFeedForward and everything else
+of the step the identity, so no forward is copied. T tokens, D model_dim.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.layer import MoELayer, MoEOutput
+from fairseq_tutel.moe.metrics import Tally, tally_of
+from fairseq_tutel.ranks.groups import Topology
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoERecord:
+    """What a layer saw in one micro-batch, detached: read by the criterion."""
+
+    balance_loss: Tensor
+    losses: dict[str, Tensor]
+    tally: Tally
+
+
+class MoEFeedForward(MoELayer):
+    """A MoELayer that stands where fairseq calls fc1: [time, batch, D] in, the same out.
+
+    The balance loss is not hung on the output. Its gradient is injected where y is made, times the
+    `coefficient` that the criterion's loss node sets when backward begins; so it is right under
+    activation checkpointing, and fp16's loss scale and ignored batches come for free.
+    """
+
+    def __init__(self, config: MoEConfig, topology: Topology, seed: int, name: str) -> None:
+        super().__init__(config, topology, seed=seed, name=name)
+        self.label = label_of(name)
+        # The gate is the same in all calls: the others would be parameters without gradients, which data
+        # parallel waits for and weight decay shrinks.
+        for i, gate in enumerate([self.gate, *self.other_gates]):
+            gate.requires_grad_(i == config.gate_index)
+        self.padding_mask: Tensor | None = None
+        self.token_ids: Tensor | None = None  # [batch, time], where a hash gate asks for them
+        self.skip_tokens = False
+        self.record: MoERecord | None = None  # of the last micro-batch that came through here
+        self.coefficient: Tensor | None = None
+        self.seen = False
+        # Where ranks call their layers at a pace of their own: returns when all agree on this one.
+        self.wait_for_turn: Callable[[], None] | None = None
+        # Where ranks share experts in a training: gives each of them all, to generate at its own pace.
+        self.gather: Callable[[], None] | None = None
+        self.generates = False
+
+    def begin_micro_batch(self) -> None:
+        """Let the next forward be recorded; a recompute in backward is not one."""
+        self.seen = False
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the experts' output for x [time, batch, D]; 0 for padding tokens."""
+        if self.wait_for_turn is not None and not self.training:
+            self.wait_for_turn()
+        if self.training:
+            self.experts.everywhere = None
+        elif self.generates and self.gather is not None and self.experts.everywhere is None:
+            self.gather()
+        mask = self.padding_mask
+        if self.skip_tokens:
+            mask = torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
+        self.counts_load = not self.seen
+        y, output = super().forward(x, mask, time_first=True, token_ids=self.token_ids)
+        if not self.seen:
+            self.seen = True
+            self.record = _record(output)
+        if torch.is_grad_enabled() and output.balance_loss.requires_grad:
+            y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
+        return y
+
+
+class _InjectBalanceLoss(torch.autograd.Function):
+    """The identity on y, whose backward also sends `layer.coefficient` to the balance loss."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, balance_loss: Tensor, layer: MoEFeedForward) -> Tensor:
+        ctx.layer, ctx.dtype = layer, balance_loss.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        coefficient = ctx.layer.coefficient
+        return dy, None if coefficient is None else coefficient.to(ctx.dtype), None
+
+
+def _record(output: MoEOutput) -> MoERecord:
+    return MoERecord(
+        balance_loss=output.balance_loss.detach(),
+        losses={name: loss.detach() for name, loss in output.losses.items()},
+        tally=tally_of(output.routing),
+    )
+
+
+def label_of(name: str) -> str:
+    """Return the side and index of a layer from fc1's name: decoder.layers.3.fc1 -> decoder_3."""
+    parts = name.split(".")
+    return f"{parts[0]}_{parts[-2]}"
+
+
+def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
+    """Return the MoE layers of a model, or of one in a data-parallel wrapper, in order."""
+    return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
+
+
+def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
+    """Return the indices of MoE layers, of number i: (i + 1) % freq == 0, none for freq 0 (Meta's rule).
+
+    Args:
+        numbers: of the layers, from 0; those that they had before some were left out.
+        freq: --moe-freq.
+    """
+    return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
+
+
+def children_of(layers: nn.Module) -> Sequence[nn.Module]:
+    """Return all layers of a stack; iterating LayerDrop's own list would drop some at random."""
+    return list(layers._modules.values())  # type: ignore[arg-type]
+
+
+def replace_ffn(
+    layer: nn.Module, config: MoEConfig, topology: Topology, seed: int, name: str
+) -> None:
+    """Turn the FFN step of one stock layer into experts, in place.
+
+    Args:
+        layer: a stock layer with fc1, fc2, activation_fn and activation_dropout_module.
+        config: of the experts; it takes over activation, activation dropout and ffn_layernorm.
+        topology: where experts live.
+        seed: fairseq's --seed.
+        name: the qualified name of fc1, part of the experts' own seeds.
+    """
+    moe = MoEFeedForward(config, topology, seed, name)
+    layer.fc1 = moe
+    layer.activation_fn = _identity
+    layer.activation_dropout_module = nn.Identity()
+    layer.fc2 = nn.Identity()
+    if getattr(layer, "ffn_layernorm", None) is not None:
+        layer.ffn_layernorm = None
+    layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
+
+
+def layer_facts(layer: nn.Module, activation: str) -> dict[str, Any]:
+    """Return what a stock layer says of its FFN, as MoEConfig fields."""
+    return {
+        "model_dim": layer.fc1.in_features,
+        "hidden_dim": layer.fc1.out_features,
+        "activation": str(activation),
+        "activation_dropout": float(layer.activation_dropout_module.p),
+        "hidden_layer_norm": getattr(layer, "ffn_layernorm", None) is not None,
+    }
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _keep_arguments(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+    # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
+    # know an encoder's mask too, as `self_attn_padding_mask`.
+    if hasattr(layer, "encoder_attn"):
+        mask = kwargs.get("self_attn_padding_mask")
+        state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
+        layer.fc1.generates = state is not None
+    else:
+        mask = kwargs.get("encoder_padding_mask", args[1] if len(args) > 1 else None)
+    layer.fc1.padding_mask = mask
+
+
+def hand_out_token_ids(model: nn.Module) -> None:
+    """Let every MoE layer of a model see the ids of its tokens, which hash gates choose by.
+
+    The embedding sees them last: generation calls encoder and decoder by `forward`, past their hooks.
+    A layer takes them when it is first called, since a recompute comes after the other side's embedding.
+    """
+    last_seen: list[Tensor] = []
+
+    def keep(embedding: nn.Module, args: tuple) -> None:
+        last_seen[:] = args[:1]
+
+    def hand_out(layer: nn.Module, args: tuple) -> None:
+        layer.fc1.token_ids = last_seen[0]
+
+    for _, name, layers in named_stacks(model):
+        side: Any = model.get_submodule(name.rpartition(".")[0])
+        side.embed_tokens.register_forward_pre_hook(keep)
+        for layer in children_of(layers):
+            if isinstance(layer.fc1, MoEFeedForward):
+                layer.register_forward_pre_hook(hand_out)
+
+
+def begin_micro_batch(model: nn.Module, *_: Any) -> None:
+    """Forward pre-hook of a whole model: what follows is a new micro-batch, not a recompute."""
+    experts.drop_gathered(model)
+    for layer in moe_layers(model):
+        layer.begin_micro_batch()
+
+
+def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield ("encoder" | "decoder", qualified name, layers) for the sides that a model has."""
+    modules = dict(model.named_modules())
+    for side in ("encoder", "decoder"):
+        for name in (f"{side}.layers", f"{side}.sentence_encoder.layers"):
+            if name in modules:
+                yield side, name, modules[name]

@@ -1,0 +1,385 @@
+"""From a stock model to its MoE twin: choose layers, check the run, place the experts."""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.moe.balance_weights import parse_balance_loss
+from fairseq_tutel.moe.build import is_custom
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_how
+from fairseq_tutel.moe.update_tuner import UpdateTuner
+from fairseq_tutel.planning.machine import Machine, typical
+from fairseq_tutel.plugin.agreement import start_together
+from fairseq_tutel.plugin.announce import (
+    announce,
+    announce_exchange,
+    announce_size,
+    warn,
+    warn_of_files,
+)
+from fairseq_tutel.plugin.changed import say_what_changed
+from fairseq_tutel.plugin.feed_forward import (
+    MoEFeedForward,
+    begin_micro_batch,
+    children_of,
+    chosen_layers,
+    hand_out_token_ids,
+    layer_facts,
+    moe_layers,
+    named_stacks,
+    replace_ffn,
+)
+from fairseq_tutel.plugin.flags import expert_counts, layer_config
+from fairseq_tutel.plugin.opened import keep_in_step, topology_of_opened
+from fairseq_tutel.plugin.run_config import complete, config_of, device_of, is_training, root_of
+from fairseq_tutel.plugin.task_options import give_system_options
+from fairseq_tutel.ranks.gradients import is_expert
+from fairseq_tutel.ranks.groups import Topology, make_topology
+from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks.launcher import ranks_per_node
+
+logger = logging.getLogger(__name__)
+
+# Model options that reach into the FFN and that experts do not follow: (key, values that are fine).
+REFUSED_MODEL_OPTIONS = {
+    "quant_noise_pq": "quantization noise does not reach experts; set it to 0",
+    "quant_noise_scalar": "scalar quantization does not reach experts; set it to 0",
+    "base_layers": "BASE layers are another kind of experts; set it to 0",
+    "ffn_blocks_to_remove": "FFN pruning does not reach experts; leave it out",
+}
+
+
+class MoEModelMixin:
+    """Goes before a model class of fairseq whose `build_model` installs experts."""
+
+    has_experts = True
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Add the stock flags; those of the task come next, which a user may have just registered."""
+        give_system_options()
+        super().add_args(parser)  # type: ignore[misc]
+
+
+def install_experts(
+    model: nn.Module, cfg: Any, task: Any, freqs: dict[str, int], **layer_options: Any
+) -> nn.Module:
+    """Replace the FFN of the chosen layers by experts, in place, and return the model.
+
+    Args:
+        model: a stock model with the layers that `named_stacks` knows.
+        cfg: its configuration, with ModelOptions' keys.
+        task: the fairseq task; its configuration may have SystemOptions' keys.
+        freqs: --moe-freq of each side.
+        layer_options: fields of every layer's MoEConfig that the model's kind decides.
+
+    Raises:
+        ValueError: a bad option, or a run that cannot work; the message names option and fix.
+    """
+    task_cfg, root, training = config_of(task), root_of(task), is_training(task)
+    if training:
+        start_together(root, model, task)
+    chosen = _choose(model, cfg, freqs)
+    counts = expert_counts(cfg.moe_expert_count, len(chosen))
+    configs = [
+        layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
+        for count, (_, layer) in zip(counts, chosen, strict=True)
+    ]
+    requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
+    local = node_size(task_cfg)
+    degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
+    if training:
+        topology = make_topology(counts, requested, local, degree_of)
+        talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
+        sliced = any(topology.slices(count) > 1 for count in counts)
+        say_what_changed(complete(root, model, topology, talks, sliced), cfg)
+    else:
+        topology = topology_of_opened(requested, counts, local, degree_of)
+    refuse_sizes(configs, topology)
+    seed = int(root.common.seed) if root is not None else 1
+    for config, (name, layer) in zip(configs, chosen, strict=True):
+        replace_ffn(layer, config, topology, seed, name)
+    if "hash" in configs[0].gate_types:
+        hand_out_token_ids(model)
+    model.register_forward_pre_hook(begin_micro_batch)
+    model.register_load_state_dict_pre_hook(
+        _end_where_it_differs if training else _say_what_differs
+    )
+    # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+    model._ddp_params_and_buffers_to_ignore = [
+        name for name, parameter in model.named_parameters() if is_expert(parameter)
+    ]
+    if training:
+        gather = _gathering(model, topology)
+        for layer in moe_layers(model):
+            layer.experts.refuse = _end
+            layer.gather = gather if topology.expert_parallel_size > 1 else None
+        _choose_algorithm(model, task_cfg, root)
+        task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
+    else:
+        keep_in_step(model)
+    announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
+    announce_size(model)
+    if training:
+        announce_exchange(moe_layers(model), local, half=root.common.fp16 or root.common.bf16)
+        warn_of_files(configs[0], task_cfg, topology.rank)
+    warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
+    return model
+
+
+def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
+    """Return what lets every rank generate alone, and says once what that takes. Collective."""
+    said: list[int] = []
+
+    def gather() -> None:
+        experts.gather_everywhere(model, topology)
+        if not said:
+            held = [layer.experts.tensors().values() for layer in moe_layers(model)]
+            said.append(sum(t.numel() * t.element_size() for tensors in held for t in tensors))
+            logger.info(
+                "the model generates while it is trained: for that each rank gathers all experts, %.1f MB, "
+                "since beams differ in length; --moe-expert-parallel-size 1 would keep them there",
+                said[0] / 1e6,
+            )
+
+    return gather
+
+
+def _end(error: ValueError) -> NoReturn:
+    """End a training whose checkpoint cannot be read: stock would say that architectures do not match."""
+    sys.exit(f"error: {error}")
+
+
+def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
+    """Let --moe-a2a-algorithm auto choose by the run's micro-batches and its machine.
+
+    Raises:
+        ValueError: a --moe-machine-file that holds no machine.
+    """
+    layers = moe_layers(model)
+    if layers[0].config.a2a_algorithm != "auto":
+        return
+    path, device = _get(task_cfg, "moe_machine_file"), device_of(root)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else None
+    try:
+        machine = Machine.from_json(Path(path)) if path else typical(name)
+    except ValueError as error:
+        raise ValueError(f"--moe-machine-file: {error}") from None
+    tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
+    hows = [
+        static_how(layer.config, layer.topology, tokens, machine, 2 if half else 4)
+        for layer in layers
+    ]
+    if dist.is_initialized():
+        # Another file or another GPU on one node must not make its ranks go another way.
+        with guarded("the agreement on --moe-a2a-algorithm auto"):
+            dist.broadcast_object_list(hows, src=0)
+    for layer, how in zip(layers, hows, strict=True):
+        layer.how = how
+    logger.info(
+        "--moe-a2a-algorithm auto: %s, by the numbers of %s", hows[0].algorithm, machine.name
+    )
+
+
+def _tokens_of(root: Any, task_cfg: Any) -> int:
+    """Return the tokens of a rank's micro-batch, about."""
+    sentences = root.dataset.batch_size or 0
+    return (
+        root.dataset.max_tokens or sentences * (_get(task_cfg, "tokens_per_sample") or 32) or TOKENS
+    )
+
+
+def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
+    """Return the tuner of a training that asks for one; None where it has no choice.
+
+    Raises:
+        ValueError: a window below 1.
+    """
+    layers = moe_layers(model)
+    first = layers[0]
+    if not is_tuned(first.config):
+        return None
+    window = task_cfg.moe_adaptive_window
+    if window < 1:
+        raise ValueError(f"--moe-adaptive-window is {window}; give a number of places, at least 1.")
+    if first.topology.expert_parallel_size == 1:
+        return None
+    path = task_cfg.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
+    choices = {}
+    if first.config.adaptive != "auto":  # r alone
+        choices = {"overlaps": (first.how.overlap,), "algorithms": (first.how.algorithm,)}
+    common = root.common
+    conditions = {
+        "precision": [
+            key
+            for key in ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
+            if common[key]
+        ],
+        "update_freq": list(root.optimization.update_freq),
+        "zero_stage": _get(task_cfg, "moe_zero_stage") or 0,
+        "checkpoint_activations": bool(_get(cfg, "checkpoint_activations")),
+    }
+    return UpdateTuner(layers, window, path, conditions=conditions, **choices)
+
+
+def node_size(task_cfg: Any) -> int:
+    """Return the ranks of a node where rows may go over nodes, else 0.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    given = _get(task_cfg, "moe_local_size") or 0
+    if given < 0:
+        raise ValueError(
+            f"--moe-local-size is {given}; give the ranks of a node, or 0 for what the launcher says."
+        )
+    asked = [_get(task_cfg, key) for key in ("moe_use_2dh", "moe_a2a_algorithm", "moe_adaptive")]
+    if not any(str(getattr(value, "value", value)) in ("True", "2dh", "auto") for value in asked):
+        return 0
+    return given or ranks_per_node()
+
+
+def _end_where_it_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
+    """End a training whose checkpoint is another model's: stock's own error does not say which."""
+    difference = _difference_of_experts(model, state_dict) or _difference(model, state_dict)
+    if difference:
+        _end(ValueError(difference))
+
+
+def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
+    """Log one sentence when a checkpoint has other experts; who opens it may ask for that."""
+    difference = _difference_of_experts(model, state_dict)
+    if difference:
+        logger.error(difference)
+
+
+def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
+    """Return what the experts of a checkpoint have or lack, and the fix; shapes are theirs to refuse."""
+    for layer_name, layer in model.named_modules():
+        if not isinstance(layer, MoEFeedForward):
+            continue
+        needed = {f"{layer_name}.experts.{name}" for name in layer.experts.expert_parameters()}
+        if not needed & state_dict.keys():
+            return (
+                f"the checkpoint has no experts in {layer_name} where this model has them; give the "
+                "--moe-freq it was saved with, or of a dense model what `python -m fairseq_tutel convert "
+                "upcycle` makes of it"
+            )
+        if needed - state_dict.keys():
+            missing = sorted(needed - state_dict.keys())
+            return f"the checkpoint lacks {missing}; give the --moe-expert-type it was saved with"
+        own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
+        saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
+        saved -= {f"{layer_name}.balance_bias.bias"} if layer.balance_bias is not None else set()
+        if own != saved:
+            return (
+                f"the checkpoint lacks {sorted(own - saved) or 'nothing'} and has "
+                f"{sorted(saved - own) or 'nothing'} too many; give the --moe-gate-type, "
+                "--moe-balance-bias, --moe-shared-experts and --moe-residual it was saved with"
+            )
+    return None
+
+
+def _difference(model: nn.Module, state_dict: Any) -> str | None:
+    """Return what a checkpoint has otherwise than a model beside its experts, and the fix."""
+    layers = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, MoEFeedForward))
+    own, saved = (
+        {key: tuple(value.shape) for key, value in state.items() if not key.startswith(layers)}
+        for state in (model.state_dict(), state_dict)
+    )
+    for key in own.keys() & saved.keys():
+        if own[key] != saved[key]:
+            return (
+                f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data, "
+                "whose dictionaries count, and the sizes it was saved with"
+            )
+    # What is too many alone may be an older file's, which stock drops.
+    if own.keys() - saved.keys():
+        return (
+            f"the checkpoint lacks {sorted(own.keys() - saved.keys())[:3]} and has "
+            f"{sorted(saved.keys() - own.keys())[:3] or 'nothing'} too many; give the --arch and options "
+            "it was saved with"
+        )
+    return None
+
+
+def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
+    """Refuse experts whose weights alone, in fp32, are more than the memory of this machine.
+
+    Raises:
+        ValueError: naming the options, the bytes and the fix.
+    """
+    if torch.get_default_device().type == "meta":
+        return  # which has sizes alone
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = sum(
+        4
+        * 2
+        * config.model_dim
+        * config.hidden_dim
+        * config.num_experts
+        // topology.expert_parallel_size
+        for config in configs
+        if not is_custom(config.expert_type)  # a class's weights may be of any size
+    )
+    if needed > memory:
+        raise ValueError(
+            f"--moe-expert-count {configs[0].num_experts} of --moe-expert-ffn-dim {configs[0].hidden_dim} "
+            f"makes {needed / 1e9:,.0f} GB of weights on a rank, and the machine has {memory / 1e9:,.0f} "
+            "GB of memory; lower one of them, or give more ranks."
+        )
+
+
+def refuse_options(cfg: Any) -> None:
+    """Refuse model options that experts cannot follow; called before the stock model is built.
+
+    Raises:
+        ValueError: naming option, value and fix.
+    """
+    for key, reason in REFUSED_MODEL_OPTIONS.items():
+        value = _get(cfg, key)
+        if value not in (None, 0, 0.0, -1):
+            raise ValueError(f"--{key.replace('_', '-')} is {value}: {reason}.")
+
+
+def _get(cfg: Any, key: str) -> Any:
+    try:
+        return getattr(cfg, key, None)
+    except Exception:  # a TransformerConfig's missing nested key, an unresolved interpolation
+        return None
+
+
+def _choose(model: nn.Module, cfg: Any, freqs: dict[str, int]) -> list[tuple[str, nn.Module]]:
+    """Return (qualified name of fc1, layer) of every MoE layer, encoder first."""
+    chosen, stacks = [], []
+    for side, name, layers in named_stacks(model):
+        freq = freqs[side]
+        flag = "--moe-freq" if len(freqs) == 1 else f"--{side}-moe-freq / --moe-freq"
+        if freq < 0:
+            raise ValueError(f"{flag} is {freq}; give a whole number of layers, at least 0.")
+        stack = children_of(layers)
+        stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
+        # Of a model that was pruned to some of its layers, those that had experts before.
+        kept = _get(cfg, f"{side}_layers_to_keep")
+        numbers = sorted(map(int, kept.split(","))) if kept else range(len(stack))
+        indices = chosen_layers(numbers, freq)
+        if freq > 0 and not indices:
+            logger.warning("no %s layer has experts: %s", side, stacks[-1])
+        chosen += [(f"{name}.{i}.fc1", stack[i]) for i in indices]
+    if not chosen:
+        raise ValueError(
+            f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "
+            "most the number of layers, or choose the dense architecture."
+        )
+    return chosen

@@ -1,0 +1,93 @@
+"""A checkpoint's file that is opened for use: whole, fairseq's, and importing nothing of its own accord."""
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from fairseq.utils import import_user_module
+
+from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class
+from fairseq_tutel.moe.build import is_custom
+from fairseq_tutel.moe.config import label_of
+from fairseq_tutel.ranks.guard import CommunicationError
+
+# Set, it opens damaged files all the same.
+OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
+# Options that may name a class: keys, with the fields of MoEConfig.
+OF_CLASSES = {"moe_gate_type": "gate_type", "moe_expert_type": "expert_type"}
+# What stock fairseq and torch raise over a file that holds something else; see `is_of_the_machine`.
+NOT_FAIRSEQS = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+)
+
+
+def refuse_torn(path: str) -> None:
+    """Refuse a local file that is not bit for bit what was saved: its weights may be any.
+
+    Raises:
+        ValueError: naming the file and the fix.
+    """
+    if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
+        raise ValueError(
+            f"{path} is no checkpoint, or one that {TORN}; give another file, or set {OPEN_DAMAGED}=1 to "
+            "use it as it is."
+        )
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether an error is of too little memory, or of other ranks, not of a file."""
+    memory = re.search(
+        r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", str(error)
+    )
+    return isinstance(error, CommunicationError) or memory is not None
+
+
+def not_fairseqs(path: str, error: BaseException) -> ValueError:
+    """Return an error that says why fairseq could make nothing of what a file holds."""
+    refused = refused_class(error)
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    holds = f"it holds {refused}, which is not run" if refused else reason
+    return ValueError(
+        f"{path} is no checkpoint that fairseq saved ({holds}); give one that it did."
+    )
+
+
+def refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any] | None) -> None:
+    """Refuse a checkpoint that would have a module imported which nobody asked for.
+
+    Args:
+        state: as fairseq gives it, with the overrides in it.
+        path: of the file.
+        overrides: of --model-overrides; what these name is the user's word.
+
+    Raises:
+        ValueError: naming the file, the class and the fix.
+    """
+    models = [state.get("args"), (state.get("cfg") or {}).get("model")]
+    for key in [key for key in OF_CLASSES if key not in (overrides or {})]:
+        for value in [str(getattr(model, key, "")) for model in models]:
+            unknown = [
+                n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_at_hand(n)
+            ]
+            if unknown:
+                raise ValueError(
+                    f"{path} has the {label_of(OF_CLASSES[key])} {unknown[0]}, and a file may not have a "
+                    "module imported; if you trust it, import it in --user-dir, or add --model-overrides "
+                    f"\"{{'{key}': '{value}'}}\"."
+                )
+
+
+def _is_at_hand(name: str) -> bool:
+    """Whether a class's module is imported already, or stands in the --user-dir."""
+    module = name.rpartition(".")[0]
+    package = sys.modules.get(module.partition(".")[0])
+    user_dirs: set[str] = getattr(import_user_module, "memo", set())
+    return module in sys.modules or not user_dirs.isdisjoint(getattr(package, "__path__", ()))

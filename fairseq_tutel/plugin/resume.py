@@ -1,0 +1,209 @@
+"""The checkpoint that a training goes on from: which one, and whether all ranks have it, and whole."""
+
+import glob
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairseq.file_io import PathManager
+
+from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole
+from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel.ranks.first import Work, of_first
+from fairseq_tutel.ranks.guard import guarded, name_ranks
+
+logger = logging.getLogger(__name__)
+
+# What a rank can find in the place of a local file that is whole.
+NOTHING, FOLDER, TORN, ELSEWHERE = "nothing", "a folder", "torn", "no local file"
+# What a training saves beside checkpoint_last.pt; files of other names may be of other trainings.
+SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
+
+
+def checkpoint_to_load(cfg: Any) -> str | None:
+    """Return the path of the checkpoint that a training will go on from, or None. Collective.
+
+    Where checkpoint_last.pt is not there but others are, as when the disk was full at the first save, it is
+    the newest whole one of them, and `cfg` is changed to name it.
+
+    Args:
+        cfg: the checkpoint part of the FairseqConfig of a training.
+
+    Raises:
+        ValueError: it is not there, on one of the nodes it is not whole, or ranks find several; on all
+            ranks alike.
+    """
+    suffix = f"{cfg.checkpoint_suffix or ''}.pt"
+    last = os.path.join(cfg.save_dir, "checkpoint_last" + suffix)
+    flag, path = "--restore-file", last
+    if cfg.restore_file != "checkpoint_last.pt":
+        path = cfg.restore_file.replace(".pt", suffix)
+    newest = of_first(lambda: _newest_saved(cfg, path, last), "rank 0's look for a checkpoint")
+    if newest is not None:
+        path = os.path.join(cfg.save_dir, newest)
+        cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
+    elif path == last and not os.path.exists(last):
+        # What begins a training, in the order in which stock looks.
+        if cfg.continue_once is not None:
+            flag, path = "--continue-once", cfg.continue_once
+        elif cfg.finetune_from_model is not None:
+            flag, path = "--finetune-from-model", cfg.finetune_from_model
+    found = _found_by_all(path)
+    if TORN in found:
+        raise ValueError(_torn(flag, path))
+    if any(other != found[0] for other in found):
+        raise ValueError(_several(flag, path, found))
+    if found[0] == FOLDER:
+        raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
+    # Scripts that start a job again name the last checkpoint on the first start too.
+    if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(last):
+        # Stock would train from scratch.
+        raise ValueError(
+            f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
+        )
+    if found[0] == NOTHING:
+        _warn_of_checkpoints_beside(path)
+    return None if found[0] in (NOTHING, ELSEWHERE) else path
+
+
+def _newest_saved(cfg: Any, path: str, last: str) -> str | None:
+    """Return the name of the newest whole checkpoint in --save-dir where it stands in for the last one.
+
+    Raises:
+        ValueError: there are some, and none is whole.
+    """
+    begin = cfg.continue_once or cfg.finetune_from_model
+    is_wanted = os.path.abspath(path) == os.path.abspath(last) and not PathManager.exists(last)
+    begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == os.path.abspath(
+        cfg.save_dir
+    )
+    if cfg.checkpoint_suffix or not is_wanted or begins_here or not os.path.isdir(cfg.save_dir):
+        return None
+    names = [name for name in os.listdir(cfg.save_dir) if SAVED.fullmatch(name)]
+    by_updates = [(_updates_of(os.path.join(cfg.save_dir, name)), name) for name in names]
+    for updates, name in sorted(by_updates, reverse=True):
+        if updates >= 0 and is_whole(os.path.join(cfg.save_dir, name)):
+            logger.warning(
+                "there is no %s: the training goes on from %s (update %d), the newest whole checkpoint in "
+                "--save-dir%s; give another --save-dir to begin anew",
+                last,
+                name,
+                updates,
+                f", not from {begin}" if begin is not None else "",
+            )
+            return name
+    if names:
+        raise ValueError(
+            f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt to go on from, and none of its "
+            f"{len(names)} other checkpoints is whole; give another --save-dir to begin anew, or "
+            "--restore-file with a checkpoint from elsewhere."
+        )
+    return None
+
+
+def _updates_of(path: str) -> int:
+    """Return after how many updates a file was saved; -1 where it is torn, or its shards are missing."""
+    try:
+        # Mapped, not read.
+        state = torch.load(
+            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+        )
+        bind(state, Path(path))
+        return int(state["optimizer_history"][-1]["num_updates"])
+    except Exception:  # torch has no exception of its own for what it can not read
+        return -1
+
+
+def _found_by_all(path: str) -> list[str]:
+    """Return what every rank finds at its path: one of the words above, or a file's identity.
+
+    Of the ranks that share a file the first reads all of it.
+    """
+    own = _found(path)
+    told = _told_to_all((own, _place(path)))
+    is_file = own not in (NOTHING, FOLDER, TORN, ELSEWHERE)
+    reads = is_file and told.index(told[_rank()]) == _rank()
+    reading = Work(lambda: is_whole(path) if reads else True)
+    # A look at a time: a large file takes longer than ranks wait for each other.
+    while True:
+        ended, whole, error = reading.look()
+        if all(_told_to_all(ended)):
+            return _told_to_all(own if whole and error is None else TORN)
+
+
+def _told_to_all(own: Any) -> list[Any]:
+    """Return what every rank told."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    told: list[Any] = [None] * dist.get_world_size()
+    with guarded("the look at the checkpoint"):
+        dist.all_gather_object(told, own)
+    return told
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _found(path: str) -> str:
+    if os.path.isdir(path):
+        return FOLDER
+    if not os.path.isfile(path):
+        return ELSEWHERE if PathManager.exists(path) else NOTHING
+    return identity(path) if has_an_end(path) else TORN
+
+
+def _place(path: str) -> tuple[int, ...]:
+    """Return what tells a file from its copies on other nodes, whose disks may have damaged them."""
+    if not os.path.isfile(path):
+        return ()
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _torn(flag: str, path: str) -> str:
+    others = _checkpoints_beside(path)
+    such_as = f", such as --restore-file {others[0]}" if others else ""
+    return (
+        f"{flag} is {path}, which is torn (cut off while it was written, or changed on its disk); "
+        f"remove it and give an older checkpoint{such_as}."
+    )
+
+
+def _several(flag: str, path: str, found: Sequence[str]) -> str:
+    """Say which ranks would go on from something else than rank 0, as with folders of one node each."""
+    ranks = [rank for rank, other in enumerate(found) if other != found[0]]
+    if found[0] == NOTHING:
+        what = "does not exist for rank 0, but does"
+    elif all(found[rank] == NOTHING for rank in ranks):
+        what = "exists for rank 0, but not"
+    else:
+        what = "is one checkpoint for rank 0 and another"
+    return (
+        f"{flag} is {path}, which {what} for {name_ranks(ranks)}; give a --save-dir, or file, that all "
+        "ranks share, or copy rank 0's to the same place on every node."
+    )
+
+
+def _warn_of_checkpoints_beside(path: str) -> None:
+    others = _checkpoints_beside(path)
+    if others and int(os.environ.get("RANK", 0)) == 0:
+        logger.warning(
+            "there is no %s, but %d other checkpoints beside: the training starts from the beginning; give "
+            "--restore-file %s to go on",
+            path,
+            len(others),
+            others[0],
+        )
+
+
+def _checkpoints_beside(path: str) -> list[str]:
+    """Return the other checkpoints of a folder, the newest first."""
+    found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
+    return sorted(found, key=os.path.getmtime, reverse=True)

@@ -1,0 +1,283 @@
+"""The configuration of the whole run, as the task sees it: checked and completed before training.
+
+While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer
+will use. A task without a dataclass has the plain command line, which knows no root: the run keeps it.
+"""
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairseq.file_io import PathManager
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
+from fairseq.optim import OPTIMIZER_REGISTRY
+from fairseq.utils import import_user_module
+from torch import nn
+
+from fairseq_tutel import plugin
+from fairseq_tutel.optim.moe_optimizer import twin_name
+from fairseq_tutel.optim.zero_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
+from fairseq_tutel.plugin.feed_forward import named_stacks
+from fairseq_tutel.plugin.flags import SystemOptions, defaults
+from fairseq_tutel.plugin.resume import checkpoint_to_load
+from fairseq_tutel.plugin.task_options import give_system_options
+from fairseq_tutel.ranks.groups import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def config_of(task: Any) -> Any:
+    """Return a task's configuration; fairseq's older tasks keep it in `args`."""
+    cfg = getattr(task, "cfg", None)
+    return getattr(task, "args", None) if cfg is None else cfg
+
+
+_running: list[Any] = []
+
+
+class KeepRoot:
+    """fairseq's `main`, during which its FairseqConfig is kept; it can be pickled, for ranks it spawns."""
+
+    def __init__(self, main: Any) -> None:
+        self.main = main
+
+    def __call__(self, cfg: Any, **kwargs: Any) -> Any:
+        """Run `main`; a user's tasks are there before, as hydra needs them."""
+        import_user_module(cfg.common)
+        # A spawned rank has imported this file, so fairseq passes over a --user-dir that is the package.
+        plugin.register()
+        give_system_options()
+        _say_what_has_no_effect(cfg)
+        _running[:] = [cfg]
+        try:
+            return self.main(cfg, **kwargs)
+        finally:
+            _running.clear()
+
+
+def _say_what_has_no_effect(cfg: Any) -> None:
+    """Warn of system options in the training of a dense model: every task takes them."""
+    name = getattr(cfg.model, "_name", None)
+    model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
+    has_experts = getattr(model, "has_experts", model is None)
+    if cfg.common_eval.path is not None or has_experts or cfg.distributed_training.distributed_rank:
+        return
+    for key, default in defaults(SystemOptions).items():
+        value = getattr(cfg.task, key, default)
+        # Ranks of any training meet within the time-out.
+        if value != default and key != "moe_comm_timeout":
+            flag = key.replace("_", "-")
+            logger.warning("--%s %s has no effect: --arch %s has no experts", flag, value, name)
+
+
+def root_of(task: Any) -> Any:
+    """Return the run's FairseqConfig, or None where the task was built outside of one."""
+    cfg = config_of(task)
+    root = cfg._get_root() if hasattr(cfg, "_get_root") else None
+    if root is None or "distributed_training" not in root:
+        return _running[0] if _running else None
+    return root
+
+
+def saves_shards(task: Any) -> bool:
+    """Whether --moe-checkpoint is sharded."""
+    return _is_sharded(config_of(task))
+
+
+def _is_sharded(cfg: Any) -> bool:
+    value = getattr(cfg, "moe_checkpoint", "full")
+    return str(getattr(value, "value", value)) == "sharded"
+
+
+def is_training(task: Any) -> bool:
+    """Whether the model that is being built is to be trained, not opened from a checkpoint.
+
+    The other commands, and Python code that opens a file, run with all experts on every rank, since
+    their batches differ in number between ranks. They all build through one function of fairseq's, which
+    does not tell the model so; the call stack does.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "load_model_ensemble_and_task":
+            return False
+        frame = frame.f_back
+    return root_of(task) is not None
+
+
+def device_of(root: Any) -> torch.device:
+    """Return the kind of device that the run will use."""
+    on_gpu = torch.cuda.is_available() and not (root is not None and root.common.cpu)
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def complete(
+    root: Any, model: nn.Module, topology: Topology, in_step: bool = False, sliced: bool = False
+) -> str | None:
+    """Refuse what cannot work, and set what experts need of the run; every change is logged once.
+
+    Returns the path of the checkpoint that the training will go on from, or None.
+
+    Args:
+        root: the FairseqConfig of a training.
+        model: the stock model, before its FFNs are replaced.
+        topology: where experts will live.
+        in_step: whether layers talk across ranks even where each holds all experts.
+        sliced: whether ranks hold slices of experts.
+    """
+    world = root.distributed_training.distributed_world_size
+    # On the command line fairseq itself concludes this; under hydra the run would be in fp32.
+    for precision in ("fp16", "bf16"):
+        if root.common[f"memory_efficient_{precision}"]:
+            _set(root.common, precision, True)
+    _refuse_unrelated_trainings()
+    _refuse_run(root, world, on_gpu=device_of(root).type == "cuda")
+    if topology.expert_parallel_size > 1 or (in_step and topology.world_size > 1):
+        _refuse_layerdrop(model)
+    if topology.expert_parallel_size > 1:
+        _refuse_for_shared_experts(root, sliced)
+    plan, stage = plan_of(root), getattr(root.task, "moe_zero_stage", 0)
+    if stage and world == 1:
+        logger.warning(
+            "--moe-zero-stage %d has no effect on one rank: nobody shares its parameters", stage
+        )
+    if plan is not None:
+        refuse_with_shards(root, plan)
+        if plan.stage:
+            # torch's own would all-reduce whole gradients during the backward.
+            _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
+    path = checkpoint_to_load(root.checkpoint)
+    _use_twin_optimizer(root)
+    if root.common.fp16:
+        # One flat tensor of all gradients would lose which of them are experts'.
+        _set(root.common, "fp16_no_flatten_grads", True)
+    return path
+
+
+def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
+    if cfg[key] != value:
+        flag, shown = key.replace("_", "-"), "" if value is True else f" {value}"
+        logger.info("set --%s%s, which %s need", flag, shown, needed_by)
+        cfg[key] = value
+
+
+def _refuse_unrelated_trainings() -> None:
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"WORLD_SIZE is {launched} in the environment, but this process would train alone and "
+            "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`."
+        )
+
+
+def refuse_backend(distributed: Any) -> None:
+    """Refuse what wraps a model so that experts are no longer each rank's own.
+
+    Args:
+        distributed: that part of the FairseqConfig of a training.
+    """
+    backend = str(distributed.ddp_backend)
+    if backend in ("fully_sharded", "slowmo"):
+        raise ValueError(
+            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
+            "replicas; use legacy_ddp, or pytorch_ddp on a GPU."
+        )
+
+
+def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
+    distributed, common = root.distributed_training, root.common
+    refuse_backend(distributed)
+    backend = str(distributed.ddp_backend)
+    bad = [
+        (
+            world > 1 and not on_gpu and backend not in ("legacy_ddp", "no_c10d"),
+            f"--ddp-backend is {backend}, which needs a GPU; add --ddp-backend legacy_ddp.",
+        ),
+        (
+            world > 1 and root.ema.store_ema,
+            "--store-ema is set on several ranks, where the moving average of remote experts is not "
+            "kept; drop it or train on one rank.",
+        ),
+        (
+            not on_gpu and common.fp16,
+            f"--{'memory-efficient-' if common.memory_efficient_fp16 else ''}fp16 is set on a CPU, where "
+            "fairseq's fp16 needs a GPU; drop it.",
+        ),
+        (
+            not on_gpu and common.amp,
+            "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it.",
+        ),
+        (
+            common.model_parallel_size > 1,
+            f"--model-parallel-size is {common.model_parallel_size}, which does not compose with "
+            "experts; set it to 1.",
+        ),
+        (
+            distributed.pipeline_model_parallel,
+            "--pipeline-model-parallel is set, which does not compose with experts; drop it.",
+        ),
+        (
+            str(distributed.zero_sharding) != "none",
+            f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they "
+            "were replicas; set it to none and give --moe-zero-stage instead.",
+        ),
+        (
+            _is_sharded(root.task)
+            and PathManager.path_requires_pathmanager(root.checkpoint.save_dir),
+            f"--save-dir is {root.checkpoint.save_dir}, which is no folder of this machine, and "
+            "--moe-checkpoint is sharded, which writes into one; give a folder, or full.",
+        ),
+        (
+            root.checkpoint.write_checkpoints_asynchronously,
+            "--write-checkpoints-asynchronously is set, which writes files in place, so that a kill leaves "
+            "a torn one; drop it.",
+        ),
+        (
+            not (root.optimizer and root.optimizer._name),
+            "--optimizer is not given; choose one, such as moe_adam.",
+        ),
+        (
+            world > 1 and root.optimization.use_bmuf,
+            "--use-bmuf is set, which averages experts as if they were replicas; drop it.",
+        ),
+    ]
+    for wrong, message in bad:
+        if wrong:
+            raise ValueError(message)
+
+
+def _refuse_layerdrop(model: nn.Module) -> None:
+    for side, _, layers in named_stacks(model):
+        value = getattr(layers, "p", 0.0)  # a LayerDropModuleList has it
+        if value > 0:
+            raise ValueError(
+                f"--{side}-layerdrop is {value}: ranks would drop different layers and wait for each "
+                "other for ever; set it to 0, or --moe-expert-parallel-size to 1 and no gshard_global in "
+                "--moe-balance-loss."
+            )
+
+
+def _refuse_for_shared_experts(root: Any, sliced: bool) -> None:
+    name = root.optimizer._name
+    if sliced and getattr(root.optimizer, "fp16_adam_stats", False):
+        raise ValueError(
+            "--fp16-adam-stats is set, whose scales hold for a whole expert, and ranks hold slices of one; "
+            "drop it, or give --moe-expert-parallel-size a divisor of the experts."
+        )
+    if name.removeprefix("moe_") in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"--optimizer is {name}, whose updates look at all experts of a layer at once, and ranks "
+            "hold a part of them each; use moe_adam, or --moe-expert-parallel-size 1."
+        )
+
+
+def _use_twin_optimizer(root: Any) -> None:
+    name = root.optimizer._name
+    twin = twin_name(name)
+    if twin != name and twin in OPTIMIZER_REGISTRY:
+        logger.info("optimizer %s becomes %s, which knows experts", name, twin)
+        root.optimizer._name = twin
+        if hasattr(root.optimizer, "optimizer"):  # fairseq's older ones have the whole command line
+            root.optimizer.optimizer = twin

@@ -1,0 +1,219 @@
+"""What a task must do to train experts, on one rank and on several; stock tasks get it attached."""
+
+import logging
+import sys
+from numbers import Number
+from typing import Any
+
+import torch
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.models import FairseqEncoder
+from torch import nn
+
+from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.comm.timer import ExchangeTimer
+from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.moe.update_tuner import UpdateTuner
+from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.plugin.elastic_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.flags import defaults
+from fairseq_tutel.plugin.inference_mixin import InferenceMixin
+from fairseq_tutel.plugin.run_config import config_of, root_of
+from fairseq_tutel.ranks import groups
+from fairseq_tutel.ranks.guard import guarded
+
+logger = logging.getLogger(__name__)
+
+
+class MoETaskMixin(InferenceMixin):
+    """Goes before a FairseqTask class."""
+
+    _has_experts = False
+    _has_balance_loss = False
+    moe_tuner: UpdateTuner | None = None
+    _clipped_before = -1
+
+    def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the criterion; say so once when it has no balance loss."""
+        criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
+        if not self._has_experts and _is_first_rank():
+            logger.warning(
+                "the model has no experts: the --moe- options of %s have no effect",
+                type(self).__name__,
+            )
+        if self._has_experts and not hasattr(criterion, "gate_loss") and _is_first_rank():
+            logger.warning(
+                "criterion %s trains the experts without a balance loss; moe_cross_entropy, "
+                "moe_label_smoothed_cross_entropy and moe_masked_lm have one",
+                type(criterion).__name__,
+            )
+            if getattr(config_of(self), "record_a2a_perf_stats", False):
+                logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
+        if hasattr(criterion, "gate_loss") and not self._has_balance_loss and _is_first_rank():
+            _warn_of_idle_options(cfg)
+        return criterion
+
+    def train_step(
+        self,
+        sample: Any,
+        model: nn.Module,
+        criterion: Any,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward; a dummy batch, which keeps ranks in step, routes and counts nothing."""
+        layers = moe_layers(model)
+        if layers and layers[0].experts.everywhere is not None:
+            experts.drop_everywhere(model)
+        for layer in layers:
+            layer.skip_tokens = ignore_grad
+        self._begin_micro_batch(0 if ignore_grad else int(sample.get("ntokens", 0)), optimizer)
+        error = sys.exc_info()[1]
+        diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
+        if diagnosing:
+            _drop_backward_hooks_of_encoders(model)
+        step = f"the training step of update {update_num}"
+        with guarded(step), _out_of_memory_ends_the_job(step):
+            result = super().train_step(  # type: ignore[misc]
+                sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
+            )
+        if self.moe_tuner is not None:
+            self.moe_tuner.end()  # what follows the last backward takes as long whatever was chosen
+        if diagnosing:
+            # The trainer runs the step again after a NaN, to find where; then it raises this.
+            raise FloatingPointError(
+                f"the loss or a gradient became NaN or infinite at update {update_num} (loss now "
+                f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input; the last "
+                "saved checkpoint is from before it."
+            )
+        if ignore_grad:
+            # The trainer leaves it out by itself where it is the last of its update, and there alone.
+            loss, sample_size, log = result
+            result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
+        return result
+
+    def _begin_micro_batch(self, num_tokens: int, optimizer: Any) -> None:
+        """Let the tuner choose how an update runs, before its first micro-batch; count the others."""
+        if self.moe_tuner is None:
+            return
+        # An update whose gradients were clipped is over, also where an overflow kept it from its step.
+        clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
+        if clipped != self._clipped_before:
+            self._clipped_before = clipped
+            self.moe_tuner.begin(num_tokens)
+        else:
+            self.moe_tuner.add_micro_batch(num_tokens)
+
+    def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
+        """Take the step, then let the balance biases take theirs, by the load of all ranks."""
+        super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
+        # Under --amp a step with an overflow comes here too, and its batch comes again.
+        if getattr(innermost_optimizer(optimizer), "took_step", True):
+            update_biases(model)
+
+    def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
+        """Run the stock step; out of memory ends the job."""
+        for layer in moe_layers(model):
+            layer.skip_tokens = False
+        step = "a validation step"
+        with guarded(step), _out_of_memory_ends_the_job(step):
+            return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
+
+    def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
+        """Forget what the last backward left in the timers."""
+        super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
+        for layer in moe_layers(model):
+            if layer.timer is not None:
+                layer.timer.read_and_reset()
+
+    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the stock iterator, whose epochs are made the same on every number of ranks."""
+        iterator, root = super().get_batch_iterator(*args, **kwargs), root_of(self)  # type: ignore[misc]
+        if type(iterator) is EpochBatchIterator:
+            iterator.__class__ = ElasticEpochBatchIterator
+        if isinstance(iterator, ElasticEpochBatchIterator):
+            if root is not None:
+                iterator.update_freq = root.optimization.update_freq
+        elif _is_first_rank():
+            logger.info(
+                "%s resumes in the middle of an epoch on the same number of ranks only, and on several "
+                "ranks with --update-freq above 1 miscounts the last update of an epoch",
+                type(iterator).__name__,
+            )
+        return iterator
+
+
+def _zero(value: Any) -> Any:
+    """Return nothing of a number or tensor that is to be added up; else the value."""
+    if torch.is_tensor(value):
+        return torch.zeros_like(value)
+    return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
+
+
+class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its use
+    """On several ranks, turn an out-of-memory error into one that the trainer does not swallow.
+
+    Stock skips the batch on this rank alone; the others would wait in an exchange for ever.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        place = groups.in_use()
+        if (
+            place.world_size > 1
+            and isinstance(error, RuntimeError)
+            and "out of memory" in str(error)
+        ):
+            raise MemoryError(
+                f"rank {place.rank} had too little memory in {self.what}; lower --max-tokens or "
+                "--batch-size, or add --checkpoint-activations."
+            ) from error
+
+
+def _warn_of_idle_options(cfg: Any) -> None:
+    """Say which options of a criterion have no effect where layers have no balance loss."""
+    dataclass = CRITERION_DATACLASS_REGISTRY.get(getattr(cfg, "_name", None))
+    if dataclass is None:  # a user's own
+        return
+    for key, default in defaults(dataclass).items():
+        given = getattr(cfg, key)
+        if key.startswith("moe_gate_loss") and str(given) != str(default):
+            flag = key.replace("_", "-")
+            logger.warning("--%s %s has no effect: --moe-balance-loss is none", flag, given)
+
+
+def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
+    """Let stock look for a NaN where an encoder returns a dict of lists, in which torch finds no tensor.
+
+    Its layers keep their hooks.
+    """
+    for module in model.modules():
+        if isinstance(module, FairseqEncoder):
+            module._backward_hooks.clear()
+
+
+def _is_first_rank() -> bool:
+    return groups.in_use().rank == 0
+
+
+def attach(task: Any, model: nn.Module) -> None:
+    """Give a task the mixin (a stock one by changing its class) and the layers the task's options."""
+    if not isinstance(task, MoETaskMixin):
+        stock = type(task)
+        task.__class__ = type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__})
+    task._has_experts, layers = True, moe_layers(model)
+    task._has_balance_loss = any(layer.balance_weights for layer in layers)
+    if getattr(config_of(task), "record_a2a_perf_stats", False):
+        if layers[0].topology.expert_parallel_size == 1:
+            logger.warning("--record-a2a-perf-stats has no effect: every rank has all experts")
+        for layer in layers:
+            layer.timer = ExchangeTimer()

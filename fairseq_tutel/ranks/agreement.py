@@ -1,0 +1,127 @@
+"""Fingerprint: ranks that were started differently are told so before their first collective.
+
+Every rank writes its facts and their digest to the store by which ranks find each other. Rank 0
+compares W digests, reads the facts behind each different one once, and writes a verdict that all read.
+"""
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from fairseq_tutel.ranks.guard import (
+    CommunicationError,
+    absent,
+    guarded,
+    name_ranks,
+    timeout_of_groups,
+    wait_for,
+    watched,
+)
+
+# Where no time-out is set: as long as torch waits for ranks that start.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Ranks hear of a failure from rank 0, which is to give up before them and end after them.
+MARGIN = timedelta(seconds=10)
+SHOWN_FACTS = 3
+SHOWN_CHARACTERS = 80
+NOTHING = object()
+
+# Every rank makes the same calls, so that these numbers are the same; a new default group starts anew.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+def agree(facts: Mapping[str, Any]) -> None:
+    """Compare the facts of all ranks; return where they are the same. No collective.
+
+    Every rank must call it, as often as the others. One rank, or none, agrees with itself.
+
+    Args:
+        facts: by the name that the user knows each by, such as an option; values that JSON can hold,
+            else their str().
+
+    Raises:
+        ValueError: ranks differ; one sentence, the same on every rank, names option, values and fix.
+        CommunicationError: a rank did not come within the time-out of `guard.set_timeout`.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    numbers = _numbers.setdefault(distributed_c10d._get_default_group(), itertools.count())
+    place = f"fairseq_tutel/agree/{next(numbers)}"
+    timeout = timeout_of_groups() or DEFAULT_TIMEOUT
+    text = json.dumps(facts, sort_keys=True, default=str)
+    operation = "the comparison of all ranks' options"
+    with watched(operation), guarded(operation):
+        store.set(f"{place}/facts/{rank}", text)
+        store.set(f"{place}/digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
+        if rank == 0:
+            store.set(f"{place}/verdict", json.dumps(_compare(store, place, timeout)))
+        store.wait([f"{place}/verdict"], timeout + MARGIN)
+        late, sentence = json.loads(store.get(f"{place}/verdict"))
+        if sentence and rank > 0:
+            store.set(f"{place}/read/{rank}", "read")
+        elif sentence:
+            # Others can not read the verdict once the process that keeps the store has ended.
+            came = [r for r in range(1, dist.get_world_size()) if r not in late]
+            wait_for(store, f"{place}/read", came, MARGIN.total_seconds())
+    if late:
+        raise CommunicationError(sentence)
+    if sentence:
+        raise ValueError(sentence)
+
+
+def _compare(store: dist.Store, place: str, timeout: timedelta) -> tuple[list[int], str]:
+    """Return (ranks that did not come, what is wrong); nothing of both where all agree."""
+    ranks = range(dist.get_world_size())
+    start = time.monotonic()
+    try:
+        store.wait([f"{place}/digest/{rank}" for rank in ranks], timeout)
+    except RuntimeError:
+        late = absent(store, f"{place}/digest", ranks)
+        name = name_ranks(late)
+        return late, (
+            f"{name} did not come to the comparison of all ranks' options within "
+            f"{time.monotonic() - start:.0f} s; look at the log of {name}, or raise --moe-comm-timeout "
+            "where it is only slow to start."
+        )
+    alike: dict[bytes, list[int]] = {}
+    for rank in ranks:
+        alike.setdefault(store.get(f"{place}/digest/{rank}"), []).append(rank)
+    if len(alike) == 1:
+        return [], ""
+    parties = [(same, json.loads(store.get(f"{place}/facts/{same[0]}"))) for same in alike.values()]
+    return [], _sentence(parties)
+
+
+def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
+    """Name what differs; a party is (ranks, the facts that they share)."""
+    names = sorted({name for _, facts in parties for name in facts})
+    differing = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for ranks, facts in parties:
+            ranks_of.setdefault(_shown(facts.get(name, NOTHING)), []).extend(ranks)
+        if len(ranks_of) > 1:
+            values = (f"{value} on {name_ranks(sorted(on))}" for value, on in ranks_of.items())
+            differing.append(f"{name} is {' and '.join(values)}")
+    more = len(differing) - SHOWN_FACTS
+    others = f" ({more} more differ)" if more > 0 else ""
+    return (
+        f"{', '.join(differing[:SHOWN_FACTS])}{others}; start all ranks with the same command, packages "
+        "and data."
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is NOTHING:
+        return "not there"
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

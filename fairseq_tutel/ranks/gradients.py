@@ -1,0 +1,112 @@
+"""Gradients of experts across ranks: the sum over all ranks' tokens, reduced and measured once.
+
+After a backward, an expert's gradient is already the sum over the tokens of its expert group, while a
+dense parameter's is averaged over the W ranks. Summing the replicas and dividing by W puts both on
+one scale.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.guard import guarded
+
+
+def mark_expert(parameter: nn.Parameter) -> None:
+    """Mark a parameter as this rank's own part of the experts.
+
+    fairseq's data parallel skips it by the first name, Tutel's distributed optimizer by the second.
+    """
+    parameter.expert = True  # type: ignore[attr-defined]
+    parameter._tutel_expert = True  # type: ignore[attr-defined]
+
+
+def mark_root_scaled(parameter: nn.Parameter) -> None:
+    """Let an expert's summed gradient be divided by sqrt(W) instead of W (Meta's sqrt_world_size)."""
+    parameter.root_scaled = True  # type: ignore[attr-defined]
+
+
+def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
+    """Multiply the gradients that `mark_root_scaled` chose by sqrt(W), in place, after the division."""
+    for parameter in parameters:
+        if getattr(parameter, "root_scaled", False) and parameter.grad is not None:
+            parameter.grad.mul_(world_size**0.5)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether `mark_expert` was called on this parameter, or on the one it is an fp32 copy of."""
+    return getattr(parameter, "expert", False)
+
+
+def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
+    """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
+    for parameter in parameters:
+        if not is_expert(parameter) or not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
+        parameter.grad.div_(topology.world_size)
+        if topology.replica_group is not None:
+            with guarded("the all-reduce of expert gradients", topology.replica_group):
+                dist.all_reduce(parameter.grad, group=topology.replica_group)
+
+
+def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
+    """Make an infinite or NaN expert gradient on one rank show on all, in place. Collective.
+
+    torch's GradScaler decides by a rank's own gradients whether it skips a step and lowers its scale.
+    Dense gradients are the same on all ranks by now; of the experts', each rank knows a part.
+    """
+    grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
+    if not grads:  # a criterion's parameters, say; the same on all ranks
+        return
+    finite = torch.stack([g.isfinite().all() for g in grads]).all()
+    overflow = (~finite).to(torch.float32)
+    with guarded("the all-reduce of the gradients' overflow"):
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+    first = grads[0][(0,) * grads[0].dim()]
+    first.copy_(torch.where(overflow > 0, torch.inf, first))
+
+
+def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
+    """Return the L2 norm over dense parameters and the experts of all ranks, each counted once.
+
+    Reduced over all W ranks and divided by the replicas, so every rank gets the same bits, and a NaN
+    or infinity on one rank reaches all. Collective. fp32 (fp64 for fp64 gradients).
+    """
+    dense: list[Tensor] = []
+    experts: list[Tensor] = []
+    device = torch.device("cpu")
+    for parameter in parameters:
+        device = parameter.device
+        if parameter.grad is not None:
+            (experts if is_expert(parameter) else dense).append(parameter.grad)
+    square = square_norm(experts, device)
+    if topology.expert_parallel_size > 1:
+        with guarded("the all-reduce of the gradient norm"):
+            dist.all_reduce(square)
+        square = square / topology.num_replicas
+    return (square + square_norm(dense, device)).sqrt()
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale every gradient by min(1, max_norm / norm), in place; max_norm <= 0 leaves them."""
+    if max_norm <= 0:
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))
+
+
+def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of all elements' squares in fp32 (fp64 for fp64), 0 on `device` for none."""
+    if not grads:
+        return torch.zeros((), device=device, dtype=torch.float32)
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in grads])
+    return norms.square().sum()

@@ -1,0 +1,320 @@
+"""Topology: which ranks exchange tokens and which hold the same experts; the only creator of groups.
+
+W world_size, P expert_parallel_size, E experts. P consecutive ranks exchange tokens (an expert group);
+ranks equal modulo P are replicas of the same experts (a replica group). Where P exceeds a layer's E,
+s = P / E consecutive ranks hold a slice each of one expert.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fairseq_tutel.ranks.agreement import agree
+from fairseq_tutel.ranks.guard import guarded, name_ranks, timeout_of_groups, watched
+from fairseq_tutel.ranks.slices import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The expert group's ranks by node: rank n * L + l is local index l of node n.
+
+    Attributes:
+        nodes: N.
+        local: L, ranks of each node.
+        node_group: this rank's node, L ranks.
+        rail_group: the ranks of this local index, one in each node.
+    """
+
+    nodes: int
+    local: int
+    node_group: dist.ProcessGroup
+    rail_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One rank's place. A group is None where it would hold this rank alone.
+
+    `share_groups` has, by size, the consecutive ranks among which slices of an expert may be gathered.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    expert_parallel_size: int = 1
+    expert_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    grid: Grid | None = None
+    share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def expert_rank(self) -> int:
+        """Position in the expert group, 0 .. P - 1."""
+        return self.rank % self.expert_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same experts, W / P."""
+        return self.world_size // self.expert_parallel_size
+
+    def part(self, num_experts: int) -> Part:
+        """Return which of a layer's experts this rank holds, or holds a slice of.
+
+        Raises:
+            ValueError: the topology was made for other experts.
+        """
+        size = self.expert_parallel_size
+        if num_experts % size and size % num_experts:
+            raise ValueError(
+                f"num_experts (--moe-expert-count) is {num_experts}, but the layer's topology was made for "
+                f"experts that {size} ranks share; make it with make_topology([{num_experts}]), or of all "
+                "layers' numbers of experts."
+            )
+        count = max(1, num_experts // self.expert_parallel_size)
+        slices = self.slices(num_experts)
+        which, index = divmod(self.expert_rank, slices)
+        return Part(count, which * count, slices, index)
+
+    def local_experts(self, num_experts: int) -> range:
+        """Return the global ids of these experts."""
+        part = self.part(num_experts)
+        return range(part.first, part.first + part.num_local)
+
+    def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
+        """Return the ranks that gather s / r slices of an expert under r >= 1; None for one slice.
+
+        Raises:
+            ValueError: the topology was made for other experts, or for another r.
+        """
+        joined = slices // degree
+        if joined > 1 and joined not in self.share_groups:
+            raise ValueError(
+                f"adaptive_r (--moe-adaptive-r) is {degree}, so that {joined} ranks gather an expert's "
+                "slices, but the layer's topology was made without such groups; make it with make_topology "
+                "for all layers' numbers of experts, and without degree_of or with one that gives this r."
+            )
+        return self.share_groups.get(joined)
+
+    def slices(self, num_experts: int) -> int:
+        """Return s, how many ranks of the expert group one expert has."""
+        return max(1, self.expert_parallel_size // num_experts)
+
+
+def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
+    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts.
+
+    Raises:
+        ValueError: `requested` does not divide W, or neither divides a layer's experts nor is a multiple.
+    """
+    if requested == 0:
+        return math.gcd(world_size, *expert_counts)
+    fits = requested > 0 and world_size % requested == 0
+    if not fits or any(n % requested and requested % n for n in expert_counts):
+        counts = ", ".join(map(str, sorted(set(expert_counts))))
+        raise ValueError(
+            f"--moe-expert-parallel-size is {requested}, which does not fit the number of ranks "
+            f"({world_size}) and the number of experts ({counts}); give a common divisor, a divisor of the "
+            "ranks that is a multiple of the experts, or 0 for the greatest common divisor; or start other "
+            "numbers of ranks, with torchrun."
+        )
+    return requested
+
+
+def share_sizes(
+    size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
+) -> tuple[int, ...]:
+    """Return how many ranks may gather an expert's slices: s / r, but for 1.
+
+    Args:
+        size: P.
+        expert_counts: experts of every layer.
+        degree_of: the r of a layer with s slices; None for any divisor of s.
+    """
+    sizes: set[int] = set()
+    for slices in {size // n for n in expert_counts if size > n}:
+        degrees = range(1, slices + 1) if degree_of is None else [degree_of(slices)]
+        sizes |= {slices // r for r in degrees if r > 0 and slices % r == 0}
+    return tuple(sorted(sizes - {1}))
+
+
+# new_group is collective and a group lives as long as the job: made once, shared by all models.
+_topologies: dict[tuple[int, int, int, tuple[int, ...]], Topology] = {}
+# The arguments that all ranks were found to give alike.
+_agreed: set[tuple[tuple[int, ...], int, int]] = set()
+_in_use: list[Topology] = []
+
+
+def make_topology(
+    expert_counts: Sequence[int],
+    requested: int = 0,
+    ranks_per_node: int = 0,
+    degree_of: Callable[[int], int] | None = None,
+) -> Topology:
+    """Return this rank's topology, creating its groups in the same order on every rank.
+
+    Collective: every rank must call it with the same arguments, which are compared the first time. Without
+    torch.distributed: one rank.
+
+    Args:
+        expert_counts: experts of every layer.
+        requested: P; 0 for the greatest that fits.
+        ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
+            makes none.
+        degree_of: the one r that a layer with s slices will run with; None for any, which takes more
+            groups.
+
+    Raises:
+        ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
+        CommunicationError: a rank did not come.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        expert_parallel_size(1, expert_counts, requested)
+        _in_use[:] = [Topology()]
+        return _in_use[0]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    _agree(tuple(expert_counts), requested, ranks_per_node)
+    size = expert_parallel_size(world, expert_counts, requested)
+    shares = share_sizes(size, expert_counts, degree_of)
+    key = (world, size, ranks_per_node, shares)
+    if key not in _topologies:
+        _topologies[key] = _create(world, rank, size, ranks_per_node, shares)
+    _in_use[:] = [_topologies[key]]
+    return _in_use[0]
+
+
+def in_use() -> Topology:
+    """Return the topology that `make_topology` gave last in this process; one rank before that.
+
+    For code that sees parameters but no layer, such as an optimizer: a training has one topology.
+    """
+    return _in_use[-1] if _in_use else Topology()
+
+
+def destroy() -> None:
+    """Forget every group, after dist.destroy_process_group."""
+    _topologies.clear()
+    _agreed.clear()
+    _in_use.clear()
+    _parts.clear()
+
+
+def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) -> None:
+    """Compare the arguments of all ranks before any group is made: others would make ranks wait."""
+    arguments = (expert_counts, requested, ranks_per_node)
+    if arguments not in _agreed:
+        agree(
+            {
+                "--moe-expert-parallel-size": requested,
+                "the number of experts of each layer": expert_counts,
+                "the number of ranks of a node": ranks_per_node,
+            }
+        )
+        _agreed.add(arguments)
+
+
+def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...]) -> Topology:
+    expert_group = replica_group = None
+    if size > 1:
+        # Also for P = W: a communicator of its own, whose order no data-parallel bucket disturbs.
+        expert_group = _consecutive(world, rank, size)
+        for first in range(size if size < world else 0):
+            group = _new(range(first, world, size))
+            replica_group = group if rank % size == first else replica_group
+    return Topology(
+        world_size=world,
+        rank=rank,
+        expert_parallel_size=size,
+        expert_group=expert_group,
+        replica_group=replica_group,
+        grid=_create_grid(world, rank, size, local),
+        share_groups={
+            number: expert_group
+            if number == size and expert_group is not None
+            else _consecutive(world, rank, number)
+            for number in shares
+        },
+    )
+
+
+def _consecutive(world: int, rank: int, number: int) -> dist.ProcessGroup:
+    """Make a group of every `number` consecutive ranks, and return this rank's."""
+    mine = None
+    for first in range(0, world, number):
+        group = _new(range(first, first + number))
+        mine = group if first <= rank < first + number else mine
+    assert mine is not None, "every rank is in one"
+    return mine
+
+
+def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
+    if local < 2 or size <= local or size % local:
+        return None
+    node_group, rail_group = _consecutive(world, rank, local), None
+    for first in range(0, world, size):
+        for index in range(local):
+            rail = range(first + index, first + size, local)
+            group = _new(rail)
+            rail_group = group if rank in rail else rail_group
+    assert rail_group is not None, "every rank is on one"
+    return Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
+
+
+# A group of a group lives as long as the one it was made from; all layers share it.
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], Topology]] = (
+    WeakKeyDictionary()
+)
+
+
+def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
+    """Return this rank's topology in a group.
+
+    Collective over the group alone, the first time that groups within it are needed.
+
+    Args:
+        group: the ranks.
+        num_experts: E.
+        sliced: W ranks hold slices of fewer experts; otherwise P is the greatest common divisor of W and E.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    size = world if sliced else math.gcd(world, num_experts)
+    shares = share_sizes(size, [num_experts])
+    made = _parts.setdefault(group, {})
+    if (size, shares) not in made:
+        made[size, shares] = _split(group, world, rank, size, shares)
+    return made[size, shares]
+
+
+def _split(
+    group: dist.ProcessGroup, world: int, rank: int, size: int, shares: tuple[int, ...]
+) -> Topology:
+    def around(number: int) -> dist.ProcessGroup:
+        first = rank - rank % number
+        return group if number == world else _new_group(group, range(first, first + number))
+
+    replicas = range(rank % size, world, size)
+    return Topology(
+        world_size=world,
+        rank=rank,
+        expert_parallel_size=size,
+        expert_group=around(size) if size > 1 else None,
+        replica_group=_new_group(group, replicas) if 1 < size < world else None,
+        share_groups={number: around(number) for number in shares},
+    )
+
+
+def _new_group(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
+    # Local synchronization: the ranks outside know nothing of this layer and join in no call.
+    everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
+    backend = dist.get_backend(group)
+    return _new(everywhere, group, backend=backend, use_local_synchronization=True)
+
+
+def _new(
+    ranks: Sequence[int], callers: dist.ProcessGroup | None = None, **options: Any
+) -> dist.ProcessGroup:
+    operation = f"the creation of the group of {name_ranks(ranks)}"
+    with watched(operation), guarded(operation, callers):
+        return dist.new_group(ranks, timeout=timeout_of_groups(), **options)

@@ -1,0 +1,175 @@
+"""Checkpoints of Tutel's fairseq example (examples/fairseq_moe): names and options, theirs and ours.
+
+Its decoder layers have a `moe_ffn`: top-2 with an fp32 gate and noise, nothing dropped, one expert on each
+rank, no activation between an expert's maps. It has no options: all is fixed, or in the environment.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from fairseq_tutel.tools.convert.fairseq_names import TASKS, has_twin, is_language_model
+from fairseq_tutel.tools.convert.options import model_options, name_of, rename
+from fairseq_tutel.tools.convert.our_options import (
+    RUN_OPTIONS,
+    flag,
+    our_defaults,
+    plain,
+    refuse,
+    refuse_what_only_ours_compute,
+    top_k_of,
+)
+
+LAYER = "Tutel's"
+OPTIMIZER = "last_optimizer_state"
+FIXED = {
+    "moe_top_k": 2,
+    "moe_top1_expert": False,
+    "moe_capacity_factor": 0.0,
+    "moe_eval_capacity_factor": 0.0,
+    "moe_gate_noise": 1.0,
+    "no_moe_gating_use_fp32": False,
+    "moe_normalize_gate": "before",
+    "moe_balance_loss": "gshard:1",
+    "moe_expert_ffn_dim": 0,
+}
+
+
+def is_fairseq(state: Any, keys: list[str]) -> bool:
+    """Return whether a file whose weights are under `keys` is a fairseq checkpoint."""
+    return keys == ["model"] and bool(state.get("cfg") or state.get("args"))
+
+
+def layer_to_ours(prefix: str) -> str:
+    """Return our prefix of a layer of Tutel's.
+
+    Raises:
+        ValueError: it is none of the example's.
+    """
+    found = re.fullmatch(r"(decoder\.layers\.\d+\.)moe_ffn\.", prefix)
+    if found is None:
+        raise ValueError(
+            f"--input-prefix has the MoE layer {prefix.rstrip('.')} in a fairseq checkpoint, where Tutel's "
+            "example has decoder.layers.N.moe_ffn; save its weights as a file of their own and give that."
+        )
+    return f"{found[1]}fc1."
+
+
+def weight_to_ours(name: str, layers: Iterable[str]) -> str:
+    """Return our name of a weight that is no layer's: the norm within experts is theirs here."""
+    before, _, rest = name.partition("ffn_layernorm.")
+    return (
+        f"{before}fc1.experts.hidden_layer_norm.{rest}" if f"{before}moe_ffn." in layers else name
+    )
+
+
+def translate_to_ours(state: dict[str, Any], layers: dict[str, int], activation: str) -> list[str]:
+    """Give a checkpoint of the example our names and options, in place; return what is different.
+
+    Args:
+        state: rank 0's, with our weights.
+        layers: prefix of every layer of Tutel's, and its experts.
+        activation: of the experts.
+
+    Raises:
+        ValueError: no model of ours computes the same.
+    """
+    arch, options = name_of(state, "model"), model_options(state)
+    if not has_twin(arch):
+        raise ValueError(
+            f"--input-prefix has the architecture {arch or 'without a name'}, which has no twin here; give "
+            "a checkpoint of transformer_lm… or transformer…."
+        )
+    freq = _frequency(layers, options)
+    if len(set(layers.values())) > 1:
+        raise ValueError(
+            "--input-prefix has layers of different numbers of experts; give one model's."
+        )
+    has_dense = freq > 1 or not is_language_model(arch)
+    dense = options.get("activation_fn", "relu")
+    if has_dense and dense != activation:
+        raise ValueError(
+            f"--expert-activation is {activation}, as Tutel's example leaves its experts, but the dense "
+            f"layers have {dense}, and here all have one; give --expert-activation {dense} if the experts "
+            "were trained with it."
+        )
+    sides = {} if is_language_model(arch) else {"encoder_moe_freq": 0, "decoder_moe_freq": freq}
+    count = str(next(iter(layers.values())))
+    options.update(FIXED, activation_fn=activation, moe_freq=freq, moe_expert_count=count, **sides)
+    rename(state, "model", f"moe_{arch}")
+    rename(state, "task", TASKS.get(name_of(state, "task"), name_of(state, "task")))
+    notes = [
+        "the weight of the balance loss stood in the environment (L_AUX_WT); give a training "
+        "--moe-gate-loss-wt, with --moe-gate-loss-combine-method sum."
+    ]
+    if state.pop(OPTIMIZER, None):
+        notes.append(
+            "the optimizer state is left out: it is rank 0's alone; start from the file by "
+            "--finetune-from-model, or by --restore-file with --reset-optimizer."
+        )
+    return notes
+
+
+def _frequency(layers: Iterable[str], options: dict[str, Any]) -> int:
+    """Return the n of every n-th decoder layer being a MoE layer."""
+    found = sorted(int(prefix.split(".")[2]) for prefix in layers)
+    count = int(options.get("decoder_layers") or found[-1] + 1)
+    freq = found[0] + 1
+    if found != [i for i in range(count) if (i + 1) % freq == 0]:
+        raise ValueError(
+            f"--input-prefix has experts in the decoder layers {found} of {count}, which no --moe-freq "
+            "gives; give the files of one training of Tutel's example."
+        )
+    return freq
+
+
+def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> list[str]:
+    """Give a checkpoint of ours the names of Tutel's example, in place; return what is different.
+
+    Raises:
+        ValueError: the example cannot compute the same.
+    """
+    arch, options = name_of(state, "model"), model_options(state)
+    if not has_twin(arch.removeprefix("moe_")):
+        raise ValueError(
+            f"--input has the architecture {arch}, and Tutel's example knows transformer_lm… and "
+            "transformer… alone; give a checkpoint of such a model."
+        )
+    if ranks != num_experts:
+        raise ValueError(
+            f"--ranks is {ranks}, and Tutel's example has one expert on each; give {num_experts}."
+        )
+    if any(name.startswith("encoder.") and ".fc1.gate." in name for name in state["model"]):
+        raise ValueError(
+            "--input has experts in its encoder, and Tutel's example has none there; give a model without."
+        )
+    ours = {**our_defaults(), **options}
+    refuse_what_only_ours_compute(ours, LAYER)
+    computed = {
+        "--moe-top-k": (top_k_of(ours), 2),
+        "--moe-normalize-gate": (plain(ours["moe_normalize_gate"]), "before"),
+        "--moe-routed-scaling-factor": (ours["moe_routed_scaling_factor"], 1),
+    }
+    for option, (value, needed) in computed.items():
+        if value != needed:
+            refuse(option, value, LAYER)
+    notes = []
+    activation = plain(ours.get("activation_fn", "relu"))
+    if activation != "linear":
+        notes.append(
+            f"--activation-fn is {activation}; Tutel's example has linear, fixed in its code: put "
+            f"{activation} there, or it computes something else; the way back needs convert tutel "
+            f"--expert-activation {activation}."
+        )
+    for key, fixed in FIXED.items():
+        value = plain(ours.get(key, fixed))
+        if value != fixed:
+            notes.append(f"{flag(key)} is {value}; Tutel's example has {fixed}, fixed in its code.")
+    for key in (*our_defaults(), *RUN_OPTIONS):
+        options.pop(key, None)
+    rename(state, "model", arch.removeprefix("moe_"))
+    stock = {ours: theirs for theirs, ours in reversed(TASKS.items())}
+    rename(state, "task", stock.get(name_of(state, "task"), name_of(state, "task")))
+    if state.pop(OPTIMIZER, None):
+        notes.append("the optimizer state is left out: each rank's is its own in Tutel's example.")
+    return notes

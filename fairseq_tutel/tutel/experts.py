@@ -1,0 +1,294 @@
+"""Experts in Tutel's form: a dict -> a stack of experts, one of ours or one of the two kinds here.
+
+R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
+
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.config import AT_LEAST_1, MoEConfig, Rule
+from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.moe.experts import Experts, apply_map, build_experts
+from fairseq_tutel.moe.initial import hashed_seed
+from fairseq_tutel.ranks.slices import Part
+from fairseq_tutel.tutel.arguments import TRUE_OR_FALSE, check, check_keys, require
+
+COUNTS = ("num_experts_per_device", "count_per_node")  # the second is the older name of the first
+FUNCTION: Rule = (lambda v: v is None or callable(v), "give a function of a tensor, or None")
+RULES: dict[str, Rule] = {
+    "hidden_size_per_expert": AT_LEAST_1,
+    "output_dim": (
+        lambda v: v is None or AT_LEAST_1[0](v),
+        "give a whole number, at least 1, or None",
+    ),
+    "activation_fn": FUNCTION,
+    "activation_fn_with_self": FUNCTION,
+    "has_fc1_bias": TRUE_OR_FALSE,
+    "has_fc2_bias": TRUE_OR_FALSE,
+}
+BUILT_IN = {"ffn": tuple(RULES), "llama_ffn": ("hidden_size_per_expert", "activation_fn")}
+NOT_PASSED = ("type", "module", *COUNTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertContext:
+    """What a custom module gets beside its rows, under the names that it has in Tutel.
+
+    A custom module is never cut into pieces, so `sharded_count` is 1 and every rank has whole experts.
+    """
+
+    model_dim: int
+    num_global_experts: int
+    num_local_experts: int
+    world_size: int
+    group: dist.ProcessGroup | None
+    sharded_count: int = 1
+    adaptive_degree: int = 1
+    megablocks_size: int = 0
+
+
+class FFNExperts(Experts):
+    """Experts with an activation of the user's, biases one by one, or an output of another dimension.
+
+    Parameters: as `Experts`, with fc2_weight [e, O, H] and fc2_bias [e, O].
+
+    Args:
+        config: of the layer.
+        part: which of its experts are here.
+        options: of the experts' dict.
+    """
+
+    def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
+        super().__init__(config, part)
+        self.activation = options.get("activation_fn")
+        self.activation_with_self = options.get("activation_fn_with_self")
+        out_dim = options.get("output_dim") or config.model_dim
+        hidden_dim = config.hidden_dim // part.slices
+        # What an activation finds on the experts in Tutel.
+        self.model_dim, self.output_dim = config.model_dim, out_dim
+        self.hidden_size_per_expert, self.hidden_size = config.hidden_dim, hidden_dim
+        self.num_experts_per_device, self.sharded_count = part.num_local, part.slices
+        self.fc2_weight = nn.Parameter(torch.empty(part.num_local, out_dim, hidden_dim))
+        if not config.expert_bias:
+            return
+        self.fc2_bias = nn.Parameter(torch.empty(part.num_local, out_dim // part.slices))
+        for name in ("fc1", "fc2"):
+            if not options.get(f"has_{name}_bias", True):
+                setattr(self, f"{name}_bias", None)
+
+    @property
+    def is_one_node(self) -> bool:
+        """Never: the activation is the user's."""
+        return False
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Return [R, O]; the activation sees the rows of all local experts, [R, H]."""
+        hidden_RH = apply_map("fc1", rows_RD, groups, tensors)
+        if self.activation_with_self is not None:
+            hidden_RH = self.activation_with_self(hidden_RH, self)
+        else:
+            hidden_RH = (self.activation or F.relu)(hidden_RH)
+        if self.config.expert_type == "glu":
+            hidden_RH = hidden_RH * apply_map("fc3", rows_RD, groups, tensors)
+        return apply_map("fc2", hidden_RH, groups, tensors)
+
+
+class ModuleExperts(ExpertStack):
+    """One module of the user's for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
+
+    Rows are padded with zeros to the busiest expert's number, at least 1. Parameters are held under
+    their own names, with __ for a dot, so that they are exchanged, saved and resumed as all experts are.
+
+    Args:
+        config: of the layer.
+        part: which of its experts are here.
+        build: returns the module, with weights drawn.
+        context: what the module is called with.
+
+    Raises:
+        ValueError: a parameter whose dimension 0 is not the local experts.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        part: Part,
+        build: Callable[[], nn.Module],
+        context: ExpertContext,
+    ) -> None:
+        super().__init__(config, part)
+        self.build, self.context = build, context
+        self._given: tuple[int, ...] = (config.model_dim,)
+        self._returned: tuple[int, ...] = ()
+        with drawn_from(0):  # reset_parameters draws them for good
+            module = build()
+        require(
+            isinstance(module, nn.Module),
+            f"experts' module gave {type(module).__name__}; give the class of a torch module.",
+        )
+        # Not a submodule: it lends its forward, the tensors are here.
+        self._module = [module]
+        for name, parameter in module.named_parameters():
+            require(
+                parameter.shape[:1] == (part.num_local,),
+                f"expert {type(module).__name__} has the parameter {name} of shape "
+                f"{tuple(parameter.shape)}; give dimension 0 to the {part.num_local} local experts.",
+            )
+            self.register_parameter(_key(name), parameter)
+        for name, buffer in module.named_buffers():
+            self.register_buffer(_key(name), buffer)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw all local experts by the module's constructor, each rank from a seed of its own."""
+        if any(parameter.is_meta for parameter in self.parameters()):
+            return
+        with drawn_from(hashed_seed(seed, name, self.first, "experts")):
+            drawn = self.build()
+        for tensor, value in (*drawn.named_parameters(), *drawn.named_buffers()):
+            getattr(self, _key(tensor)).copy_(value)
+
+    @contextmanager
+    def features(self, shape: tuple[int, ...]) -> Iterator[Callable[[], tuple[int, ...]]]:
+        """Show D to the module as these dimensions; gives a function for those that it returned."""
+        self._given = shape
+        try:
+            yield lambda: self._returned
+        finally:
+            self._given = (self.config.model_dim,)
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run the module once on the rows of all local experts."""
+        (module,) = self._module
+        module.train(self.training)
+        counts = list(groups.host)
+        rows_RD = rows_RD[: sum(counts)]
+        x_eND = pad_sequence(list(rows_RD.split(counts)), batch_first=True)
+        if x_eND.shape[1] == 0:  # one row of padding keeps the graph, and with it the collectives
+            x_eND = F.pad(x_eND, (0, 0, 0, 1))
+        own = {**dict(self.named_buffers()), **tensors}
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        state = {name: own[_key(name)] for name in names}
+        y = functional_call(module, state, (x_eND.unflatten(2, self._given), self.context))
+        require(
+            y.shape[:2] == x_eND.shape[:2],
+            f"expert {type(module).__name__} gave the shape {tuple(y.shape)} for "
+            f"{tuple(x_eND.shape)}; keep the first two dimensions, experts and rows.",
+        )
+        self._returned = tuple(y.shape[2:])
+        kept = zip(y.flatten(2).unbind(0), counts, strict=True)
+        return torch.cat([rows[:count] for rows, count in kept])
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
+
+
+@contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Seed torch's global generators within, and leave them as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
+    """Return (num_experts_per_device, the fields of MoEConfig that experts decide).
+
+    Raises:
+        ValueError: an unknown type or key, or a value that is not allowed.
+    """
+    require(
+        isinstance(experts, Mapping) and experts.get("type") in (*BUILT_IN, "custom"),
+        f"experts is {experts!r}; give a dict with a type of {', '.join(BUILT_IN)} or custom, such as "
+        "{'type': 'ffn', 'num_experts_per_device': 2, 'hidden_size_per_expert': 1024}.",
+    )
+    given = [name for name in COUNTS if name in experts]
+    require(len(given) < 2, f"experts has both {' and '.join(COUNTS)}, which are one; give one.")
+    per_device = experts[given[0]] if given else 1
+    if experts["type"] == "custom":
+        require(
+            callable(experts.get("module")),
+            f"experts' module is {experts.get('module')!r}; give the class of the experts.",
+        )
+        # A hidden dimension of theirs is their own affair; MoEConfig must have one.
+        return per_device, {"model_dim": model_dim, "hidden_dim": model_dim}
+    return per_device, {"model_dim": model_dim, **_built_in_fields(experts)}
+
+
+def _built_in_fields(experts: Mapping[str, Any]) -> dict[str, Any]:
+    kind = experts["type"]
+    check_keys(f"experts {kind!r}", experts, ("type", *COUNTS, *BUILT_IN[kind]))
+    require(
+        "hidden_size_per_expert" in experts,
+        "experts has no hidden_size_per_expert; give the hidden dimension of one expert.",
+    )
+    for key in BUILT_IN[kind]:
+        if key in experts:
+            check(f"experts' {key}", experts[key], RULES[key])
+    require(
+        experts.get("activation_fn") is None or experts.get("activation_fn_with_self") is None,
+        "experts has both activation_fn and activation_fn_with_self; give one of them.",
+    )
+    fields = {"hidden_dim": experts["hidden_size_per_expert"], "activation": "relu"}
+    if kind == "llama_ffn":  # drawn as Tutel draws it
+        return {**fields, "expert_type": "glu", "expert_bias": False, "init_std": 0.01}
+    has_bias = [experts.get(f"has_{name}_bias", True) for name in ("fc1", "fc2")]
+    return {**fields, "expert_bias": any(has_bias)}
+
+
+def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
+    """Return whether so many ranks can each hold a slice of one expert of this dict."""
+    if experts["type"] not in BUILT_IN:
+        return False
+    widths = [experts["hidden_size_per_expert"]]
+    if experts["type"] != "llama_ffn":  # whose output has no bias to cut
+        widths += [model_dim, experts.get("output_dim") or model_dim]
+    return not any(width % slices for width in widths)
+
+
+def _count_name(module: Callable[..., Any]) -> str:
+    """Return how a user's class calls the number of local experts; older ones have another name."""
+    try:
+        names = inspect.signature(module).parameters
+    except ValueError:  # of a class written in C
+        return COUNTS[0]
+    older = "local_experts"
+    return older if older in names and COUNTS[0] not in names else COUNTS[0]
+
+
+def build_from_dict(
+    experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
+) -> ExpertStack:
+    """Return the local experts of a dict that `check_experts` has taken."""
+    if experts["type"] == "custom":
+        build = functools.partial(
+            experts["module"],
+            model_dim=config.model_dim,
+            sharded_count=context.sharded_count,
+            **{_count_name(experts["module"]): part.num_local},
+            **{key: value for key, value in experts.items() if key not in NOT_PASSED},
+        )
+        return ModuleExperts(config, part, build, context)
+    ordinary = (
+        experts.get("activation_fn") is None
+        and experts.get("activation_fn_with_self") is None
+        and experts.get("output_dim") in (None, config.model_dim)
+        and experts.get("has_fc1_bias", True) == experts.get("has_fc2_bias", True)
+    )
+    if ordinary:
+        return build_experts(config, part)
+    return FFNExperts(config, part, experts)

@@ -1,0 +1,442 @@
+"""Tutel's constructor on this package's layer: `moe_layer(gate_type={...}, model_dim=..., experts={...})`.
+
+docs/tutel.md lists every argument, and what differs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.config import AT_LEAST_1, CAPACITY, MoEConfig
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.gates import build_gate, reset_gate
+from fairseq_tutel.moe.initial import hashed_seed
+from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
+from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks.launcher import ranks_per_node
+from fairseq_tutel.tutel import arguments as options
+from fairseq_tutel.tutel.capacity import most_tokens, tutel_capacity
+from fairseq_tutel.tutel.experts import (
+    ExpertContext,
+    ModuleExperts,
+    build_from_dict,
+    can_slice,
+    check_experts,
+    drawn_from,
+)
+from fairseq_tutel.tutel.gates import (
+    custom_gate,
+    gate_dicts,
+    gate_fields,
+    set_fields,
+    show_fields,
+)
+
+
+class TutelMoELayer(nn.Module):
+    """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
+
+    The dicts are read and left as they are. What is given to one call holds for that call.
+
+    Args:
+        gate_type: a dict, or a list of dicts for several gates on the same experts.
+        model_dim: features of a token.
+        experts: a dict; `num_experts_per_device` counts the experts of a rank.
+        scan_expert_func: called as (name, parameter) for every expert parameter of this rank.
+        result_func: applied to y before it is returned.
+        group: ranks that exchange tokens; None for all.
+        seeds: (gate, experts, afterwards): the last is left in torch's global generator. A gate's or
+            experts' that is None is drawn from it, which must then be seeded alike on every rank.
+        a2a_ffn_overlap_degree: chunks in which rows travel while experts work.
+        is_postscore: weights multiply what experts give, otherwise what they read.
+        batch_prioritized_routing: full experts keep the tokens with the largest probability.
+        normalize_gate: for k > 1 a token's weights sum to 1 before dropping.
+        is_gshard_loss: the GShard loss, otherwise Tutel's load and importance.
+        parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (r as large as it can
+            be) or auto (as data; `ft.UpdateTuner` is what measures).
+        use_2dh: rows go by 2-D hierarchical all-to-all where experts are on several whole nodes.
+        pad_samples: has no effect, as in Tutel.
+        tutel_capacity: experts have as many places as Tutel gives them, otherwise as in `ft.MoELayer`.
+
+    Raises:
+        ValueError: an argument that is not allowed.
+    """
+
+    def __init__(
+        self,
+        gate_type: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        model_dim: int,
+        experts: Mapping[str, Any],
+        scan_expert_func: Callable[[str, nn.Parameter], Any] | None = None,
+        result_func: Callable[[Tensor], Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        seeds: Sequence[int | None] | None = None,
+        a2a_ffn_overlap_degree: int = 1,
+        is_postscore: bool = True,
+        batch_prioritized_routing: bool = False,
+        normalize_gate: bool = True,
+        is_gshard_loss: bool = True,
+        parallel_type: str = "adaptive:1",
+        use_2dh: bool = False,
+        *,
+        pad_samples: bool | None = None,
+        tutel_capacity: bool = False,
+    ) -> None:
+        super().__init__()
+        options.check("model_dim", model_dim, AT_LEAST_1)
+        if pad_samples is not None:
+            options.say_no_effect("pad_samples", pad_samples)
+        self.is_postscore = is_postscore
+        self.batch_prioritized_routing = batch_prioritized_routing
+        self.normalize_gate = normalize_gate
+        self.is_gshard_loss = is_gshard_loss
+        self.group = group
+        self.tutel_capacity = options.check_switch("tutel_capacity", tutel_capacity)
+        gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
+        per_device, expert_fields = check_experts(experts, model_dim)
+        self.num_global_experts = options.count_experts(per_device, group)
+        self.sharded_count = max(1, options.count_ranks(group) // self.num_global_experts)
+        divisors = (r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0)
+        self.valid_rs = [0, *divisors]
+        sliced = self.sharded_count > 1 and can_slice(experts, model_dim, self.sharded_count)
+        topology = _topology(group, self.num_global_experts, sliced, use_2dh)
+        how = options.check_how(
+            a2a_ffn_overlap_degree,
+            parallel_type,
+            use_2dh,
+            self.sharded_count,
+            topology,
+            topology.slices(self.num_global_experts),
+        )
+        fields = {
+            **expert_fields,
+            "num_experts": self.num_global_experts,
+            **self._fields(),
+        }
+        agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
+        self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
+        self.moe.how = how
+        self.experts.saved_by_rank = True
+        options.say_copies(topology.num_replicas)
+        self.result_func = result_func
+        if scan_expert_func is not None:
+            for name, parameter in self.experts.expert_parameters().items():
+                scan_expert_func(name, parameter)
+        if seed_after is not None:
+            torch.manual_seed(seed_after)
+
+    def forward(
+        self,
+        input: Tensor,
+        gate_index: int = 0,
+        capacity_factor: float | None = None,
+        top_k: int | None = None,
+        a2a_ffn_overlap_degree: int | None = None,
+        reserve_dims: int = 1,
+        inequivalent_tokens: bool = False,
+        adaptive_r: int | None = None,
+        megablocks_size: int = 0,
+    ) -> Any:
+        """Route every token of the input through its experts.
+
+        Args:
+            input: [..., model_dim]; with `reserve_dims` r its last r dimensions together are a token.
+            gate_index: which of several gates.
+            capacity_factor: of this call, instead of the gate's; 0 drops nothing.
+            top_k: of this call, instead of the gate's.
+            a2a_ffn_overlap_degree: of this call, instead of the layer's.
+            reserve_dims: see `input`.
+            inequivalent_tokens: ranks may always differ in tokens; with `tutel_capacity` the places of all
+                go by the largest number of them.
+            adaptive_r: of this call, instead of what `parallel_type` says.
+            megablocks_size: has no effect.
+
+        Returns:
+            y: the shape and dtype of `input`, except where experts have another output dimension. The
+            balance loss is `y.l_aux`, a differentiable scalar. Both go through `result_func`.
+
+        Raises:
+            ValueError: a shape or number that does not fit.
+        """
+        together = options.check_switch("inequivalent_tokens", inequivalent_tokens)
+        options.check_megablocks(megablocks_size)
+        if together and not self.tutel_capacity:
+            options.say_no_effect("inequivalent_tokens", True)
+        self._take_over()
+        kept, self.moe.how = self.moe.how, self._how(a2a_ffn_overlap_degree, adaptive_r)
+        try:
+            y, balance_loss = self._routed(
+                input, reserve_dims, gate_index, capacity_factor, top_k, together
+            )
+        finally:
+            self.moe.how = kept
+        y.l_aux = balance_loss  # type: ignore[attr-defined]
+        return y if self.result_func is None else self.result_func(y)
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields of MoEConfig that attributes of the layer decide."""
+
+        def is_on(name: str) -> bool:
+            return options.check_switch(name, getattr(self, name))
+
+        return {
+            "prescore": not is_on("is_postscore"),
+            "drop_policy": "bpr" if is_on("batch_prioritized_routing") else "position",
+            "normalize_gate": "before" if is_on("normalize_gate") else "none",
+            "balance_loss": "gshard" if is_on("is_gshard_loss") else "load_importance_tutel",
+        }
+
+    def _take_over(self) -> None:
+        """Let the layer run by what was set on it, or on its gates, since the last call."""
+        configs, of_layer = self.moe.gate_configs, self._fields()
+        fields = [
+            {**of_layer, **set_fields(gate, i, config)}
+            for i, (gate, config) in enumerate(zip(self.gates, configs, strict=True))
+        ]
+        if any(
+            getattr(config, name) != value
+            for config, own in zip(configs, fields, strict=True)
+            for name, value in own.items()
+        ):
+            _check_noise(fields)
+            configs = [
+                dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)
+            ]
+            self.moe.configure(configs[0], configs)
+
+    def _how(self, overlap: int | None, degree: int | None) -> How:
+        """Return how one call runs; what is not given is the layer's."""
+        how, slices = self.moe.how, self.experts.part.slices
+        if overlap is not None:
+            how = dataclasses.replace(how, overlap=options.check_overlap(overlap))
+        if degree is not None:
+            degree = options.check_adaptive(degree, self.sharded_count, slices)
+            how = dataclasses.replace(how, adaptive_r=degree)
+        return how
+
+    def _routed(
+        self,
+        x: Tensor,
+        reserve_dims: int,
+        gate_index: int,
+        capacity_factor: float | None,
+        top_k: int | None,
+        together: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if top_k is not None:
+            options.check("top_k", top_k, AT_LEAST_1)
+            top_k = min(top_k, self.num_global_experts)
+        if capacity_factor is not None:
+            options.check("capacity_factor", capacity_factor, CAPACITY)
+        outer, token = _split_shape(x, reserve_dims, self.moe.config.model_dim)
+        x_TD = x.reshape(outer.numel(), token.numel())
+        weight = next(self.experts.parameters(), None)
+        if weight is not None and not torch.is_autocast_enabled(x.device.type):
+            x_TD = x_TD.to(weight.dtype)
+        call: dict[str, Any] = {
+            "gate_index": gate_index,
+            "capacity_factor": capacity_factor,
+            "top_k": top_k,
+        }
+        if self.tutel_capacity:
+            call["capacity_factor"] = self._capacity(x_TD, together, **call)
+        if isinstance(self.experts, ModuleExperts):
+            with self.experts.features(token) as returned:
+                y_TD, output = self.moe(x_TD, **call)
+                out = returned()
+        else:
+            y_TD, output = self.moe(x_TD, **call)
+            out = tuple(token) if y_TD.shape[1] == token.numel() else (y_TD.shape[1],)
+        return y_TD.view(*outer, *out).to(x.dtype), output.balance_loss
+
+    def _capacity(
+        self,
+        x_TD: Tensor,
+        together: bool,
+        gate_index: int,
+        capacity_factor: float | None,
+        top_k: int | None,
+    ) -> Capacity:
+        """Return Tutel's places in one call, where asked for by the tokens of all ranks together."""
+        _, config, _ = self.moe.gate_at(gate_index)
+        num_tokens = len(x_TD)
+        if together and self.topology.world_size > 1:
+            num_tokens = most_tokens(num_tokens, x_TD.device, self.group)
+        return tutel_capacity(
+            config.capacity_factor if capacity_factor is None else capacity_factor,
+            config.top_k if top_k is None else top_k,
+            self.num_global_experts,
+            num_tokens,
+            self.sharded_count * self.moe.how.overlap,
+        )
+
+    @property
+    def a2a_ffn_overlap_degree(self) -> int:
+        """Chunks in which rows travel while experts work; may be set."""
+        return self.moe.how.overlap
+
+    @a2a_ffn_overlap_degree.setter
+    def a2a_ffn_overlap_degree(self, degree: int) -> None:
+        self.moe.how = self._how(degree, None)
+
+    @property
+    def adaptive_degree(self) -> int:
+        """The r of `parallel_type`; may be set, to one of `valid_rs`."""
+        return self.moe.how.adaptive_r
+
+    @adaptive_degree.setter
+    def adaptive_degree(self, degree: int) -> None:
+        self.moe.how = self._how(None, degree)
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts this rank has, whole or in slices."""
+        return self.experts.num_local
+
+    @property
+    def experts(self) -> ExpertStack:
+        """The experts of this rank."""
+        return self.moe.experts
+
+    @property
+    def gates(self) -> list[nn.Module]:
+        """The gates, in the order of `gate_index`."""
+        return [self.moe.gate, *self.moe.other_gates]
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks exchange tokens, and which hold the same experts."""
+        return self.moe.topology
+
+    def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of the 'gate', or of the 'local_experts'.
+
+        Raises:
+            ValueError: another type.
+        """
+        options.require(
+            param_type in ("gate", "local_experts"),
+            f"param_type is {param_type!r}; choose gate or local_experts.",
+        )
+        if param_type == "local_experts":
+            return self.experts.named_parameters()
+        return nn.ModuleList(self.gates).named_parameters()
+
+    @staticmethod
+    def global_expert_count(
+        num_local_experts: float, group: dist.ProcessGroup | None = None
+    ) -> int:
+        """Return the experts of all ranks of the group from `num_experts_per_device`."""
+        return options.count_experts(num_local_experts, group)
+
+
+moe_layer = TutelMoELayer
+
+
+def _build(
+    gate_type: Sequence[Mapping[str, Any]],
+    experts: Mapping[str, Any],
+    fields: dict[str, Any],
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    seeds: tuple[int, int],
+) -> MoELayer:
+    """Return the layer of these gates and experts; `fields` are of every gate's MoEConfig."""
+    gate_seed, expert_seed = seeds
+    model_dim, num_experts = fields["model_dim"], fields["num_experts"]
+    own, modules = [], []
+    for i, gate in enumerate(gate_type):
+        with drawn_from(hashed_seed(gate_seed, "", -1, _gate_name(i))):
+            module = custom_gate(gate, model_dim, num_experts)
+        own.append({**fields, **gate_fields(gate, num_experts, module)})
+        modules.append(module)
+    _check_noise(own)
+    configs = [MoEConfig(**gate) for gate in own]
+    gates = [
+        build_gate(config, config.gate_type) if module is None else module
+        for config, module in zip(configs, modules, strict=True)
+    ]
+    part = topology.part(num_experts)
+    context = ExpertContext(
+        model_dim=model_dim,
+        num_global_experts=num_experts,
+        num_local_experts=part.num_local,
+        world_size=topology.world_size,
+        group=group,
+    )
+    stack = build_from_dict(experts, configs[0], part, context)
+    layer = MoELayer(
+        configs[0], topology, seed=expert_seed, gate_configs=configs, gates=gates, experts=stack
+    )
+    for i, built in enumerate(gates):
+        reset_gate(built, gate_seed, "", _gate_name(i))
+        show_fields(built, configs[i])
+    return layer
+
+
+def _check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a load without noise to weigh it by, from the fields of every gate's MoEConfig."""
+    for i, gate in enumerate(fields):
+        options.require(
+            gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
+            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
+            "such as 1.0.",
+        )
+
+
+def _gate_name(index: int) -> str:
+    return f"gate{index or ''}"
+
+
+def _topology(
+    group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool
+) -> Topology:
+    """Return where experts live; where they are sliced, each of a group's ranks has a part of one."""
+    if group is not None:
+        return topology_within(group, num_experts, sliced)
+    requested = options.count_ranks() if sliced else 0
+    return make_topology([num_experts], requested, ranks_per_node() if use_2dh else 0)
+
+
+def _agreed_seeds(
+    gate: int | None, experts: int | None, shared_by: int, group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """Return the seeds of gates and experts; where ranks share an expert, they take the first's.
+
+    With Tutel every rank gives its experts another seed, since there it draws a part of each. Here an
+    expert's own number goes into its seed, and ranks with the same expert must draw the same.
+    """
+    if gate is None or experts is None:
+        drawn = int(torch.randint(2**62, ()))
+        gate = drawn if gate is None else gate
+        experts = drawn if experts is None else experts
+    if shared_by > 1:
+        first = [experts]
+        source = 0 if group is None else dist.get_global_rank(group, 0)
+        with guarded("the agreement on seeds", group):
+            dist.broadcast_object_list(first, src=source, group=group)
+        (experts,) = first
+    return gate, experts
+
+
+def _split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Size, torch.Size]:
+    """Return (the shape of the tokens, the shape of one token's features)."""
+    options.require(
+        options.is_whole(reserve_dims, 1) and reserve_dims <= x.dim(),
+        f"reserve_dims is {reserve_dims!r} but the input has the shape {tuple(x.shape)}; give a whole "
+        f"number from 1 to {x.dim()}.",
+    )
+    outer, features = x.shape[:-reserve_dims], x.shape[-reserve_dims:]
+    options.require(
+        features.numel() == model_dim,
+        f"the input has the shape {tuple(x.shape)}, {features.numel()} features for a token, but model_dim "
+        f"is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
+    )
+    return outer, features

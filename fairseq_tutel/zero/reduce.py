@@ -1,0 +1,141 @@
+"""When ZeRO reduces gradients: all after the last backward (stage 1), or during each (stage 2)."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.ranks.gradients import square_norm
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.zero.partition import Bucket
+from fairseq_tutel.zero.transfer import Transfer, reduce_gradients
+
+
+class GradientReducer:
+    """Brings the gradients of buckets to their owners.
+
+    In a backward (`eager`) a bucket leaves when all its gradients are there and all buckets before it have
+    left, so that all ranks call the same collectives, whatever parameters some of them did not use. None
+    is waited for before the backward has ended on this rank: another rank may send its own only then.
+
+    Args:
+        buckets: of one rank (G = 1) or more.
+        world_size: W.
+        eager: reduce during each backward (stage 2).
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
+        self.world_size, self.eager = world_size, eager
+        self.alone = [bucket for bucket in buckets if bucket.share.size == 1]
+        self.shared = [bucket for bucket in buckets if bucket.share.size > 1]
+        self.on_the_way: list[Transfer] = []
+        self.reset()
+        if eager:
+            for number, bucket in enumerate(self.shared):
+                for piece in bucket.pieces:
+                    _set_hook(piece.parameter, self, number)
+
+    def reset(self) -> None:
+        """Forget what the last update did."""
+        self.sent = 0  # buckets of this backward
+        self.here: list[set[int]] = [set() for _ in self.shared]
+        self.backwards = 0
+        self.is_reduced = False
+
+    def arrived(self, parameter: nn.Parameter, number: int) -> None:
+        """Take note that a parameter of bucket `number` has its gradient; send what is complete.
+
+        Raises:
+            RuntimeError: its bucket has left.
+        """
+        if number < self.sent:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} gets its gradient in several parts, as one "
+                "that several checkpointed layers share, or this backward did not go through the "
+                "optimizer; give --moe-zero-stage 1."
+            )
+        self.here[number].add(id(parameter))
+        while self.sent < len(self.shared) and self._is_complete(self.sent):
+            self._send()
+
+    def finish_backward(self) -> None:
+        """Reduce what a backward left, on the ranks that did not use all parameters. Collective."""
+        if not self.eager:
+            return
+        while self.sent < len(self.shared):
+            self._send()
+        self._finish(self.on_the_way)
+        self.backwards += 1
+        self.sent, self.here = 0, [set() for _ in self.shared]
+
+    def reduce(self) -> None:
+        """Make all gradients ready for a step, once an update. Collective."""
+        if self.is_reduced:
+            return
+        self.is_reduced = True
+        if self.eager and self.backwards == 0:
+            self.finish_backward()
+        elif not self.eager:
+            for bucket in self.shared:
+                self.on_the_way.append(reduce_gradients(bucket))
+                # Two at once: the next is stacked while one is on the way.
+                self._finish(self.on_the_way[:-1])
+            self._finish(self.on_the_way)
+        if self.world_size > 1:
+            for bucket in self.alone:
+                _divide(bucket)
+
+    def _is_complete(self, number: int) -> bool:
+        return len(self.here[number]) == len(self.shared[number].pieces)
+
+    def _send(self) -> None:
+        self._finish([t for t in self.on_the_way if t.is_done()])
+        self.on_the_way.append(reduce_gradients(self.shared[self.sent]))
+        self.sent += 1
+
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in list(transfers):
+            transfer.finish()
+            self.on_the_way.remove(transfer)
+
+
+def sharded_grad_norm(buckets: Sequence[Bucket], place: Topology) -> Tensor:
+    """Return the L2 norm of all ranks' reduced gradients, of which each rank holds its own.
+
+    Every rank gets the same bits, and a NaN or infinity on one rank reaches all. Collective.
+    """
+    grads: list[Tensor | None] = []
+    for bucket in buckets:
+        grads += bucket.gradients() if bucket.gradient is None else [bucket.gradient]
+    square = square_norm([grad for grad in grads if grad is not None], buckets[0].first.device)
+    if place.world_size > 1:
+        with guarded("the all-reduce of the gradient norm"):
+            dist.all_reduce(square)
+    return square.sqrt()
+
+
+def _divide(bucket: Bucket) -> None:
+    for piece in bucket.pieces:
+        parameter = piece.parameter
+        if parameter.grad is None:
+            parameter.grad = parameter.new_zeros(parameter.shape)
+        parameter.grad.div_(bucket.share.divisor)
+
+
+def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
+    """Tell a reducer of a parameter's gradients, instead of the one that was told before.
+
+    fairseq builds its optimizer anew when it loads a checkpoint; the first one must not answer any more.
+    """
+    told = weakref.ref(reducer)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (found := told()) is not None:
+            found.arrived(parameter, number)
+
+    former = getattr(parameter, "zero_hook", None)
+    if former is not None:
+        former.remove()
+    parameter.zero_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]

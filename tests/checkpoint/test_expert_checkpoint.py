@@ -1,0 +1,140 @@
+"""Checkpoints of split experts: one format for every number of ranks.
+
+Covered: gathering to rank 0 with and without replicas, the state dict of the others, dropping what was
+gathered, saving on W ranks and loading on another W, tensors of an optimizer, bf16; in pieces of
+few bytes, whole experts and slices.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.checkpoint import experts as checkpoint
+from fairseq_tutel.checkpoint.experts import (
+    drop_gathered,
+    expert_modules,
+    gather_experts,
+    gather_to_first,
+)
+from fairseq_tutel.ranks.groups import Topology
+
+CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
+
+
+def model(
+    topology: Topology | None, seed: int = 1, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    layers = [MoELayer(CONFIG, topology, seed=seed, name=name) for name in ("a", "b")]
+    return nn.Sequential(layers[0], nn.Identity(), layers[1]).to(dtype)
+
+
+def save(parallel: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    topology = make_topology([4], parallel)
+    split = model(topology, dtype=dtype)
+    gather_experts(split, topology)
+    state = {name: tensor.clone() for name, tensor in split.state_dict().items()}
+    drop_gathered(split)
+    local = 4 // topology.expert_parallel_size
+    assert split.state_dict()["0.experts.fc1_bias"].shape[0] == local
+    return state
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("world_size, parallel", [(2, 0), (2, 1), (4, 0), (4, 2), (4, 1)])
+def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel):
+    first, *_ = ranks(world_size).run(save, parallel, torch.float32)
+    same(first, model(None).state_dict())
+
+
+def test_bf16_is_gathered_as_it_is(ranks):
+    first, *_ = ranks(4).run(save, 2, torch.bfloat16)
+    same(first, model(None, dtype=torch.bfloat16).state_dict())
+
+
+def load(parallel: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Load, and return what rank 0 would save again."""
+    topology = make_topology([4], parallel)
+    split = model(topology, seed=2)
+    split.load_state_dict(saved)
+    gather_experts(split, topology)
+    return dict(split.state_dict())
+
+
+@pytest.mark.parametrize("saved_on, loaded_on, parallel", [(2, 4, 0), (4, 2, 0), (2, 4, 2)])
+def test_a_checkpoint_of_some_ranks_loads_on_others(ranks, saved_on, loaded_on, parallel):
+    saved = ranks(saved_on).run(save, 0, torch.float32)[0]
+    same(ranks(loaded_on).run(load, parallel, saved)[0], saved)
+
+
+def gather_moments(parallel: int) -> Tensor | None:
+    topology = make_topology([4], parallel)
+    # One row per local expert, named by its global id; replicas differ to show whose is taken.
+    held = [
+        [float(e), dist.get_rank() // topology.expert_parallel_size]
+        for e in topology.local_experts(4)
+    ]
+    return gather_to_first(torch.tensor(held), topology)
+
+
+@pytest.mark.parametrize("parallel", (2, 4))
+def test_any_tensor_of_the_experts_is_gathered_by_global_id_from_the_first_group(ranks, parallel):
+    first, *others = ranks(4).run(gather_moments, parallel)
+    assert first.tolist() == [[float(e), 0.0] for e in range(4)]
+    assert others == [None] * 3
+
+
+def gather_in_pieces(parallel: int, limit: int) -> tuple[dict[str, Tensor], int]:
+    """Save with small pieces; return what is saved, and the largest number of bytes that were gathered."""
+    stock, largest = dist.gather, [0]
+
+    def gather(tensor: Tensor, parts: list[Tensor] | None, **where: Any) -> None:
+        largest.append(sum(part.nbytes for part in parts or []))
+        stock(tensor, parts, **where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "GATHERED_BYTES", limit)
+        patch.setattr(dist, "gather", gather)
+        return save(parallel, torch.float32), max(largest)
+
+
+@pytest.mark.parametrize("parallel", [2, 4])
+def test_rank_0_s_device_holds_a_piece_at_a_time(ranks, parallel):
+    (saved, largest), *_ = ranks(4).run(gather_in_pieces, parallel, 100)
+    assert 80 < largest <= 100
+    same(saved, model(None).state_dict())
+
+
+def slices_in_pieces() -> dict[str, Tensor]:
+    place = make_topology([2], 4)
+    split = MoELayer(MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), place, seed=1, name="a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "GATHERED_BYTES", 80)
+        gather_experts(split, place)
+    return dict(split.state_dict())
+
+
+def test_slices_are_joined_from_their_pieces(ranks):
+    first, *_ = ranks(4).run(slices_in_pieces)
+    whole = MoELayer(MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), seed=1, name="a")
+    same(first, whole.state_dict())
+
+
+def test_expert_modules_come_in_module_order():
+    built = model(None)
+    assert expert_modules(built) == [built[0].experts, built[2].experts]
+
+
+def test_one_rank_gathers_nothing():
+    built = model(None)
+    gather_experts(built, Topology())
+    assert all(experts.gathered is None for experts in expert_modules(built))

@@ -1,0 +1,149 @@
+"""Files of torch.save: every bit that is no longer what it was is seen, and a failed write says why.
+
+Covered: whole, cut off anywhere, flipped bits, empty, no file of torch's, the format from before torch
+1.6; a disk that fails for a while, and one that goes on failing.
+"""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from fairseq_tutel.checkpoint import files
+
+CONTENT = {"weight": torch.arange(12.0), "step": 3}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "checkpoint_1_2.pt"
+    torch.save(CONTENT, path)
+    return path
+
+
+def test_a_file_as_it_was_written_is_whole(path):
+    assert files.is_whole(str(path)) and files.has_an_end(str(path))
+
+
+def test_a_file_s_identity_is_that_of_its_copies_and_of_no_other_content(path, tmp_path):
+    own, copy = files.identity(str(path)), tmp_path / "copy.pt"
+    copy.write_bytes(path.read_bytes())
+    assert files.identity(str(copy)) == own
+    other = {"weight": CONTENT["weight"] + 1, "step": 3}
+    for old in (False, True):
+        torch.save(other, path, _use_new_zipfile_serialization=not old)
+        assert files.identity(str(path)) != own
+
+
+def test_a_file_that_was_cut_off_is_not(path):
+    content = path.read_bytes()
+    for size in range(0, len(content), 7):
+        path.write_bytes(content[:size])
+        assert not files.has_an_end(str(path)), size
+        assert not files.is_whole(str(path)), size
+
+
+def test_no_flipped_bit_changes_what_is_loaded_from_a_whole_file(path):
+    content, harmless = path.read_bytes(), 0
+    # The attributes of the directory's first entry: by this bit it is a folder.
+    folder = 8 * (content.index(b"PK\x01\x02") + 38) + 4
+    tried = [folder, *range(0, 8 * len(content), 11)]
+    for at in tried:
+        flipped = bytearray(content)
+        flipped[at // 8] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        if files.is_whole(str(path)):
+            # Such as dates, and the padding between tensors.
+            loaded = torch.load(path)
+            assert torch.equal(loaded["weight"], CONTENT["weight"]), at
+            assert loaded["step"] == CONTENT["step"], at
+            harmless += 1
+    assert harmless < 0.6 * len(tried)
+
+
+def test_torch_itself_loads_a_flipped_bit_of_a_weight(path):
+    """Or the check would be for nothing."""
+    content = bytearray(path.read_bytes())
+    content[content.index(CONTENT["weight"].numpy().tobytes()) + 6] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path)["weight"], CONTENT["weight"])
+    assert not files.is_whole(str(path))
+
+
+def test_the_format_from_before_1_6_is_taken_as_it_is(path):
+    torch.save(CONTENT, path, _use_new_zipfile_serialization=False)
+    assert files.is_whole(str(path))
+    path.write_text("no checkpoint")
+    assert not files.is_whole(str(path))
+
+
+def test_a_file_without_check_sums_is_whole(path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(CONTENT, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert files.is_whole(str(path))
+
+
+@pytest.fixture
+def failing(path, monkeypatch):
+    """Let torch.save fail after some bytes, `failing.times` times."""
+
+    class Failing:
+        times, tries = 0, 0
+
+    original = torch.save
+
+    def save(content, file):
+        Failing.tries += 1
+        if Failing.tries <= Failing.times:
+            file.write(b"some bytes")
+            disk_s = OSError(errno.ENOSPC, "No space left on device")
+            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected") from disk_s
+        original(content, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(files, "PAUSE_SECONDS", 0)
+    return Failing
+
+
+def test_a_disk_that_comes_back_gets_the_whole_file(failing, path):
+    failing.times = files.TRIES - 1
+    files.save(CONTENT, str(path))
+    assert files.is_whole(str(path))
+
+
+def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing, path):
+    failing.times = files.TRIES
+    before = path.read_bytes()
+    with pytest.raises(
+        OSError, match=r"checkpoint_1_2\.pt could not be written: No space left"
+    ) as caught:
+        files.save(CONTENT, str(path))
+    assert caught.value.errno == errno.ENOSPC
+    assert "earlier checkpoints are as they were" in str(caught.value)
+    assert os.listdir(path.parent) == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_two_that_write_the_same_file_do_not_meet(path):
+    with (
+        files.replacing(str(path)) as first,
+        files.replacing(str(path)) as second,
+    ):
+        assert first != second
+        for name in (first, second):
+            assert files.is_temporary(os.path.basename(name))
+            files.write(CONTENT, name)
+    assert os.listdir(path.parent) == [path.name]
+    assert not files.is_temporary(path.name)
+    assert not files.is_temporary(f"{path.name}.tmp")  # another program's
+
+
+def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    files.write(CONTENT, tmp_path / "a.pt")
+    assert synced == [(tmp_path / "a.pt").stat().st_size]

@@ -1,0 +1,237 @@
+"""A lease on a folder: one writer; who ended is known here by its process, elsewhere by its silence.
+
+Covered: taken, released, taken again; a living writer of this machine, by every way to see it; one that
+ended, also where another process got its number; one of another machine that renews, falls silent, or was
+silent; leases that are none; two that find the same one; a lease that was lost before a write; renewal;
+a disk without links.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from leases import ELSEWHERE, leave
+
+from fairseq_tutel.checkpoint import lease
+from fairseq_tutel.checkpoint.lease import NAME, read, take, this_process
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path / "save")
+
+
+def taken(folder, between=lambda: None):
+    """Take a lease; return it, and how often it was waited for."""
+    attempt, waits = take(folder), 0
+    while True:
+        try:
+            next(attempt)
+        except StopIteration as end:
+            return end.value, waits
+        waits += 1
+        between()
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A process of this machine that lives."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield child
+    child.communicate()
+
+
+def here(pid):
+    return replace(this_process(), pid=pid, started=lease._started(pid))
+
+
+def test_a_lease_is_taken_released_and_taken_again(folder):
+    for _ in range(2):
+        held, _ = taken(folder)
+        assert held.after is None
+        assert read(held.path)[0] == held.own
+        held.confirm()
+        held.release()
+        assert os.listdir(folder) == []
+
+
+def test_a_living_writer_of_this_machine_is_named_at_once(folder, process):
+    leave(folder, here(process.pid), seconds=10 * lease.STALE_SECONDS)
+    with pytest.raises(ValueError) as caught:
+        next(take(folder))
+    assert str(caught.value) == (
+        f"--save-dir is {folder}, where process {process.pid} on {this_process().host} is training; give "
+        "another --save-dir, or end that one first."
+    )
+    assert os.listdir(folder) == [NAME]
+
+
+@pytest.mark.parametrize("hidden", ["kill", "stat"])
+def test_another_user_s_process_is_alive_though_little_of_it_is_to_be_seen(
+    folder, process, monkeypatch, hidden
+):
+    leave(folder, here(process.pid))
+
+    def refuse(*_):
+        raise PermissionError
+
+    if hidden == "kill":
+        monkeypatch.setattr(os, "kill", refuse)
+    else:
+        monkeypatch.setattr(lease, "_started", lambda pid: None)
+    with pytest.raises(ValueError, match="is training"):
+        next(take(folder))
+
+
+def test_a_writer_that_ended_here_is_followed_at_once(folder):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = here(child.pid)
+    leave(folder, gone)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as under a busy launcher
+    held, waits = taken(folder)
+    assert (held.after, waits) == (gone, 0)
+    held.release()
+    child.communicate()
+    leave(folder, gone)
+    held, waits = taken(folder)
+    assert (held.after, waits) == (gone, 0)
+    held.release()
+
+
+def test_a_number_that_another_process_has_by_now_is_no_writer(folder, process):
+    leave(folder, replace(here(process.pid), started="1"))
+    held, waits = taken(folder)
+    assert waits == 0
+    held.release()
+
+
+def test_the_same_process_may_train_again(folder):
+    leave(folder, this_process())
+    held, waits = taken(folder)
+    assert (held.after, waits) == (None, 0)
+    held.release()
+
+
+def test_a_writer_elsewhere_that_renews_is_refused_by_the_first_sign(folder):
+    path = leave(folder, ELSEWHERE, seconds=20)
+    waits = []
+
+    def renew():
+        waits.append(1)
+        if len(waits) == 3:
+            os.utime(path)
+
+    with pytest.raises(ValueError, match="where process 12 on node7 is training"):
+        taken(folder, renew)
+    assert len(waits) == 3
+
+
+def test_a_writer_elsewhere_that_falls_silent_is_followed(folder, monkeypatch):
+    leave(folder, ELSEWHERE, seconds=20)
+    passed = iter([0.0, 1.0, 50.0, 99.0, 101.0])
+    monkeypatch.setattr(lease.time, "monotonic", lambda: next(passed))
+    held, waits = taken(folder)
+    monkeypatch.undo()
+    assert (held.after, waits) == (ELSEWHERE, 3)  # 20 + 101 seconds are too long
+    held.release()
+
+
+def test_a_writer_elsewhere_that_was_silent_for_long_is_followed_at_once(folder):
+    leave(folder, ELSEWHERE, seconds=lease.STALE_SECONDS + 5)
+    held, waits = taken(folder)
+    assert (held.after, waits) == (ELSEWHERE, 0)
+    held.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": 3}', "null"])
+def test_a_file_that_is_no_lease_is_nobody_s(folder, content):
+    os.makedirs(folder)
+    with open(os.path.join(folder, NAME), "w") as file:
+        file.write(content)
+    held, waits = taken(folder)
+    assert waits == 0
+    held.release()
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**40, "12", 1.5, True])
+def test_an_absurd_process_is_nobody(folder, pid):
+    leave(folder, replace(this_process(), pid=pid))
+    held, waits = taken(folder)
+    assert waits == 0
+    held.release()
+
+
+def test_of_two_that_find_the_same_lease_one_has_it(folder, monkeypatch):
+    leave(folder, ELSEWHERE, seconds=1000)
+    both = threading.Barrier(2)
+    monkeypatch.setattr(lease.time, "sleep", lambda seconds: both.wait(60))
+    found = []
+
+    def compete():
+        with contextlib.suppress(ValueError):
+            found.append(taken(folder)[0])
+
+    threads = [threading.Thread(target=compete) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (held,) = found
+    held.release()
+    assert os.listdir(folder) == []
+
+
+def test_a_writer_that_lost_its_lease_writes_no_more(folder):
+    held, _ = taken(folder)
+    leave(folder, ELSEWHERE)
+    with pytest.raises(
+        ValueError, match=r"process 12 on node7 has taken over.*did not run for 120 s"
+    ):
+        held.confirm()
+    held.release()
+    assert read(held.path)[0] == ELSEWHERE  # which is not released by another
+
+
+def test_a_folder_that_was_cleared_is_still_this_writer_s(folder):
+    held, _ = taken(folder)
+    os.remove(held.path)
+    os.rmdir(folder)
+    held.confirm()
+    assert read(held.path)[0] == held.own
+    held.release()
+
+
+def test_a_lease_is_renewed_beside_the_work_while_it_is_this_process_s(folder, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    held, _ = taken(folder)
+    os.utime(held.path, (1, 1))
+    while os.stat(held.path).st_mtime == 1:
+        pass
+    leave(folder, ELSEWHERE)
+    os.utime(held.path, (1, 1))
+    held._thread.join(0.2)
+    assert os.stat(held.path).st_mtime == 1
+    held.release()
+
+
+def test_a_disk_without_links_has_leases_too(folder, monkeypatch, process):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    held, _ = taken(folder)
+    held.release()
+    leave(folder, here(process.pid))
+    with pytest.raises(ValueError, match="is training"):
+        next(take(folder))

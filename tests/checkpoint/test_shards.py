@@ -1,0 +1,367 @@
+"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
+
+Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading before it is asked for;
+no file opened twice;
+records in a checkpoint; missing, torn, damaged files; records of others; folders that are begun, committed,
+kept and collected.
+"""
+
+import dataclasses
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fairseq_tutel.checkpoint import folders, shards
+from fairseq_tutel.checkpoint.shards import (
+    Piece,
+    ShardedTensor,
+    bind,
+    digest,
+    is_record,
+    unbind,
+    write_file,
+)
+from fairseq_tutel.ranks.slices import Slice, cut
+
+FOLDER = "experts/0123456789abcdef"
+PIECE = ["layer.0.safetensors", "0.0", "00"]
+
+
+def write(root: Path, whole: Tensor, how: Slice, first: int = 0) -> ShardedTensor:
+    """Write a stack, two experts a file, and return it as it is read."""
+    pieces = []
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    for begin in range(0, len(whole), 2):
+        file, values = f"layer.{begin}.safetensors", {}
+        for e, i in itertools.product(range(begin, min(begin + 2, len(whole))), range(how.count)):
+            value = cut(whole, how, i)[e].contiguous()
+            values[f"{e}.{i}"] = value
+            pieces.append(Piece(file, f"{e}.{i}", digest(value)))
+        save_file(values, root / FOLDER / file)
+    return ShardedTensor(
+        root=root,
+        folder=FOLDER,
+        shape=tuple(whole.shape),
+        dtype=whole.dtype,
+        how=how,
+        pieces=tuple(pieces),
+    )
+
+
+@pytest.mark.parametrize("saved, read", list(itertools.product((1, 2, 4), (1, 2, 4))))
+@pytest.mark.parametrize("dim", [1, 2])
+def test_any_part_is_a_slice_of_the_whole(tmp_path, saved, read, dim):
+    whole = torch.randn(5, 8, 4)
+    how = Slice(saved, dim) if saved > 1 else Slice()
+    wanted = Slice(read, dim) if read > 1 else Slice()
+    tensor = write(tmp_path, whole, how)
+    assert torch.equal(tensor.whole(), whole)
+    for index in range(read):
+        part = tensor.read(1, 3, wanted, index)
+        assert torch.equal(part, cut(whole[1:4], wanted, index))
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes  # and no more is held
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64])
+def test_every_dtype_comes_back(tmp_path, dtype):
+    whole = torch.arange(12).reshape(3, 4).to(dtype)
+    got = write(tmp_path, whole, Slice()).whole()
+    assert got.dtype == dtype
+    assert torch.equal(got, whole)
+
+
+def test_a_checkpoint_holds_plain_records(tmp_path):
+    whole = torch.randn(3, 4)
+    record = write(tmp_path, whole, Slice(2, 1)).record()
+    state = {"model": {"a": record, "b": torch.ones(1)}, "list": [record]}
+    path = tmp_path / "checkpoint.pt"
+    torch.save(state, path)
+    again = torch.load(path, weights_only=True)
+    assert is_record(again["model"]["a"])
+    bind(again, path)
+    assert again["model"]["a"].record() == record
+    unbind(again)
+    assert torch.equal(again["model"]["a"], whole)
+    assert torch.equal(again["list"][0], whole)
+    assert torch.equal(again["model"]["b"], torch.ones(1))
+
+
+def test_only_what_is_asked_for_is_read(tmp_path):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    (tmp_path / FOLDER / "layer.2.safetensors").write_bytes(b"nothing")
+    tensor.read(0, 2)
+    with pytest.raises(ValueError, match=r"layer\.2\.safetensors, which is torn or missing"):
+        tensor.read(1, 2)
+
+
+@pytest.mark.parametrize(("most", "opens"), [(10, 2), (1, 8)])
+def test_a_checkpoint_s_tensors_open_every_file_once(tmp_path, monkeypatch, most, opens):
+    records = {name: write(tmp_path, torch.ones(4, 2), Slice()).record() for name in "abcd"}
+    state = {"model": {"a": records["a"], "b": records["b"]}, "list": [records["c"], records["d"]]}
+    opened, safe_open = [], safetensors.safe_open
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda *a, **b: opened.append(a) or safe_open(*a, **b)
+    )
+    monkeypatch.setattr(shards, "MOST_OPEN", most)
+    bind(state, tmp_path / "checkpoint.pt")
+    unbind(state)
+    assert len(opened) == opens
+    assert torch.equal(state["list"][1], torch.ones(4, 2))
+
+
+def test_a_missing_file_is_named_before_anything_is_read(tmp_path):
+    record = write(tmp_path, torch.randn(4, 2), Slice()).record()
+    (tmp_path / FOLDER / "layer.2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"1 files are missing, the first layer\.2\.safetensors"):
+        bind({"a": record}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="move a sharded checkpoint together with that folder"):
+        bind({"a": record}, tmp_path / "elsewhere" / "checkpoint.pt")
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    file = tmp_path / FOLDER / "layer.0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"its 1\.[01] is not what was saved"):
+        tensor.whole()
+
+
+def test_a_piece_of_another_shape_is_refused_though_its_bytes_are_right(tmp_path):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
+        dataclasses.replace(tensor, shape=(4, 2, 1)).whole()
+
+
+@pytest.mark.parametrize("shape", [(4, 10**15), (4, 10**20), (4, 10**12, 10**12)])
+def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
+    tensor = write(tmp_path, torch.randn(4, 2), Slice())
+    with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
+        dataclasses.replace(tensor, shape=shape).whole()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"expert_shards": 2}, "version 2"),
+        ({"folder": "../../etc"}, "no fairseq_tutel wrote"),
+        ({"pieces": [["../a.safetensors", "0", "00"]] * 4}, "no fairseq_tutel wrote"),
+        ({"dtype": "load"}, "no fairseq_tutel wrote"),
+        ({"dtype": "float33"}, "no fairseq_tutel wrote"),
+        ({"folder": 3}, "no fairseq_tutel wrote"),
+        ({"shape": ["a", 2]}, "no fairseq_tutel wrote"),
+        ({"shape": [5, 2]}, "no fairseq_tutel wrote"),
+        ({"slices": [0, 1]}, "no fairseq_tutel wrote"),
+        ({"slices": [3, 1], "pieces": [PIECE] * 12}, "no fairseq_tutel wrote"),
+        ({"slices": [2, 0], "pieces": [PIECE] * 8}, "no fairseq_tutel wrote"),
+        ({"pieces": [["a.safetensors"]]}, "no fairseq_tutel wrote"),
+    ],
+)
+def test_a_record_of_others_is_refused(tmp_path, change, sentence):
+    record = write(tmp_path, torch.randn(4, 2), Slice()).record()
+    with pytest.raises(ValueError, match=sentence):
+        bind({"a": {**record, **change}}, tmp_path / "checkpoint.pt")
+
+
+def save(root: Path, name: str, content: str) -> str:
+    """Save a checkpoint as a training does, and return its folder."""
+    folders.collect(root)
+    folder = folders.begin(root)
+    (folder / "a.safetensors").write_text(content)
+    committed = folders.commit(folder, [content])
+    torch.save({"model": {"a": {"expert_shards": 1, "folder": committed}}}, root / name)
+    return committed
+
+
+def held(root: Path) -> list[str]:
+    return sorted(f"experts/{path.name}" for path in (root / "experts").iterdir())
+
+
+def test_folders_live_as_long_as_a_checkpoint_names_them(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    second = save(tmp_path, "checkpoint2.pt", "two")
+    assert (tmp_path / first / "a.safetensors").read_text() == "one"
+    (tmp_path / "checkpoint1.pt").unlink()
+    assert (tmp_path / first).is_dir()  # until the next save
+    third = save(tmp_path, "checkpoint_last.pt", "three")
+    assert held(tmp_path) == sorted([second, third])
+
+
+def test_a_checkpoint_may_have_any_name(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.bak")
+    (tmp_path / "training.log").write_text("words")
+    second = save(tmp_path, "checkpoint2.pt", "two")
+    assert held(tmp_path) == sorted([first, second])
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Let a folder be as old, and all that is in it."""
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def forget(monkeypatch) -> None:
+    """Be another process."""
+    monkeypatch.setattr(folders, "_known", set())
+
+
+def test_another_writer_s_folder_is_kept_till_its_checkpoint_s_file_must_be_there(
+    tmp_path, monkeypatch
+):
+    theirs = folders.begin(tmp_path)
+    (theirs / "a.safetensors").write_text("theirs")
+    committed = tmp_path / folders.commit(theirs, ["theirs"])
+    forget(monkeypatch)
+    own = save(tmp_path, "checkpoint1.pt", "own")
+    age(committed, folders.YOUNG_SECONDS - 60)
+    folders.collect(tmp_path)
+    assert held(tmp_path) == sorted([own, f"experts/{committed.name}"])
+    age(committed, folders.YOUNG_SECONDS + 60)
+    folders.collect(tmp_path)
+    assert held(tmp_path) == [own]
+
+
+def test_a_folder_s_age_counts_from_its_commit(tmp_path, monkeypatch):
+    folder = folders.begin(tmp_path)
+    (folder / "a.safetensors").write_text("slow")
+    age(folder, 2 * folders.YOUNG_SECONDS)
+    committed = folders.commit(folder, ["slow"])
+    forget(monkeypatch)
+    folders.collect(tmp_path)
+    assert held(tmp_path) == [committed]
+
+
+def test_what_a_process_saw_a_checkpoint_name_goes_with_that(tmp_path, monkeypatch):
+    save(tmp_path, "checkpoint1.pt", "one")
+    forget(monkeypatch)
+    second = save(tmp_path, "checkpoint2.pt", "two")
+    (tmp_path / "checkpoint1.pt").unlink()
+    folders.collect(tmp_path)
+    assert held(tmp_path) == [second]
+
+
+def test_a_file_that_was_written_over_in_place_is_read_anew(tmp_path):
+    first = save(tmp_path, "checkpoint.pt", "one")
+    save(tmp_path, "new.pt", "two")
+    folders.mentions(tmp_path / "checkpoint.pt")
+    content = (tmp_path / "new.pt").read_bytes()
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    os.utime(tmp_path / "checkpoint.pt", (1, 1))
+    assert f"experts/{folders.mentions(tmp_path / 'checkpoint.pt').pop()}" != first
+
+
+def test_a_file_that_was_replaced_within_its_clock_tick_is_read_anew(tmp_path):
+    save(tmp_path, "checkpoint.pt", "one")
+    os.utime(tmp_path / "checkpoint.pt", (1, 1))
+    second = save(tmp_path, "new.pt", "two")
+    os.utime(tmp_path / "new.pt", (1, 1))
+    os.replace(tmp_path / "new.pt", tmp_path / "checkpoint.pt")
+    folders.collect(tmp_path)
+    assert held(tmp_path) == [second]
+
+
+def test_the_same_content_is_kept_once_and_mended(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / first / "a.safetensors").write_text("damaged")
+    assert save(tmp_path, "checkpoint_last.pt", "one") == first
+    assert held(tmp_path) == [first]
+    assert (tmp_path / first / "a.safetensors").read_text() == "one"
+
+
+def test_what_was_cut_off_is_removed_and_begun_under_another_name(tmp_path):
+    folder = folders.begin(tmp_path)
+    of_a_tool = folders.begin(tmp_path, "convert")
+    (folder / "half").write_text("half")
+    os.utime(folder, (1, 1))
+    folders.collect(tmp_path)
+    assert folder.exists()  # its file is young
+    age(folder, folders.YOUNG_SECONDS)
+    folders.collect(tmp_path)
+    assert not folder.exists()
+    assert of_a_tool.exists()
+    assert folders.begin(tmp_path) != folder
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 90, b"PK", b"PK\x03\x04 and no more", b"PK\x05\x06" + b"\xff" * 80]
+)
+def test_nothing_is_collected_beside_a_file_that_can_not_be_read(tmp_path, caplog, content):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip")
+    (tmp_path / "checkpoint1.pt").write_bytes(content)
+    folders.collect(tmp_path)
+    assert held(tmp_path) == [first]
+    assert "kept all folders" in caplog.text
+
+
+def test_what_is_no_checkpoint_of_shards_keeps_none(tmp_path):
+    first = save(tmp_path, "checkpoint1.pt", "one")
+    (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.tmp")
+    (tmp_path / "checkpoint_last.pt.tmp").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip, which names " + first.encode())
+    (tmp_path / "train.log").write_text(first)
+    folders.collect(tmp_path)
+    assert held(tmp_path) == []
+
+
+def test_names_of_a_committed_folder_are_on_the_disk(tmp_path, monkeypatch):
+    folder, happened = folders.begin(tmp_path), []
+    stock = os.rename
+    monkeypatch.setattr(folders, "sync", lambda path: happened.append(("sync", path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: happened.append("rename") or stock(a, b))
+    committed = tmp_path / folders.commit(folder, ["one"])
+    assert happened == ["rename", ("sync", committed), ("sync", committed.parent)]
+
+
+def test_a_file_of_shards_is_on_the_disk_and_as_readable_as_its_folder(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    for mode in (0o755, 0o750, 0o775):
+        tmp_path.chmod(mode)
+        path = tmp_path / f"{mode}.safetensors"
+        write_file({"a": torch.ones(2)}, path)
+        assert synced.pop() == path.stat().st_ino
+        assert path.stat().st_mode & 0o777 == mode & 0o666
+
+
+def test_other_people_s_folders_are_left_alone(tmp_path):
+    (tmp_path / "experts" / "mine").mkdir(parents=True)
+    folders.collect(tmp_path)
+    assert (tmp_path / "experts" / "mine").is_dir()
+    (tmp_path / "a").mkdir()
+    there = save(tmp_path / "a", "checkpoint1.pt", "one")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "experts").symlink_to(tmp_path / "a" / "experts")
+    folders.collect(tmp_path / "b")
+    assert held(tmp_path / "a") == [there]
+
+
+def test_a_link_to_a_checkpoint_finds_its_shards(tmp_path):
+    whole = torch.randn(3, 4)
+    torch.save({"a": write(tmp_path, whole, Slice()).record()}, tmp_path / "checkpoint.pt")
+    link = tmp_path / "elsewhere" / "latest.pt"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "checkpoint.pt")
+    state = torch.load(link, weights_only=True)
+    bind(state, link)
+    assert torch.equal(state["a"].whole(), whole)
+
+
+def test_a_checkpoint_that_is_written_over_names_what_it_names_now(tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    for names in ({"a" * 16}, {"b" * 16, "c" * 16}):
+        inode = path.stat().st_ino if path.exists() else None
+        with path.open("wb") as file:  # in place, as a copy over it is
+            torch.save([f"experts/{name}" for name in names], file)
+        assert inode in (None, path.stat().st_ino)
+        assert folders.mentions(path) == names

@@ -1,0 +1,232 @@
+"""A small training whose result must not depend on the number of ranks.
+
+Two MoE layers with a dense one between, in fp64. An update is four micro-batches, which W ranks share;
+dense gradients are averaged over the ranks by hand, as data parallel training does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.checkpoint.experts import drop_gathered, gather_experts
+from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.ranks.gradients import (
+    clip_gradients,
+    global_grad_norm,
+    is_expert,
+    reduce_expert_gradients,
+)
+from fairseq_tutel.ranks.groups import Topology
+
+UPDATES, MICRO_BATCHES = 20, 4
+MODEL_DIM = 6
+CLIP_NORM = 2.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the experts are.
+
+    Attributes:
+        experts: E of a layer.
+        ranks: that share one set of experts; 0: all.
+        degree: adaptive_r.
+    """
+
+    experts: int = 4
+    ranks: int = 0
+    degree: int = 1
+
+
+LAYOUTS = {
+    "four": Layout(),
+    "four, gathered": Layout(degree=0),
+    "four, two replicas": Layout(ranks=2),
+    "four on every rank": Layout(ranks=1),
+    "two, two replicas": Layout(experts=2, ranks=2),
+    "slices, r 0": Layout(experts=2, degree=0),
+    "slices, r 1": Layout(experts=2),
+    "slices, r 2": Layout(experts=2, degree=2),
+}
+# Ranks of a node, 0 for no nodes; chunks.
+WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is computed, and how (from the exchange on)."""
+
+    optimizer: str
+    top_k: int
+    capacity_factor: float
+    drop_policy: str = "position"
+    gate: str = "linear"
+    choice: str = "tokens"  # or experts, or groups: tokens within one of two groups
+    scores: str = "softmax"
+    normalize: str = "before"
+    prescore: bool = False
+    bias: bool = False
+    beside: str = "none"
+    exchange: str = "ragged"
+    layout: str = "four"  # see LAYOUTS
+    way: str = "plain"  # see WAYS
+    recompute: str = "no"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a layer."""
+        layout, (ranks_per_node, chunks) = LAYOUTS[self.layout], WAYS[self.way]
+        groups = self.choice == "groups"
+        return {
+            "num_experts": layout.experts,
+            "top_k": self.top_k,
+            "capacity_factor": self.capacity_factor,
+            "drop_policy": self.drop_policy,
+            "gate_type": self.gate,
+            "choice": "tokens" if groups else self.choice,
+            "expert_groups": 2 if groups else 1,
+            "score_function": self.scores,
+            "normalize_gate": self.normalize,
+            "prescore": self.prescore,
+            "balance_bias": self.bias,
+            "shared_experts": 1 if self.beside == "shared" else 0,
+            "residual": self.beside == "residual",
+            "exchange": self.exchange,
+            "a2a_algorithm": "2dh" if ranks_per_node > 0 else "linear",
+            "adaptive_r": layout.degree,
+            "a2a_ffn_overlap_degree": chunks,
+        }
+
+    def topology(self) -> Topology:
+        """Return this rank's place; collective."""
+        layout = LAYOUTS[self.layout]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        return make_topology([layout.experts], min(layout.ranks or world, world), WAYS[self.way][0])
+
+
+class Model(nn.Module):
+    """MoE, dense with a residual, MoE."""
+
+    def __init__(self, training: Training, topology: Topology) -> None:
+        super().__init__()
+        self.recompute = training.recompute
+        config = MoEConfig(
+            model_dim=MODEL_DIM,
+            hidden_dim=8,
+            gate_projection_dim=3,
+            balance_loss="gshard:1,gshard_all:0.5,gshard_sequence:0.5,z:0.1",
+            bias_update_rate=0.05,
+            **training.options(),
+        )
+        self.first = MoELayer(config, topology, seed=1, name="first").double()
+        self.dense = nn.Linear(MODEL_DIM, MODEL_DIM).double()
+        self.last = MoELayer(config, topology, seed=1, name="last").double()
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.dense.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y and the sum of the balance losses."""
+        y, balance_first = self._moe(self.first, x, mask)
+        y = torch.tanh(self.dense(y)) + x
+        y, balance_last = self._moe(self.last, y, mask)
+        return y, balance_first + balance_last
+
+    def _moe(self, layer: MoELayer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            y, output = layer(x, mask)
+            return y, output.balance_loss
+
+        if self.recompute == "no":
+            return forward(x)
+        return checkpoint(forward, x, use_reentrant=self.recompute == "reentrant")
+
+
+def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, target and padding mask: uneven, sometimes padding only, sometimes empty."""
+    generator = torch.Generator().manual_seed(1000 * update + index)
+    num_tokens = 0 if (update, index) == (3, 1) else 3 + (5 * update + 7 * index) % 11
+    x = torch.randn(num_tokens, MODEL_DIM, generator=generator, dtype=torch.float64)
+    mask = torch.arange(num_tokens) % 5 == 4
+    if (update + index) % 6 == 5:
+        mask[:] = True
+    return x, x.flip(1), mask
+
+
+def average_dense_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
+    """Average over all ranks whatever is no expert, in one all-reduce as data parallel does."""
+    dense = [parameter.grad for parameter in parameters if not is_expert(parameter)]
+    flat = torch.cat([grad.flatten() for grad in dense])
+    dist.all_reduce(flat)
+    parts = flat.div_(world_size).split([grad.numel() for grad in dense])
+    for grad, part in zip(dense, parts, strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def backward_update(
+    model: Model, update: int, after_each: Callable[[], object] = lambda: None
+) -> tuple[Tensor, Tensor]:
+    """Add up this rank's gradients of an update; return all ranks' sum of losses and of real tokens."""
+    world, rank = place_in_world()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for index in range(rank, MICRO_BATCHES, world):
+        x, target, mask = micro_batch(update, index)
+        y, balance = model(x.requires_grad_(), mask)
+        real = (~mask).sum()
+        loss = (y - target).square()[~mask].sum() + 0.1 * real * balance
+        loss.backward()
+        after_each()
+        sums += torch.stack([loss.detach(), real.double()])
+    if world > 1:
+        dist.all_reduce(sums)
+    loss_sum, tokens = sums
+    return loss_sum, tokens
+
+
+def place_in_world() -> tuple[int, int]:
+    """Return the number of ranks and this one's."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def outcome(
+    model: Model, topology: Topology, losses: list[Tensor], norms: list[Tensor]
+) -> dict[str, Tensor]:
+    """Return the losses, the norms and, on rank 0, the weights of everything."""
+    gather_experts(model, topology)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    drop_gathered(model)
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}
+
+
+def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
+    """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
+    world, _ = place_in_world()
+    topology = training.topology()
+    model = Model(training, topology)
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS[training.optimizer](parameters)
+    losses, norms = [], []
+    for update in range(updates):
+        optimizer.zero_grad()
+        loss_sum, tokens = backward_update(model, update)
+        if world > 1:
+            average_dense_gradients(parameters, world)
+            reduce_expert_gradients(parameters, topology)
+        for parameter in parameters:
+            parameter.grad *= world / tokens
+        norm = global_grad_norm(parameters, topology)
+        clip_gradients(parameters, CLIP_NORM, norm)
+        optimizer.step()
+        update_biases(model)
+        losses.append(loss_sum / tokens)
+        norms.append(norm)
+    return outcome(model, topology, losses, norms)

@@ -1,0 +1,228 @@
+"""Ranks that call shared layers unequally often, in any order or not at all, compute what each would alone.
+
+Covered: 2 and 4 ranks, P = W and P < W, a rank without calls, layers of different sizes, every way for
+rows to travel, slices, hash gates; steps that end together; no trace of serving in a layer; a rank that
+fails or dies; who is next; a loaded layer holds its own experts alone.
+"""
+
+import dataclasses
+import gc
+import random
+import weakref
+
+import mortal
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.comm.timer import ExchangeTimer
+from fairseq_tutel.inference.lockstep import IS_DONE, RESTS, Lockstep, next_layer
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.ranks import guard
+
+SMALL = MoEConfig(model_dim=4, hidden_dim=8, num_experts=4)
+LARGE = MoEConfig(model_dim=8, hidden_dim=4, num_experts=8, top_k=3, expert_type="glu")
+FEW = dataclasses.replace(SMALL, num_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        ([3, 3, 1, IS_DONE], 3),
+        ([2, 1, RESTS], 1),
+        ([5, 5, 0, 0], 0),
+        ([RESTS, 7], 7),
+        ([RESTS, IS_DONE], None),
+    ],
+)
+def test_most_ranks_choose_and_the_lowest_of_several(wishes, expected):
+    assert next_layer(wishes) == expected
+
+
+def _layers(configs, parallel, local):
+    """Return split layers in lockstep, and their twins with all experts here."""
+    place = make_topology([c.num_experts for c in configs], parallel, local)
+    lockstep = Lockstep(place.expert_group)
+    pairs = []
+    for i, config in enumerate(configs):
+        split, whole = (
+            MoELayer(config, where, seed=3, name=str(i)).double().eval() for where in (place, None)
+        )
+        assert lockstep.add(split.take_part) == i
+        pairs.append((split, whole))
+    return lockstep, pairs
+
+
+def _calls(rank, number):
+    """Return what a rank calls, as (layer, tokens): nothing on rank 1, anything elsewhere."""
+    rng = random.Random(rank)
+    count = 0 if rank == 1 else rng.randint(4, 9)
+    return [(rng.randrange(number), rng.choice([0, 1, 5])) for _ in range(count)]
+
+
+@torch.no_grad()
+def _call(lockstep, pairs, index, tokens, salt):
+    split, whole = pairs[index]
+    generator = torch.Generator().manual_seed(salt)
+    x = torch.randn(tokens, split.config.model_dim, generator=generator, dtype=torch.float64)
+    ids = torch.arange(tokens) if split.config.gate_type == "hash" else None
+    lockstep.wait_for_turn(index)
+    y, _ = split(x, token_ids=ids)
+    torch.testing.assert_close(y, whole(x, token_ids=ids)[0], rtol=1e-12, atol=1e-12)
+
+
+def at_their_own_pace(configs, parallel, local):
+    lockstep, pairs = _layers(configs, parallel, local)
+    calls = _calls(dist.get_rank(), len(configs))
+    for salt, (index, tokens) in enumerate(calls):
+        _call(lockstep, pairs, index, tokens, salt)
+    lockstep.end()
+    return len(calls), lockstep.calls, lockstep.served
+
+
+def _with(config, **options):
+    return dataclasses.replace(config, **options)
+
+
+CASES = {
+    "two sizes": ([SMALL, LARGE], 0, 0),
+    "padded": ([_with(SMALL, exchange="padded"), LARGE], 0, 0),
+    "chunks": ([SMALL, _with(LARGE, a2a_ffn_overlap_degree=3)], 0, 0),
+    "hash": ([_with(SMALL, gate_type="hash"), LARGE], 0, 0),
+    "all experts gathered": ([_with(SMALL, adaptive_r=0), LARGE], 0, 0),
+}
+ON_FOUR = {
+    "two groups": ([SMALL, LARGE], 2, 0),
+    "two hops": ([_with(SMALL, a2a_algorithm="2dh"), LARGE], 4, 2),
+    "slices": ([FEW, LARGE], 4, 0),
+    "slices to all": ([_with(FEW, adaptive_r=2), LARGE], 4, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [*((2, case) for case in CASES.values()), *((4, case) for case in ON_FOUR.values())],
+    ids=[*CASES, *ON_FOUR],
+)
+def test_unequal_calls_give_what_one_rank_gives(ranks, world_size, case):
+    found = ranks(world_size).run(at_their_own_pace, *case)
+    assert all(wanted == own for wanted, own, _ in found)
+    _, own, served = found[1]
+    assert own == 0 and served > 0  # it only helped
+    size = case[1] or world_size
+    for first in range(0, world_size, size):
+        rounds = {own + served for _, own, served in found[first : first + size]}
+        assert len(rounds) == 1  # all of a group were in every call, and none was made twice
+        group = [own for _, own, _ in found[first : first + size]]
+        assert max(group) <= rounds.pop() <= sum(group)
+
+
+def calls_that_agree():
+    """All ranks call alike: nobody serves."""
+    lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
+    for step in range(3):
+        for index in range(2):
+            _call(lockstep, pairs, index, 2, step)
+    lockstep.end()
+    return lockstep.calls, lockstep.served
+
+
+def test_equal_calls_run_together(ranks):
+    assert ranks(2).run(calls_that_agree) == [(6, 0)] * 2
+
+
+def steps_that_end_together():
+    """In each step rank r makes r calls; a collective of all ranks follows each."""
+    lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
+    for step in range(3):
+        for salt in range(dist.get_rank()):
+            _call(lockstep, pairs, (step + salt) % 2, 3, salt)
+        lockstep.rest()
+        dist.barrier()
+    if dist.get_rank() == 0:  # at its end while the others still take steps
+        lockstep.end()
+        return lockstep.served
+    for salt in range(2):
+        _call(lockstep, pairs, 0, dist.get_rank(), salt)
+        lockstep.rest()
+    lockstep.end()
+    return lockstep.served
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_a_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
+    served = ranks(world_size).run(steps_that_end_together)
+    assert served[0] >= 3 * (world_size - 1) + 2
+
+
+def serving_leaves_no_trace():
+    config = _with(SMALL, gate_type="hash", eval_capacity_factor=1.0)
+    place = make_topology([config.num_experts])
+    layer = MoEFeedForward(config, place, seed=1, name="decoder.layers.0.fc1").eval()
+    layer.timer = ExchangeTimer()
+    x = torch.randn(3, 2, config.model_dim)
+    layer.padding_mask = torch.zeros(2, 3, dtype=torch.bool)
+    layer.token_ids = torch.arange(6).view(2, 3)
+    turns = []
+    layer.wait_for_turn = lambda: turns.append(1)
+    with torch.no_grad():
+        layer(x)
+    layer.timer.read_and_reset()
+    before = {key: value for key, value in vars(layer).items() if not key.startswith("_")}
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.take_part()
+    for key, value in before.items():
+        assert getattr(layer, key) is value, key
+    assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())
+    assert layer.timer.read_and_reset()["all_to_all_cpu_time_ms"] == 0
+    layer.train()(x)
+    assert turns == [1]  # a training waits for nobody: all ranks call alike
+
+
+def test_serving_leaves_no_trace_and_training_needs_no_turns(ranks):
+    ranks(2).run(serving_leaves_no_trace)
+
+
+def _half_way(rank, fate):
+    guard.set_timeout(1)
+    lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
+    for step in range(4):
+        if rank == 1 and step == 2:
+            fate()
+        _call(lockstep, pairs, step % 2, 1 + rank, step)
+    lockstep.end()
+
+
+def fail():
+    raise ValueError("no such word")
+
+
+@pytest.mark.parametrize("fate", [fail, mortal.die])
+def test_a_failing_rank_ends_the_others(fate):
+    said, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
+    assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in said[0]
+    assert "rank 1 did not answer a roll call" in said[0]
+    assert said[1:] in ([], ["ValueError: no such word"])
+    assert seconds < 12
+
+
+def load_part_of_a_whole():
+    """Return whether the whole tensors are gone once a rank has taken its part of them."""
+    whole = MoELayer(SMALL, seed=1)
+    split = MoELayer(SMALL, make_topology([SMALL.num_experts]), seed=2)
+    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in state.values()]
+    split.load_state_dict(state)
+    held = sum(p.untyped_storage().nbytes() for p in split.experts.parameters())
+    del state
+    gc.collect()
+    first = split.experts.first
+    here = split.experts.expert_parameters()["fc1_weight"]
+    assert torch.equal(here, whole.experts.expert_parameters()["fc1_weight"][first : first + 2])
+    return held, [ref() for ref in storages if ref() is not None]
+
+
+def test_a_loaded_layer_holds_its_own_experts_alone(ranks):
+    numbers = sum(p.numel() for p in MoELayer(SMALL, seed=1).experts.parameters())
+    assert ranks(2).run(load_part_of_a_whole) == [(numbers * 4 // 2, [])] * 2

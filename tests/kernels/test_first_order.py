@@ -1,0 +1,109 @@
+"""Second derivatives: none, said in a sentence, wherever a backward is written by hand.
+
+Covered: a layer in every form that has nodes of its own, by x and by its parameters, with activation
+checkpointing, under either form of `grad`; the token
+loss and the fused gate; a first derivative with a graph is the one without;
+where there is nothing to refuse nothing is; every backward of the package that is written by hand.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.comm.regroup import permute
+from fairseq_tutel.criterions.token_loss import token_loss
+from fairseq_tutel.kernels import reference
+from fairseq_tutel.moe.fused_gate import softmax_top_k
+
+PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
+MESSAGE = "first derivatives alone"
+
+
+def tokens(requires_grad: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 6, dtype=torch.float64, generator=generator)
+    return x.requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("wanted", ("x", "parameters"))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"expert_type": "glu", "recompute_experts": True},
+        {"hidden_layer_norm": True},
+        {"hidden_layer_norm": True, "prescore": True},
+        {"expert_type": "custom_parts.DeepExpert"},
+    ),
+    ids=str,
+)
+def test_a_second_derivative_is_refused_and_the_first_is_right(options, wanted):
+    layer = MoELayer(MoEConfig(6, 8, 4, activation="gelu", **options), seed=1).double()
+    x = tokens()
+    inputs = [x] if wanted == "x" else [p for p in layer.parameters() if p.requires_grad]
+    # A sum: what comes in requires no gradient, but the second derivative is not 0.
+    expected = torch.autograd.grad(layer(x)[0].sum(), inputs)
+    for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        grads = torch.autograd.grad(forward(x)[0].sum(), inputs, create_graph=True)
+        for grad, value in zip(grads, expected, strict=True):
+            assert torch.equal(grad, value)
+        for grad in grads:
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                torch.autograd.grad(grad.square().sum(), inputs, retain_graph=True)
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            sum(grad.square().sum() for grad in grads).backward()
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda logits: token_loss(logits, torch.arange(5), 0.1, -1)[0],
+        lambda logits: softmax_top_k(logits, 2, reference)[0].select(1, 0).sum(),
+    ),
+    ids=("token_loss", "fused_gate"),
+)
+def test_a_function_of_logits_refuses_it_too(function):
+    logits = tokens()
+    (grad,) = torch.autograd.grad(function(logits), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        torch.autograd.grad(grad.square().sum(), logits)
+
+
+def test_a_linear_map_of_what_needs_no_gradient_has_nothing_to_refuse():
+    x, order = tokens(), torch.tensor([1, 0, 2, 4, 3])
+    weight = torch.ones(5, 6, dtype=torch.float64, requires_grad=True)
+    constant, curved = (
+        torch.autograd.grad((permute(x, order, order) * w).sum(), x, create_graph=True)[0]
+        for w in (weight.detach(), weight)
+    )
+    assert not constant.requires_grad
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        torch.autograd.grad(curved.square().sum(), weight)
+
+
+def hand_written(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [
+        item
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base) == "torch.autograd.Function" for base in node.bases)
+        for item in node.body
+        if isinstance(item, ast.FunctionDef) and item.name == "backward"
+    ]
+
+
+def test_every_backward_written_by_hand_is_marked():
+    marked = []
+    for path in (*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")):
+        if path.name == "first_order.py":
+            continue
+        for backward in hand_written(ast.parse(path.read_text())):
+            decorators = [ast.unparse(d) for d in backward.decorator_list]
+            assert decorators == ["staticmethod", "first_order"], path
+            marked.append(path.name)
+    assert {"expert_ffn.py", "dispatch.py", "trip.py", "ffn_step.py"} <= set(marked)

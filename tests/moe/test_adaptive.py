@@ -1,0 +1,216 @@
+"""Every r computes what one rank with all experts computes; switching between steps moves nothing.
+
+Covered: all r for one to eight slices of an expert, FFN and GLU, with and without biases, several
+activations, linear and hierarchical, ragged and padded, in one chunk and in several; replicas of slices;
+forward and every gradient in fp64; r changed from step to step; experts drawn alike for every split;
+whole checkpoints from slices and back; what cannot be cut, by a sentence.
+"""
+
+import dataclasses
+import itertools
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere, gather_experts
+from fairseq_tutel.kernels import reference
+from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
+from fairseq_tutel.planning.strategy import How
+
+TOKENS = (9, 0, 7, 1, 12, 3, 5, 8)
+FFN = MoEConfig(model_dim=8, hidden_dim=16, num_experts=2, activation="gelu", capacity_factor=1.0)
+KINDS = {
+    "ffn": FFN,
+    "glu": dataclasses.replace(FFN, expert_type="glu"),
+    "no bias": dataclasses.replace(FFN, expert_bias=False, capacity_factor=0.0),
+    "relu, padded": dataclasses.replace(FFN, activation="relu", exchange="padded"),
+}
+
+
+def tokens_of(rank, step=0):
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    x = torch.randn(TOKENS[rank], FFN.model_dim, generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+def run(layer, x):
+    y, output = layer(x)
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+    ((y * weights).sum() + output.balance_loss).backward()
+    return y.detach()
+
+
+def layers(config, parallel, local=0):
+    """Return a layer in slices, and the same with all experts here."""
+    place = make_topology([config.num_experts], parallel, local)
+    return [MoELayer(config, where, seed=3).double() for where in (place, None)]
+
+
+def same(got, expected, what):
+    torch.testing.assert_close(
+        got, expected, rtol=1e-11, atol=1e-11, msg=lambda m: f"rank {dist.get_rank()}, {what}: {m}"
+    )
+
+
+def compare(config, parallel, local, hows):
+    """Run the layer every way, one after the other, and compare with the whole one."""
+    sliced, whole = layers(config, parallel, local)
+    rank = dist.get_rank()
+    for step, how in enumerate(hows):
+        sliced.how = how
+        x, x_whole = tokens_of(rank, step), tokens_of(rank, step)
+        same(run(sliced, x), run(whole, x_whole), f"output of {how}")
+        same(x.grad, x_whole.grad, f"gradient of x of {how}")
+        same(sliced.gate.weight.grad, whole.gate.weight.grad, f"gradient of the gate of {how}")
+        local_experts = sliced.experts
+        mine = slice(local_experts.first, local_experts.first + local_experts.num_local)
+        for name, parameter in whole.experts.expert_parameters().items():
+            total = parameter.grad.clone()
+            dist.all_reduce(total, group=sliced.topology.expert_group)
+            got = local_experts.expert_parameters()[name].grad
+            same(got, local_experts.own_part(name, total[mine]), f"gradient of {name} of {how}")
+        for layer in (sliced, whole):
+            layer.zero_grad()
+
+
+def every_how(slices, grid):
+    """Return all r, d = 1 and 3, and both algorithms where there is a grid."""
+    algorithms = ("linear", "2dh") if grid else ("linear",)
+    every = itertools.product(allowed_degrees(slices), (1, 3), algorithms)
+    return [How(adaptive_r=r, overlap=d, algorithm=a) for r, d, a in every]
+
+
+@pytest.mark.parametrize(
+    "world, experts, parallel, kind",
+    [
+        *itertools.product((2,), (1,), (2,), KINDS),
+        *itertools.product((4,), (2,), (4,), KINDS),
+        *itertools.product((4,), (1, 4), (2,), ("glu", "relu, padded")),
+        (2, 2, 2, "ffn"),
+        (4, 1, 4, "ffn"),
+        (8, 2, 8, "glu"),
+        (8, 1, 8, "relu, padded"),
+    ],
+)
+def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
+    config = dataclasses.replace(KINDS[kind], num_experts=experts, top_k=min(2, experts))
+    local = 2 if parallel > 2 else 0
+    hows = every_how(max(1, parallel // experts), local)
+    assert {how.adaptive_r for how in hows} >= {0, 1}
+    ranks(world).run(compare, config, parallel, local, hows)
+
+
+def rows_computed(config, parallel, degree):
+    """Return how many rows this rank's experts saw, and the hidden dimension they had."""
+    layer, _ = layers(config, parallel)
+    layer.how = How(adaptive_r=degree)
+    seen = []
+
+    def forward(x, index, weights, *args, **more):
+        num_rows = len(x) if index is None else len(index)
+        seen.append((num_rows, weights.fc1_weight.shape[:2]))
+        return original(x, index, weights, *args, **more)
+
+    original = reference.ffn_forward
+    with patch.object(reference, "ffn_forward", forward):
+        run(layer, tokens_of(dist.get_rank()))
+    return seen[0]
+
+
+@pytest.mark.parametrize("degree", (0, 1, 2, 4))
+def test_r_ranks_get_a_row_each_with_a_part_of_the_hidden_dimension(ranks, degree):
+    config = dataclasses.replace(FFN, num_experts=1, top_k=1, capacity_factor=0.0)
+    got = ranks(4).run(rows_computed, config, 4, degree)
+    rows = [n for n, _ in got]
+    if degree == 0:
+        assert rows == list(TOKENS[:4])
+    else:
+        assert sum(rows) == degree * sum(TOKENS[:4])
+        assert max(rows) - min(rows) <= 4  # an even share of every rank's rows
+    assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
+
+
+def parameters_stay(degrees):
+    layer, _ = layers(FFN, 4)
+    where = {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
+    for degree in degrees:
+        layer.how = How(adaptive_r=degree)
+        run(layer, tokens_of(dist.get_rank()))
+    return where == {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
+
+
+def test_switching_moves_no_parameter(ranks):
+    assert all(ranks(4).run(parameters_stay, (1, 2, 0, 2, 1)))
+
+
+def gathered(parallel):
+    sliced, whole = layers(FFN, parallel)
+    gather_experts(sliced, sliced.topology)
+    if dist.get_rank() == 0:
+        state = sliced.state_dict()
+        assert state.keys() == whole.state_dict().keys()
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(state[name], tensor), name
+    # A whole state loads into slices, and experts that are everywhere are whole ones.
+    twice = {name: 2 * tensor for name, tensor in whole.state_dict().items()}
+    sliced.load_state_dict(twice)
+    whole.load_state_dict(twice)
+    x = tokens_of(dist.get_rank())
+    same(sliced(x)[0], whole(x)[0], "output after load")
+    gather_everywhere(sliced, sliced.topology)
+    same(sliced(x)[0], whole(x)[0], "output with experts everywhere")
+    drop_everywhere(sliced)
+
+
+@pytest.mark.parametrize("parallel", (2, 4))
+def test_slices_are_saved_and_loaded_as_whole_experts(ranks, parallel):
+    ranks(4).run(gathered, parallel)
+
+
+def refused(config, parallel):
+    try:
+        MoELayer(config, make_topology([config.num_experts], parallel))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"hidden_dim": 15}, "hidden_dim (--moe-expert-ffn-dim) is 15, which"),
+        ({"adaptive_r": 3, "num_experts": 1, "top_k": 1}, "adaptive_r (--moe-adaptive-r) is 3, but 4"),
+        ({"parallel_type": "model", "hidden_layer_norm": True}, "(--moe-parallel-type) is model, which"),
+        ({"expert_type": "torch.nn.Identity"}, "cannot be cut into slices; give a size of at most 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused_in_a_sentence(ranks, change, sentence):
+    for message in ranks(4).run(refused, dataclasses.replace(FFN, **change), 4):
+        assert sentence in message and message.endswith("."), message
+
+
+@pytest.mark.parametrize(
+    "parallel_type, adaptive_r, expected",
+    [("adaptive:1", -1, 1), ("adaptive:0", -1, 0), ("adaptive:8", -1, 4), ("data", -1, 1),
+     ("model", -1, 4), ("auto", -1, 1), ("model", 2, 2), ("adaptive:1", 9, 4), ("data", 0, 0)],
+)  # fmt: skip
+def test_the_degree_that_options_ask_for(ranks, parallel_type, adaptive_r, expected):
+    config = dataclasses.replace(
+        FFN, num_experts=1, top_k=1, parallel_type=parallel_type, adaptive_r=adaptive_r
+    )
+    assert ranks(4).run(degree_of, config) == [expected] * 4
+
+
+def degree_of(config):
+    return MoELayer(config, make_topology([1], 4)).how.adaptive_r
+
+
+def test_degrees():
+    assert allowed_degrees(1) == (0, 1)
+    assert allowed_degrees(12) == (0, 1, 2, 3, 4, 6, 12)
+    assert allowed_degrees(4, whole_hidden=True) == (0, 1)
+    assert [nearest_degree(r, 4) for r in (0, 1, 2, 3, 4, 99)] == [0, 1, 2, 2, 4, 4]
+    assert nearest_degree(4, 4, whole_hidden=True) == 1

@@ -1,0 +1,342 @@
+"""Balance losses.
+
+Covered: gshard by hand, over all choices, by sentence, over ranks (one here); z; load and importance after
+Shazeer and in Tutel's form: each by loops, with padding, without tokens, over sigmoid scores, its gradient
+by finite differences; at uniform load, at collapse, before dropping, choices left out, dtypes; the layer
+hands over what they need.
+"""
+
+import math
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer, gshard_loss, route
+from fairseq_tutel.moe.balance import (
+    LOSSES,
+    GateOutput,
+    balance_losses,
+    gshard_all_loss,
+    gshard_global_loss,
+    gshard_sequence_loss,
+    load_importance_loss,
+    load_importance_tutel_loss,
+    z_loss,
+)
+
+
+def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def gate(logits_TE: Tensor) -> GateOutput:
+    return GateOutput(logits_TE=logits_TE, clean_TE=logits_TE)
+
+
+def test_gshard_by_hand():
+    probs_TE = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]])
+    # First choices 0, 0, 1, 0: f = (3/4, 1/4, 0); P = (1.9, 1.4, 0.7) / 4.
+    expected = 3 * (0.75 * 1.9 / 4 + 0.25 * 1.4 / 4)
+    assert float(gshard_loss(route(probs_TE.log(), 2))) == pytest.approx(expected, rel=1e-6)
+
+
+def test_gshard_is_1_at_uniform_load_and_uniform_probabilities():
+    # Nearly uniform probabilities, each expert the first choice of two tokens.
+    logits_TE = 1e-9 * torch.eye(4, dtype=torch.float64).repeat(2, 1)
+    assert float(gshard_loss(route(logits_TE, 1))) == pytest.approx(1.0, rel=1e-8)
+
+
+def test_gshard_is_the_number_of_experts_at_collapse():
+    logits_TE = torch.zeros(9, 5, dtype=torch.float64)
+    logits_TE[:, 3] = 100.0
+    assert float(gshard_loss(route(logits_TE, 2))) == pytest.approx(5.0)
+
+
+def test_gshard_looks_at_choices_before_dropping():
+    logits_TE = logits(20, 4)
+    assert torch.equal(gshard_loss(route(logits_TE, 2)), gshard_loss(route(logits_TE, 2, 0.25)))
+
+
+def test_gshard_of_real_tokens_ignores_padding():
+    logits_TE, real_T = logits(12, 4), torch.arange(12) % 4 != 2
+    padded = gshard_loss(route(logits_TE, 2, real_T=real_T))
+    torch.testing.assert_close(padded, gshard_loss(route(logits_TE[real_T], 2)))
+
+
+def test_gshard_has_the_gradient_of_finite_differences():
+    real_T = torch.tensor([True, True, False, True, True])
+    inputs = (logits(5, 3).requires_grad_(),)
+    assert torch.autograd.gradcheck(lambda x: gshard_loss(route(x, 2, real_T=real_T)), inputs)
+
+
+@pytest.mark.parametrize("num_tokens", (0, 3))
+def test_gshard_without_real_tokens_is_0_with_gradient_0(num_tokens):
+    logits_TE = logits(num_tokens, 4).requires_grad_()
+    loss = gshard_loss(route(logits_TE, 2, real_T=torch.zeros(num_tokens, dtype=torch.bool)))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits_TE.grad, torch.zeros_like(logits_TE))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_gshard_of_a_half_precision_gate_stays_within_its_rounding(dtype):
+    # More tokens than fp16's largest number, and than bf16 can count one by one.
+    logits_TE = logits(70_000, 4).to(dtype)
+    loss = gshard_loss(route(logits_TE, 1))
+    assert float(loss) == pytest.approx(float(gshard_loss(route(logits_TE.double(), 1))), rel=5e-3)
+
+
+def test_losses_come_by_name():
+    routing = route(logits(6, 3), 1)
+    assert balance_losses({}, routing, gate(logits(6, 3))) == {}
+    named = balance_losses({"gshard": 0.5, "switch": 2.0}, routing, gate(logits(6, 3)))
+    assert list(named) == ["gshard", "switch"]
+    assert torch.equal(named["gshard"], gshard_loss(routing))  # unweighted
+    assert torch.equal(named["switch"], named["gshard"])  # one formula
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 5))
+def test_gshard_over_all_choices_counts_every_choice(top_k):
+    logits_TE, real = logits(9, 5), [t % 4 != 2 for t in range(9)]
+    routing = route(logits_TE, top_k, real_T=torch.tensor(real))
+    probs, ids = torch.softmax(logits_TE, 1).tolist(), routing.expert_ids_TK.tolist()
+    tokens = [t for t in range(9) if real[t]]
+    expected = 0.0
+    for e in range(5):
+        share = sum(ids[t].count(e) for t in tokens) / (top_k * len(tokens))
+        expected += 5 * share * sum(probs[t][e] for t in tokens) / len(tokens)
+    assert float(gshard_all_loss(routing)) == pytest.approx(expected)
+    if top_k == 5:  # every expert is chosen by all
+        assert float(gshard_all_loss(routing)) == pytest.approx(1.0)
+
+
+def test_z_is_the_mean_squared_log_of_the_partition_function():
+    logits_TE, real = logits(7, 3) * 4, [t != 2 for t in range(7)]
+    routing = route(logits_TE, 1, real_T=torch.tensor(real))
+    tokens = [row.tolist() for row, r in zip(logits_TE, real, strict=True) if r]
+    expected = sum(math.log(sum(math.exp(z) for z in row)) ** 2 for row in tokens) / 6
+    assert float(z_loss(routing, gate(logits_TE))) == pytest.approx(expected)
+    nobody = route(logits_TE, 1, real_T=torch.zeros(7, dtype=torch.bool))
+    assert float(z_loss(nobody, gate(logits_TE))) == 0.0
+
+
+def test_the_losses_gradients_are_finite_differences():
+    inputs = (logits(5, 4).requires_grad_(),)
+    real_T = torch.tensor([True, True, False, True, True])
+    assert torch.autograd.gradcheck(lambda x: z_loss(route(x, 2, real_T=real_T), gate(x)), inputs)
+    assert torch.autograd.gradcheck(lambda x: gshard_all_loss(route(x, 2, real_T=real_T)), inputs)
+
+
+def gshard_all_by_loops(probs, copies) -> float:
+    """E * sum of share * mean probability; `copies` lists the experts that each token asked for."""
+    num_experts, asked = len(probs[0]), [e for ids in copies for e in ids]
+    return sum(
+        num_experts
+        * asked.count(e)
+        / max(len(asked), 1)
+        * sum(row[e] for row in probs)
+        / len(probs)
+        for e in range(num_experts)
+    )
+
+
+def copies_of(routing) -> list[list[int]]:
+    pairs = zip(routing.expert_ids_TK.tolist(), routing.slots_TK.tolist(), strict=True)
+    return [[e for e, s in zip(ids, slots, strict=True) if s >= 0] for ids, slots in pairs]
+
+
+SEQUENCE_RULES = (
+    {},
+    {"score_function": "sigmoid"},
+    {"choice": "experts"},
+    {"second_expert_policy": "random", "training": True},
+)
+
+
+@pytest.mark.parametrize("time_first", (False, True))
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("rules", SEQUENCE_RULES, ids=str)
+def test_gshard_by_sentence_is_the_mean_over_sentences(time_first, padded, rules):
+    count, time = 4, 5
+    logits_TE = logits(count * time, 3)
+    lengths = [5, 3, 0, 4] if padded else [5] * 4  # one sentence is padding alone
+    # Token t's sentence and time.
+    places = [(t % count, t // count) if time_first else divmod(t, time) for t in range(20)]
+    real_T = torch.tensor([at < lengths[s] for s, at in places])
+    torch.manual_seed(1)
+    routing = route(logits_TE, 2, real_T=real_T if padded else None, **rules)
+    output = GateOutput(
+        logits_TE=logits_TE, clean_TE=logits_TE, sentences=(count, time), time_first=time_first
+    )
+    probs, copies = routing.probs_TE.tolist(), copies_of(routing)
+    values = []
+    for s in range(count):
+        mine = [t for t in range(20) if places[t][0] == s and real_T[t]]
+        if mine:
+            values.append(gshard_all_by_loops([probs[t] for t in mine], [copies[t] for t in mine]))
+    assert len(values) == (3 if padded else 4)
+    assert float(gshard_sequence_loss(routing, output)) == pytest.approx(statistics.mean(values))
+
+
+def test_without_sentences_gshard_by_sentence_is_that_of_all_tokens():
+    real_T = torch.arange(9) % 4 != 2
+    routing = route(logits(9, 4), 2, real_T=real_T)
+    by_sentence = gshard_sequence_loss(routing, gate(logits(9, 4)))
+    torch.testing.assert_close(by_sentence, gshard_all_loss(routing))
+
+
+def test_gshard_over_one_rank_is_that_of_all_choices():
+    routing = route(logits(9, 4), 2, real_T=torch.arange(9) % 4 != 2)
+    assert torch.equal(gshard_global_loss(routing, gate(logits(9, 4))), gshard_all_loss(routing))
+
+
+@pytest.mark.parametrize("name", ("gshard", "gshard_all", "gshard_sequence", "gshard_global"))
+def test_sigmoid_scores_count_as_shares_of_their_sum(name):
+    logits_TE = logits(8, 4)
+    routing = route(logits_TE, 2, score_function="sigmoid")
+    scores = [[1 / (1 + math.exp(-z)) for z in row] for row in logits_TE.tolist()]
+    probs = [[s / sum(row) for s in row] for row in scores]
+    copies = [ids[:1] if name == "gshard" else ids for ids in routing.expert_ids_TK.tolist()]
+    expected = gshard_all_by_loops(probs, copies)
+    assert float(LOSSES[name](routing, gate(logits_TE))) == pytest.approx(expected)
+
+
+def cv_squared(values: list[float]) -> float:
+    if len(values) == 1:
+        return 0.0
+    return statistics.variance(values) / (statistics.mean(values) ** 2 + 1e-10)
+
+
+def normal_cdf(x: float) -> float:
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def noisy_gate(clean_TE: Tensor, noise: float = 0.4, **options) -> GateOutput:
+    shift_TE = noise * logits(*clean_TE.shape, seed=9).to(clean_TE.dtype)
+    return GateOutput(logits_TE=clean_TE + shift_TE, clean_TE=clean_TE, noise=noise, **options)
+
+
+@pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 4), (5, 5), (1, 1)])
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("padded", (False, True))
+def test_load_and_importance_equal_loops(num_experts, top_k, function, padded):
+    output = noisy_gate(logits(8, num_experts), score_function=function)
+    real_T = torch.arange(8) % 3 != 1 if padded else None
+    routing = route(output.logits_TE, top_k, real_T=real_T, score_function=function)
+    importance, load = [0.0] * num_experts, [0.0] * num_experts
+    for t in range(8):
+        if padded and not real_T[t]:
+            continue
+        clean, noisy = output.clean_TE[t].tolist(), output.logits_TE[t].tolist()
+        scores = [math.exp(z) if function == "softmax" else 1 / (1 + math.exp(-z)) for z in clean]
+        for e in range(num_experts):
+            importance[e] += scores[e] / sum(scores)
+            others = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)
+            if top_k == num_experts:  # nobody is left to be chosen instead
+                load[e] += 1.0
+            else:
+                load[e] += normal_cdf((clean[e] - others[top_k - 1]) / 0.4)
+    expected = (cv_squared(importance) + cv_squared(load)) / 2
+    assert float(load_importance_loss(routing, output)) == pytest.approx(expected)
+    assert (expected > 0) == (num_experts > 1)
+
+
+def test_an_expert_that_is_shut_off_has_no_load_where_fewer_than_k_are_open():
+    clean_TE = torch.zeros(6, 4, dtype=torch.float64)
+    clean_TE[:4, 1:] = -math.inf  # one expert is open to four tokens; a second choice is a shut one
+    clean_TE[4:, 2:] = -math.inf
+    output = GateOutput(logits_TE=clean_TE, clean_TE=clean_TE, noise=0.4)
+    loss = load_importance_loss(route(clean_TE, 2), output)
+    # To the other two both open ones are sure, each against what is shut.
+    expected = (cv_squared([5.0, 1.0, 0.0, 0.0]) + cv_squared([6.0, 2.0, 0.0, 0.0])) / 2
+    assert float(loss) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 5), (1, 1)])
+def test_load_and_importance_in_tutel_s_form_equal_its_formula(num_experts, top_k):
+    output, real = noisy_gate(logits(8, num_experts)), [t % 3 != 1 for t in range(8)]
+    routing = route(output.logits_TE, top_k, real_T=torch.tensor(real))
+    importance, load = [0.0] * num_experts, [0.0] * num_experts
+    for t in range(8):
+        if real[t]:
+            clean = [math.exp(z) for z in output.clean_TE[t].tolist()]
+            threshold = sorted(output.logits_TE[t].tolist(), reverse=True)[top_k - 1]
+            for e in range(num_experts):
+                prob = clean[e] / sum(clean)
+                importance[e] += prob
+                load[e] += normal_cdf((prob - threshold) / 0.4)
+    expected = (cv_squared(importance) + cv_squared(load)) / 2
+    assert float(load_importance_tutel_loss(routing, output)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("top_k", (1, 2, 4))
+def test_every_loss_has_the_gradient_of_finite_differences(name, function, top_k):
+    real_T = torch.tensor([True, True, False, True, True, True])
+
+    def loss(x: Tensor) -> Tensor:
+        output = noisy_gate(x, score_function=function, sentences=(2, 3))
+        routing = route(output.logits_TE, top_k, real_T=real_T, score_function=function)
+        return LOSSES[name](routing, output)
+
+    assert torch.autograd.gradcheck(loss, (logits(6, 4).requires_grad_(),))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("num_tokens", (0, 6))
+@pytest.mark.parametrize("choice", ("tokens", "experts"))
+def test_without_real_tokens_every_loss_is_0_with_gradient_0(name, num_tokens, choice):
+    logits_TE = logits(num_tokens, 4).requires_grad_()
+    output = noisy_gate(logits_TE, sentences=(2, num_tokens // 2))
+    real_T = torch.zeros(num_tokens, dtype=torch.bool)
+    loss = LOSSES[name](route(output.logits_TE, 2, real_T=real_T, choice=choice), output)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits_TE.grad, torch.zeros_like(logits_TE))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_a_half_precision_gate_is_fp32(name, dtype):
+    def loss(wide: bool) -> Tensor:
+        output = noisy_gate(
+            logits(3000, 4).to(dtype).to(torch.float64 if wide else dtype), noise=1.0
+        )
+        return LOSSES[name](route(output.logits_TE, 2), output)
+
+    assert loss(False).dtype == torch.float32
+    assert float(loss(False)) == pytest.approx(float(loss(True)), rel=2e-2)
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("time_first", (True, False))
+def test_the_layer_hands_over_noise_sentences_and_scores(training, time_first):
+    """What a loss gets from a layer is what it gets when its parts are put together by hand."""
+    names = ("gshard_sequence", "gshard_global", "load_importance", "load_importance_tutel", "z")
+    config = MoEConfig(
+        model_dim=6, hidden_dim=3, num_experts=4, gate_noise=2.0, score_function="sigmoid",
+        balance_loss=",".join(names),
+    )  # fmt: skip
+    layer = MoELayer(config, seed=1).double().train(training)
+    x = logits(3 * 5, 6).view(3, 5, 6)
+    mask = torch.arange(x.shape[1]) >= torch.tensor([[5], [2], [4]])
+    if time_first:
+        x = x.transpose(0, 1)
+    torch.manual_seed(2)
+    losses = layer(x, mask, time_first=time_first)[1].losses
+    flat, mask_T = x.reshape(-1, 6), (mask.t() if time_first else mask).reshape(-1)
+    clean_TE = layer.gate(flat)
+    torch.manual_seed(2)
+    noisy_TE = clean_TE + torch.randn_like(clean_TE) * (2.0 / 4) if training else clean_TE
+    output = GateOutput(
+        logits_TE=noisy_TE, clean_TE=clean_TE, noise=0.5, score_function="sigmoid", sentences=(3, 5),
+        time_first=time_first,
+    )  # fmt: skip
+    routing = route(noisy_TE, 2, real_T=~mask_T, score_function="sigmoid")
+    assert list(losses) == list(names)
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss, LOSSES[name](routing, output), msg=name)

@@ -1,0 +1,216 @@
+"""The balance bias: its rule, what it reaches and what it does not, and that it balances.
+
+Covered: the update in whole numbers; the choice alone, neither weights nor gradients; padding and choices
+left out not counted; rate 0; evaluation; the state dict; fp32 whatever the model's precision; a skewed
+gate over some hundred updates; a micro-batch counted once though it is run again in the backward.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.balance_bias import BalanceBias
+from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.ranks.groups import Topology
+
+CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, balance_bias=True)
+
+
+def build(**options) -> MoELayer:
+    return MoELayer(dataclasses.replace(CONFIG, **options), seed=1)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, CONFIG.model_dim, generator=generator)
+
+
+@settings(max_examples=100, deadline=None)
+@given(loads=st.lists(st.integers(0, 9), min_size=1, max_size=6), rate=st.floats(0, 1))
+def test_the_bias_rises_below_the_mean_and_falls_above_it(loads, rate):
+    bias = BalanceBias(len(loads), rate)
+    bias.bias += torch.arange(len(loads))
+    bias.load += 5
+    bias.update(torch.tensor(loads))
+    mean = sum(loads) / len(loads)
+    for e, load in enumerate(loads):
+        step = rate if load < mean else -rate if load > mean else 0.0
+        assert float(bias.bias[e]) == pytest.approx(e + step, abs=1e-6)  # fp32
+    assert not bias.load.any()
+
+
+def test_loads_that_floats_do_not_hold_are_compared_exactly():
+    bias = BalanceBias(2, 0.5)
+    bias.update(torch.tensor([2**55, 2**55 + 1]))
+    assert bias.bias.tolist() == [0.5, -0.5]
+
+
+def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
+    layer = build(capacity_factor=0.5)
+    mask = torch.arange(20) % 3 == 1
+    load = torch.zeros(4, dtype=torch.int64)
+    for seed in (1, 2):  # two micro-batches of one update
+        routing = layer(tokens(20, seed=seed), mask)[1].routing
+        assert int(routing.dropped_K.sum()) > 0
+        load += routing.expert_ids_TK[~mask].flatten().bincount(minlength=4)
+        assert torch.equal(layer.balance_bias.load, load)
+    layer.eval()(tokens(20))
+    assert torch.equal(layer.balance_bias.load, load)
+    update_biases(layer)
+    steps = (load.sum() / 4 - load).sign() * 0.001
+    torch.testing.assert_close(layer.balance_bias.bias, steps)
+    assert not layer.balance_bias.load.any()
+
+
+def test_a_choice_that_was_left_out_is_not_counted():
+    layer = build(second_expert_policy="random")
+    torch.manual_seed(1)
+    asked = int((layer(tokens(50))[1].routing.slots_TK >= 0).sum())
+    assert int(layer.balance_bias.load.sum()) == asked < 100
+
+
+def test_weights_losses_and_gradients_do_not_know_the_bias():
+    """With it, they are those of the same choice made without it."""
+    layer, x = build(score_function="sigmoid").double(), tokens(15).double().requires_grad_()
+    layer.balance_bias.bias.copy_(torch.tensor([2.0, 0, -2, 0]))
+    output = layer(x)[1]
+    ids_TK = output.routing.expert_ids_TK
+    assert (ids_TK[:, 0] == 0).all() and not (ids_TK == 2).any()
+    scores_TE = torch.sigmoid(x @ layer.gate.weight.t())
+    chosen_TK = scores_TE.gather(1, ids_TK)
+    torch.testing.assert_close(
+        output.routing.weights_TK, chosen_TK / chosen_TK.sum(dim=1, keepdim=True)
+    )
+    probs_TE = scores_TE / scores_TE.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(output.routing.probs_TE, probs_TE)
+    share_E = ids_TK[:, 0].bincount(minlength=4) / 15
+    expected = 4 * (share_E * probs_TE.mean(dim=0)).sum()
+    torch.testing.assert_close(output.balance_loss, expected)
+    named = [x, layer.gate.weight]
+    got = torch.autograd.grad(output.balance_loss, named, retain_graph=True)
+    for a, b in zip(got, torch.autograd.grad(expected, named), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not layer.balance_bias.bias.requires_grad
+    assert "balance_bias" not in str([name for name, _ in layer.named_parameters()])
+
+
+def test_a_bias_that_changes_no_choice_changes_no_bit():
+    """Though scores and bias are added: the same on every expert, and top-1 by far."""
+    plain, biased = build(balance_bias=False), build()
+    biased.balance_bias.bias.fill_(0.25)
+    x = tokens(30)
+    results = []
+    for layer in (plain, biased):
+        inputs = x.clone().requires_grad_()
+        y, output = layer(inputs)
+        (y.square().sum() + output.balance_loss).backward()
+        results.append([y, inputs.grad, *[p.grad for p in layer.parameters()]])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_evaluation_chooses_by_the_bias_too():
+    layer = build().eval()
+    layer.balance_bias.bias[3] = 2.0
+    assert (layer(tokens(9))[1].routing.expert_ids_TK[:, 0] == 3).all()
+
+
+def test_rate_0_freezes_the_bias():
+    layer = build(bias_update_rate=0.0)
+    layer.balance_bias.bias.copy_(torch.arange(4))
+    layer(tokens(20))
+    update_biases(layer)
+    assert layer.balance_bias.bias.tolist() == [0, 1, 2, 3]
+    assert not layer.balance_bias.load.any()
+
+
+def test_the_state_dict_holds_the_bias_and_not_the_load():
+    layer, other = build(), build()
+    layer.balance_bias.bias.uniform_(-1, 1)
+    layer(tokens(20))
+    state = layer.state_dict()
+    assert [name for name in state if "balance" in name] == ["balance_bias.bias"]
+    other.load_state_dict(state)
+    assert torch.equal(other.balance_bias.bias, layer.balance_bias.bias)
+    assert not other.balance_bias.load.any()
+
+
+@pytest.mark.parametrize("cast", ("half", "bfloat16", "double"))
+def test_a_cast_model_keeps_the_bias_in_fp32(cast):
+    layer = build(gate_fp32=False)
+    layer.balance_bias.bias.fill_(1.0)
+    getattr(layer, cast)()
+    layer.to(getattr(torch, "float64" if cast == "double" else "bfloat16"))
+    bias = layer.balance_bias
+    assert bias.bias.dtype == torch.float32 and bias.load.dtype == torch.int64
+    for _ in range(3):  # 1.003 is none of bf16's numbers
+        bias.update(torch.tensor([0, 0, 0, 4]))
+    torch.testing.assert_close(bias.bias, torch.tensor([1.003, 1.003, 1.003, 0.997]))
+    bias.bias.copy_(torch.tensor([0.0, 0.0, 3.0, 0.0]))
+    x = tokens(6).to(layer.gate.weight.dtype)
+    assert (layer(x)[1].routing.expert_ids_TK[:, 0] == 2).all()
+    assert layer.state_dict()["balance_bias.bias"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+def test_a_skewed_gate_is_balanced_after_some_hundred_updates(function):
+    layer = build(top_k=1, score_function=function, bias_update_rate=0.01)
+    layer.requires_grad_(False)
+    with torch.no_grad():  # expert 0 likes every token best, whatever else it is
+        layer.gate.weight[0] += torch.tensor([3.0, 0, 0, 0, 0])
+
+    def batch(seed: int) -> Tensor:
+        x = tokens(64, seed=seed)
+        x[:, 0] = x[:, 0].abs() + 0.5
+        return x
+
+    def busiest() -> float:
+        """Return the busiest expert's load on unseen tokens, as a multiple of the mean."""
+        counts_E = sum(layer.eval()(batch(seed))[1].routing.counts_E for seed in range(900, 910))
+        layer.train()
+        return float(counts_E.max() / counts_E.double().mean())
+
+    before = busiest()
+    for seed in range(200):
+        layer(batch(seed))
+        update_biases(layer)
+    assert before > 3
+    assert busiest() < 1.3
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
+    name = "decoder.layers.0.fc1"
+    layer, twin = MoEFeedForward(CONFIG, Topology(), 1, name), MoELayer(CONFIG, seed=1, name=name)
+    expected = torch.zeros(4, dtype=torch.int64)
+    for seed in (1, 2):  # two micro-batches of one update
+        calls = []
+        layer.begin_micro_batch()
+
+        def forward(x: Tensor, calls=calls) -> Tensor:
+            calls.append(1)
+            return layer(x)
+
+        x = tokens(3, 4, seed=seed).requires_grad_()
+        checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
+        assert len(calls) == 2
+        expected += twin(x, time_first=True)[1].routing.assigned_KE.sum(dim=0)
+        assert int(expected.sum()) == seed * 3 * 4 * 2
+        assert torch.equal(layer.balance_bias.load, expected)
+
+
+def test_a_dummy_batch_counts_nothing():
+    layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1")
+    layer.skip_tokens = True
+    layer.begin_micro_batch()
+    layer(tokens(3, 4))
+    assert not layer.balance_bias.load.any()
+    update_biases(layer)
+    assert not layer.balance_bias.bias.any()

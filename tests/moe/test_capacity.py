@@ -1,0 +1,159 @@
+"""Capacity rules against plain arithmetic, and what they promise under every drop policy.
+
+Covered: the factor's sign, a fraction of the tokens, minimum, multiple, a number; which rule training,
+evaluation and a single call have; the host's bound; conservation and limits for every policy under
+every rule.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.capacity import Capacity, capacity_of
+from fairseq_tutel.moe.drop_policies import POLICIES
+from fairseq_tutel.moe.routing import MicroBatch, Rules, assign
+
+CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
+
+
+def by_hand(rule: Capacity, top_k: int, num_experts: int, num_tokens: int) -> int:
+    if rule.fixed:
+        return rule.fixed
+    if rule.token_fraction > 0:
+        limit = math.ceil(num_tokens * rule.token_fraction)
+    else:
+        limit = top_k * math.ceil(num_tokens * abs(rule.factor) / num_experts)
+    return math.ceil(max(limit, rule.minimum) / rule.multiple) * rule.multiple
+
+
+rules = st.builds(
+    Capacity,
+    factor=st.floats(-4, 4).filter(bool) | st.sampled_from([0.5, 1.0, 1.25, -1.0, 1e-9]),
+    token_fraction=st.just(0.0) | st.floats(0.001, 1.5),
+    minimum=st.integers(0, 40),
+    multiple=st.integers(1, 9),
+    fixed=st.just(0) | st.integers(1, 40),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    rule=rules, top_k=st.integers(1, 8), num_experts=st.integers(1, 64), num_tokens=st.integers(0, 5000)
+)  # fmt: skip
+def test_places_are_those_of_plain_arithmetic_and_the_host_s_bound_holds(
+    rule, top_k, num_experts, num_tokens
+):
+    places = int(rule.places(top_k, num_experts, torch.tensor(num_tokens)))
+    assert places == by_hand(rule, top_k, num_experts, num_tokens)
+    assert rule.is_limited
+    for at_most in (num_tokens, num_tokens + 1, 2 * num_tokens):
+        assert rule.most_places(top_k, num_experts, at_most) >= places
+
+
+def test_without_a_factor_or_a_fraction_nothing_is_limited():
+    assert not Capacity().is_limited
+    assert not Capacity(minimum=3, multiple=8).is_limited
+    assert Capacity(factor=-0.5).is_limited and Capacity(token_fraction=0.1).is_limited
+
+
+@pytest.mark.parametrize(
+    "options, training, factor, fraction",
+    [
+        ({"capacity_factor": 1.5}, True, 1.5, 0.0),
+        ({"capacity_factor": 1.5}, False, 0.0, 0.0),
+        ({"capacity_factor": -1.5, "eval_capacity_factor": 2.0}, False, 2.0, 0.0),
+        ({"capacity_factor": 1.5, "eval_capacity_factor": 2.0}, True, 1.5, 0.0),
+        ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, False, 0.0, 0.25),
+        ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, True, 1.5, 0.0),
+        ({"capacity_factor": 1.5, "eval_capacity_token_fraction": -1.0}, False, 1.5, 0.0),
+        # Experts choose as many tokens as they were trained with, unless another number is asked for.
+        ({"capacity_factor": 1.5, "choice": "experts"}, False, 1.5, 0.0),
+        (
+            {"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0},
+            False,
+            2.0,
+            0.0,
+        ),
+        ({"eval_capacity_token_fraction": -1.0}, False, 0.0, 0.0),
+    ],
+    ids=str,
+)
+def test_training_and_evaluation_have_rules_of_their_own(options, training, factor, fraction):
+    config = dataclasses.replace(CONFIG, min_capacity=3, capacity_multiple=4, **options)
+    rule = capacity_of(config, training)
+    assert rule == Capacity(factor=factor, token_fraction=fraction, minimum=3, multiple=4)
+    for call in (0.0, 0.5, -2.0):  # a call's factor goes before everything
+        expected = Capacity(factor=call, minimum=3, multiple=4)
+        assert capacity_of(config, training, call) == expected
+
+
+RULES = {
+    "dropless": Capacity(),
+    "share": Capacity(factor=0.5),
+    "large share": Capacity(factor=4.0),
+    "as needed": Capacity(factor=-0.5),
+    "fraction": Capacity(token_fraction=0.2),
+    "minimum": Capacity(factor=0.1, minimum=5),
+    "multiple": Capacity(factor=0.5, multiple=4),
+    "both": Capacity(factor=0.01, minimum=3, multiple=2),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", RULES)
+def test_every_policy_conserves_tokens_under_every_rule(policy, name):
+    rule, num_experts = RULES[name], 4
+    generator = torch.Generator().manual_seed(1)
+    for num_tokens in (0, 1, 23):
+        for top_k in (1, 2, 4):
+            logits_TE = torch.randn(num_tokens, num_experts, generator=generator)
+            logits_TE[:, 1] += 1  # a crowded expert
+            real_T = torch.arange(num_tokens) % 5 != 1
+            num_real = int(real_T.sum())
+            batch = MicroBatch(real_T=real_T, training=True)
+            a = assign(logits_TE, top_k, rule, Rules(drop_policy=policy), batch)
+            limit = math.inf
+            if rule.is_limited:
+                limit = by_hand(rule, top_k, num_experts, num_real)
+            assert int(a.kept_TK.sum()) + int(a.dropped_K.sum()) == top_k * num_real
+            assert not a.kept_TK[~real_T].any()
+            for e in range(num_experts):
+                asked = int(((a.expert_ids_TK == e) & real_T[:, None]).sum())
+                kept = int(((a.expert_ids_TK == e) & a.kept_TK).sum())
+                assert kept == int(a.counts_E[e]) == min(asked, limit)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_call_s_factor_holds_for_that_call_alone(policy):
+    layer = MoELayer(dataclasses.replace(CONFIG, drop_policy=policy), seed=1)
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    for factor, limit in ((0.25, 6), (-0.25, 6), (0.0, math.inf), (None, math.inf), (1.0, 20)):
+        for training in (True, False):
+            given = None if factor is None else np.float32(factor)
+            routing = layer.train(training)(x, capacity_factor=given)[1].routing
+            assert int(routing.counts_E.max()) <= limit
+            dropped = int(routing.dropped_K.sum())
+            assert dropped == 80 - int(routing.counts_E.sum())
+            assert dropped > 0 if limit == 6 else limit == 20 or dropped == 0
+
+
+def test_evaluation_with_a_fraction_drops_by_it():
+    config = dataclasses.replace(CONFIG, eval_capacity_token_fraction=0.25)
+    layer = MoELayer(config, seed=1)
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(30) % 3 == 0
+    assert int(layer(x, mask)[1].routing.dropped_K.sum()) == 0
+    counts_E = layer.eval()(x, mask)[1].routing.counts_E
+    assert int(counts_E.max()) == 5  # ceil(20 / 4)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30, True, np.float32("nan"), "1"])
+def test_a_call_s_factor_is_checked(factor):
+    with pytest.raises(ValueError, match=r"capacity_factor is .*; give a finite number"):
+        MoELayer(MoEConfig(4, 4, 4))(torch.ones(3, 4), capacity_factor=factor)

@@ -1,0 +1,444 @@
+"""Which experts a token asks for, and with what weights, against loops and counted frequencies.
+
+Covered: sigmoid scores; weights divided before dropping, after it or not at all, and scaled; groups of
+experts by brute force; ties; sampling (frequencies, weights without noise, nothing drawn in evaluation);
+second choices as they are, sampled or left out at random; K = 1 to E; one token, none, padding alone;
+dtypes; gradients by finite differences.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from compare import TOLERANCE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fairseq_tutel import route
+from fairseq_tutel.moe.choice import mask_groups, scores_of, sinkhorn_keys
+
+E = 4
+# Of chi-square by degrees of freedom: one run in a thousand is above.
+CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 11: 31.26}
+
+
+def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def score_lists(logits_TE: Tensor, function: str) -> list[list[float]]:
+    """Return the scores by plain arithmetic."""
+    rows = []
+    for row in logits_TE.tolist():
+        if function == "sigmoid":
+            rows.append([1 / (1 + math.exp(-z)) for z in row])
+        else:
+            total = sum(math.exp(z) for z in row)
+            rows.append([math.exp(z) / total for z in row])
+    return rows
+
+
+def weight_lists(scores, plan: oracle.Plan, normalize: str, scaling: float) -> list[list[float]]:
+    """Return the weights of the kept copies by loops, 0 for all others."""
+    rows = []
+    for t, ids in enumerate(plan.expert_ids):
+        weights = [scores[t][e] for e in ids]
+        kept = plan.kept[t]
+        if normalize == "before" and len(ids) > 1:
+            weights = [w / sum(weights) for w in weights]
+        if normalize == "after" and len(ids) > 1:
+            left = sum(w for w, k in zip(weights, kept, strict=True) if k)
+            weights = [w / left if left else 0.0 for w in weights]
+        rows.append([scaling * w * k for w, k in zip(weights, kept, strict=True)])
+    return rows
+
+
+def kept_weights(r) -> Tensor:
+    return r.weights_TK.masked_fill(r.row_of_TK < 0, 0.0)
+
+
+def chi_square(counts: Tensor, probs: Tensor) -> float:
+    expected = probs.double() * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("normalize", ("before", "after", "none"))
+@pytest.mark.parametrize("top_k", range(1, E + 1))
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+def test_scores_and_weights_equal_loops(function, normalize, top_k, factor):
+    logits_TE, real = logits(17, seed=top_k), [t % 5 != 3 for t in range(17)]
+    r = route(
+        logits_TE, top_k, factor, real_T=torch.tensor(real), score_function=function,
+        normalize_gate=normalize, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    scores = score_lists(logits_TE, function)
+    plan = oracle.plan(scores, top_k, factor, real)
+    assert r.expert_ids_TK.tolist() == plan.expert_ids
+    assert (r.row_of_TK >= 0).tolist() == plan.kept
+    expected = torch.tensor(weight_lists(scores, plan, normalize, 2.5), dtype=torch.float64)
+    torch.testing.assert_close(kept_weights(r), expected)
+    probs = torch.tensor([[s / sum(row) for s in row] for row in scores], dtype=torch.float64)
+    torch.testing.assert_close(r.probs_TE, probs)
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("top_k", (2, 3, E))
+def test_weights_divided_after_dropping_sum_to_1_over_what_is_left(function, top_k):
+    logits_TE = logits(40, seed=top_k)
+    logits_TE[:, 0] += 2  # a crowded expert, which drops many first choices
+    logits_TE[::3] *= 30  # and leaves scores far below 1e-7
+    r = route(logits_TE, top_k, 0.3, normalize_gate="after", score_function=function)
+    kept_T = (r.row_of_TK >= 0).any(dim=1)
+    total_T = kept_weights(r).sum(dim=1)
+    torch.testing.assert_close(total_T[kept_T], torch.ones_like(total_T[kept_T]))
+    assert not total_T[~kept_T].any()
+    dropped_first_T = (r.row_of_TK[:, 0] < 0) & kept_T
+    assert int(dropped_first_T.sum()) > 1 and (~kept_T).any()
+
+
+def test_scores_far_below_1_still_sum_to_1_where_they_are_divided():
+    logits_TE = torch.tensor([[-30.0, -31, -40, -33]])
+    r = route(logits_TE, 2, score_function="sigmoid")
+    assert r.expert_ids_TK.tolist() == [[0, 1]]
+    torch.testing.assert_close(r.weights_TK.sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("normalize", ("before", "after", "none"))
+@pytest.mark.parametrize("top_k", (1, 3))
+def test_weights_have_the_gradient_of_finite_differences(function, normalize, top_k):
+    def weights(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        r = route(
+            logits_TE, top_k, 0.7, score_function=function, normalize_gate=normalize,
+            routed_scaling_factor=0.5,
+        )  # fmt: skip
+        return kept_weights(r), r.probs_TE
+
+    assert torch.autograd.gradcheck(weights, (logits(6).requires_grad_(),))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+def test_every_dtype_gives_weights_of_its_own_precision(dtype, function):
+    logits_TE = logits(9).to(dtype)
+    got = route(logits_TE, 2, score_function=function, normalize_gate="none")
+    wide = route(logits_TE.double(), 2, score_function=function, normalize_gate="none")
+    assert got.weights_TK.dtype == got.probs_TE.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        got.weights_TK.double(), wide.weights_TK, rtol=tolerance, atol=tolerance
+    )
+
+
+def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[float]]:
+    """Return the scores with -inf in every group that a token may not choose from, by loops."""
+    rows = []
+    for row in scores:
+        size = len(row) // groups
+        members = [row[g * size : (g + 1) * size] for g in range(groups)]
+        best = max(top_k // kept, 1)
+        value = [math.fsum(sorted(m, reverse=True)[:best]) for m in members]
+        opened = sorted(range(groups), key=lambda g, v=value: (-v[g], g))[:kept]
+        rows.append([s if e // size in opened else -math.inf for e, s in enumerate(row)])
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), groups=st.integers(1, 4), size=st.integers(1, 4), function=st.booleans())
+def test_groups_of_experts_equal_brute_force(data, groups, size, function):
+    kept = data.draw(st.integers(1, groups))
+    top_k = data.draw(st.integers(1, kept * size))
+    num_tokens = data.draw(st.integers(0, 6))
+    values = st.lists(st.integers(0, 3), min_size=groups * size, max_size=groups * size)
+    # Few values: many ties, between experts and between groups.
+    rows = [data.draw(values) for _ in range(num_tokens)]
+    logits_TE = torch.tensor(rows, dtype=torch.float64).view(num_tokens, groups * size)
+    name = "sigmoid" if function else "softmax"
+    scores = scores_of(logits_TE, name)[0].tolist()
+    rules = {"score_function": name, "expert_groups": groups, "groups_per_token": kept}
+    r = route(logits_TE, top_k, 0.5, **rules)
+    plan = oracle.plan(outside_groups(scores, groups, kept, top_k), top_k, 0.5)
+    assert r.expert_ids_TK.tolist() == plan.expert_ids
+    assert r.slots_TK.tolist() == plan.slots
+
+
+def test_a_group_counts_by_its_best_scores_together():
+    # Expert 0 is the best of all, but two of a group count: experts 2 and 3.
+    logits_TE = torch.tensor([[0.5, 0.1, 0.45, 0.45]]).log()
+    rules = {"expert_groups": 2, "groups_per_token": 1}
+    assert route(logits_TE, 2, **rules).expert_ids_TK.tolist() == [[2, 3]]
+    assert route(logits_TE, 1, **rules).expert_ids_TK.tolist() == [[0]]
+
+
+def test_more_experts_than_the_groups_of_a_token_hold_are_refused_by_a_sentence():
+    message = r"top_k is 3 but there are 2 experts in 1 group\(s\); choose a value from 1 to 2."
+    with pytest.raises(ValueError, match=message):
+        route(logits(2), 3, expert_groups=2)
+
+
+def test_all_groups_are_no_groups():
+    keys_TE = logits(3)
+    assert mask_groups(keys_TE, keys_TE, 2, 2, 1) is keys_TE
+
+
+def test_a_bias_moves_the_choice_and_neither_weights_nor_probabilities():
+    logits_TE = logits(30).requires_grad_()
+    bias_E = torch.tensor([10.0, 0, 0, -10])
+    r = route(logits_TE, 2, bias_E=bias_E, normalize_gate="none")
+    scores = torch.softmax(logits_TE, 1)
+    biased = (scores.detach() + bias_E).tolist()
+    assert r.expert_ids_TK.tolist() == oracle.plan(biased, 2).expert_ids
+    assert (r.expert_ids_TK[:, 0] == 0).all() and not (r.expert_ids_TK == 3).any()
+    torch.testing.assert_close(r.weights_TK, scores.gather(1, r.expert_ids_TK))
+    torch.testing.assert_close(r.probs_TE, scores)
+
+
+ROW = torch.tensor([0.0, 1.0, 2.0, -1.0])
+MANY = 6000
+
+
+def sampled(function: str, top_k: int, **rules) -> Tensor:
+    """Return the choices of many tokens of one row of logits."""
+    torch.manual_seed(1)
+    r = route(ROW.expand(MANY, E), top_k, training=True, score_function=function, **rules)
+    return r.expert_ids_TK
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+def test_samples_are_as_frequent_as_their_probabilities(function):
+    counts_E = sampled(function, 1, rsample=True).flatten().bincount(minlength=E)
+    probs_E = scores_of(ROW[None], function)[1][0]
+    assert chi_square(counts_E, probs_E) < CRITICAL[3]
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+def test_several_samples_are_drawn_without_replacement(function):
+    ids_TK = sampled(function, 2, rsample=True)
+    probs = scores_of(ROW[None], function)[1][0].tolist()
+    pairs = [(a, b) for a in range(E) for b in range(E) if a != b]
+    counts = torch.tensor(
+        [int(((ids_TK[:, 0] == a) & (ids_TK[:, 1] == b)).sum()) for a, b in pairs]
+    )
+    assert int(counts.sum()) == MANY
+    expected = torch.tensor([probs[a] * probs[b] / (1 - probs[a]) for a, b in pairs])
+    assert chi_square(counts, expected) < CRITICAL[11]
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+def test_a_sampled_second_choice_leaves_the_first_as_it_is(function):
+    ids_TK = sampled(function, 2, second_expert_policy="sampling")
+    assert (ids_TK[:, 0] == 2).all()
+    probs_E = scores_of(ROW[None], function)[1][0]
+    others = [0, 1, 3]
+    counts_E = ids_TK[:, 1].bincount(minlength=E)
+    assert counts_E[2] == 0
+    assert chi_square(counts_E[others], probs_E[others] / (1 - probs_E[2])) < CRITICAL[2]
+
+
+@pytest.mark.parametrize("options", [{"rsample": True}, {"second_expert_policy": "sampling"}])
+def test_weights_of_sampled_experts_are_without_noise(options):
+    logits_TE = logits(50).requires_grad_()
+    torch.manual_seed(2)
+    r = route(logits_TE, 2, training=True, normalize_gate="none", **options)
+    plain = route(logits_TE, 2, normalize_gate="none")
+    assert not torch.equal(r.expert_ids_TK, plain.expert_ids_TK)
+    scores_TE = torch.softmax(logits_TE, 1)
+    torch.testing.assert_close(r.weights_TK, scores_TE.gather(1, r.expert_ids_TK))
+    assert torch.equal(r.probs_TE, plain.probs_TE)
+
+
+DRAWING = (
+    {"rsample": True},
+    {"second_expert_policy": "sampling"},
+    {"second_expert_policy": "random"},
+    {"rsample": True, "second_expert_policy": "random"},
+)
+IN_TRAINING = (*DRAWING, {"sinkhorn": True})
+
+
+@pytest.mark.parametrize("options", DRAWING, ids=str)
+def test_what_draws_repeats_with_the_generator_and_draws_nothing_in_evaluation(options):
+    def run(training: bool):
+        torch.manual_seed(4)
+        return route(logits(30), 3, 0.5, training=training, **options)
+
+    first, again = run(True), run(True)
+    assert torch.equal(first.row_of_TK, again.row_of_TK)
+    plain = route(logits(30), 3, 0.5)
+    assert not torch.equal(first.row_of_TK, plain.row_of_TK)
+    torch.manual_seed(4)
+    state = torch.get_rng_state()
+    assert torch.equal(run(False).row_of_TK, plain.row_of_TK)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scale=st.sampled_from([0.0, 1.0, 100.0, 1e4, math.inf]),
+    top_k=st.integers(1, 6),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    function=st.sampled_from(["softmax", "sigmoid"]),
+    options=st.sampled_from(IN_TRAINING),
+    groups=st.sampled_from([(1, 1), (3, 3), (3, 2), (2, 1)]),
+    seed=st.integers(0, 100),
+)
+def test_no_expert_is_chosen_twice(scale, top_k, dtype, function, options, groups, seed):
+    """Also where probabilities underflow, or a gate shuts experts off by -inf."""
+    num_groups, kept = groups
+    size = 6 // num_groups
+    top_k = min(top_k, kept * size)
+    logits_TE = logits(5, seed, 6)
+    if math.isinf(scale):  # all but one expert are shut off
+        logits_TE = torch.where(logits_TE == logits_TE.amax(1, keepdim=True), 0.0, -math.inf)
+    else:
+        logits_TE = logits_TE * scale
+    torch.manual_seed(seed)
+    rules = {"score_function": function, "expert_groups": num_groups, "groups_per_token": kept}
+    r = route(logits_TE.to(dtype), top_k, training=True, **rules, **options)
+    for ids in r.expert_ids_TK.tolist():
+        assert len(set(ids)) == top_k
+        assert len({e // size for e in ids}) <= kept
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 3))
+@pytest.mark.parametrize("policy", ("sampling", "random"))
+def test_no_policy_for_second_choices_changes_the_first(policy, top_k):
+    # The best expert's group need not be the best group.
+    rules = {"expert_groups": 2, "groups_per_token": 1}
+    torch.manual_seed(0)
+    logits_TE = logits(400, num_experts=6)
+    got = route(logits_TE, top_k, training=True, second_expert_policy=policy, **rules)
+    plain = route(logits_TE, top_k, **rules)
+    assert torch.equal(got.expert_ids_TK[:, 0], plain.expert_ids_TK[:, 0])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("normalize", ("before", "none"))
+def test_choices_left_out_at_random_are_taken_with_k_times_their_weight(dtype, normalize):
+    row = torch.tensor([0.62, 0.27, 0.1, 0.01]).log()
+    torch.manual_seed(3)
+    r = route(
+        row.to(dtype).expand(4 * MANY, E), 3, training=True, second_expert_policy="random",
+        normalize_gate=normalize,
+    )  # fmt: skip
+    asked_TK = r.slots_TK >= 0
+    assert asked_TK[:, 0].all()
+    for j in (1, 2):
+        chance = min(1.0, 3 * float(r.weights_TK[0, j]))
+        taken = int(asked_TK[:, j].sum())
+        counts = torch.tensor([taken, len(asked_TK) - taken])
+        assert 0.2 < chance < 1
+        assert chi_square(counts, torch.tensor([chance, 1 - chance])) < CRITICAL[1]
+
+
+def test_a_sure_second_choice_is_always_taken():
+    torch.manual_seed(0)
+    r = route(torch.zeros(500, 2), 2, training=True, second_expert_policy="random")
+    assert (r.slots_TK >= 0).all()  # 2 * 1/2
+
+
+@pytest.mark.parametrize("policy", ("position", "bpr", "rts", "probability"))
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+def test_a_choice_that_was_left_out_takes_no_place_and_counts_nowhere(policy, factor):
+    logits_TE, real_T = logits(40, seed=1), torch.arange(40) % 6 != 2
+    torch.manual_seed(5)
+    r = route(
+        logits_TE, 3, factor, training=True, second_expert_policy="random", drop_policy=policy,
+        real_T=real_T,
+    )  # fmt: skip
+    asked_TK = r.slots_TK >= 0
+    assert torch.equal(asked_TK[:, 0], real_T)
+    assert not asked_TK[~real_T].any()
+    assert 0 < int(asked_TK[:, 1:].sum()) < 2 * int(real_T.sum())
+    limit = 3 * math.ceil(factor * int(real_T.sum()) / E) if factor else math.inf
+    for e in range(E):
+        slots = r.slots_TK[asked_TK & (r.expert_ids_TK == e)].tolist()
+        assert sorted(slots) == list(range(len(slots)))
+        assert int(r.counts_E[e]) == min(len(slots), limit)
+        for j in range(3):
+            mine = asked_TK[:, j] & (r.expert_ids_TK[:, j] == e)
+            assert int(r.assigned_KE[j, e]) == int(mine.sum())
+    kept_TK = r.row_of_TK >= 0
+    assert torch.equal(r.dropped_K, (asked_TK & ~kept_TK).sum(dim=0))
+    assert int(r.num_tokens) == int(real_T.sum())
+    assert torch.equal(kept_TK, asked_TK & (r.slots_TK < limit))
+
+
+def test_weights_of_taken_choices_are_divided_by_those_of_all_or_of_the_taken_alone():
+    logits_TE = logits(60, seed=2)
+    for normalize in ("before", "after"):
+        torch.manual_seed(1)
+        rules = {"second_expert_policy": "random", "normalize_gate": normalize}
+        r = route(logits_TE, 2, training=True, **rules)
+        left_out_T = r.slots_TK[:, 1] < 0
+        assert left_out_T.any()
+        total_T = kept_weights(r).sum(dim=1)
+        if normalize == "after":
+            torch.testing.assert_close(total_T, torch.ones_like(total_T))
+        else:
+            assert (total_T[left_out_T] < 1).all()
+            assert torch.equal(r.weights_TK, route(logits_TE, 2).weights_TK)
+
+
+EVERYTHING = (
+    {"score_function": "sigmoid", "normalize_gate": "after"},
+    {"expert_groups": 2, "groups_per_token": 2, "routed_scaling_factor": 3.0},
+    *IN_TRAINING,
+)
+
+
+@pytest.mark.parametrize("options", EVERYTHING, ids=str)
+@pytest.mark.parametrize("num_tokens, real", [(0, True), (1, True), (3, False)])
+def test_no_token_one_token_and_padding_alone_are_routed(options, num_tokens, real):
+    real_T = torch.full((num_tokens,), real)
+    logits_TE = logits(num_tokens).requires_grad_()
+    r = route(logits_TE, 2, 0.5, training=True, real_T=real_T, **options)
+    count = num_tokens if real else 0
+    assert int(r.num_tokens) == count == int(r.assigned_KE[0].sum())
+    assert ((r.slots_TK >= 0).any(dim=1) == real_T).all()
+    assert int(r.counts_E.sum()) == int((r.row_of_TK >= 0).sum())
+    (grad,) = torch.autograd.grad(r.weights_TK.sum() + r.probs_TE.sum(), logits_TE)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinkhorn_spreads_the_tokens_evenly_in_training_alone(padded):
+    logits_TE = logits(400, num_experts=5) + torch.tensor([2.0, 1.0, 0.0, 0.0, -2.0])
+    real_T = torch.arange(400) % 4 != 1 if padded else None
+    if padded:
+        logits_TE[1::4] = 50.0 * torch.eye(5, dtype=torch.float64)[0]  # padding must not weigh
+    keys_TE = sinkhorn_keys(logits_TE, real_T)
+    shift_E = (keys_TE - logits_TE)[0]
+    torch.testing.assert_close(keys_TE - logits_TE, shift_E.expand_as(keys_TE))
+    share_TE = torch.softmax(keys_TE, 1)
+    mean_E = (share_TE if real_T is None else share_TE[real_T]).mean(0)
+    torch.testing.assert_close(mean_E, torch.full_like(mean_E, 0.2), rtol=0.01, atol=0)
+    state = torch.get_rng_state()
+    even = route(logits_TE, 1, sinkhorn=True, training=True, real_T=real_T)
+    plain = route(logits_TE, 1, sinkhorn=True, real_T=real_T)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn
+    assert torch.equal(plain.expert_ids_TK, route(logits_TE, 1, real_T=real_T).expert_ids_TK)
+    assert even.counts_E.max() < 0.6 * plain.counts_E.max()
+    # The weights are the scores of what was chosen.
+    probs_TE = torch.softmax(logits_TE, 1)
+    torch.testing.assert_close(even.weights_TK, probs_TE.gather(1, even.expert_ids_TK))
+
+
+def test_sinkhorn_leaves_out_what_a_gate_shuts_off():
+    logits_TE = logits(60)
+    logits_TE[:, 3] = -math.inf  # for all
+    logits_TE[:20, 0] = -math.inf  # for some
+    r = route(logits_TE, 2, sinkhorn=True, training=True)
+    assert r.assigned_KE.sum(0)[3] == 0 and (r.expert_ids_TK[:20] != 0).all()
+    assert (r.expert_ids_TK[:, 0] != r.expert_ids_TK[:, 1]).all()
+    assert r.weights_TK.isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_sinkhorn_is_finite_without_real_tokens(num_tokens):
+    nobody = torch.zeros(num_tokens, dtype=torch.bool)
+    assert torch.equal(sinkhorn_keys(logits(num_tokens), nobody), logits(num_tokens))

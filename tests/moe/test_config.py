@@ -1,0 +1,234 @@
+"""Options: a bad value is refused by one sentence that names option, value and fix.
+
+Covered: every check of MoEConfig, the balance-loss syntax, that no field is forgotten here, frozenness,
+metadata that the flags are made from.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fairseq_tutel.moe.balance_weights import BALANCE_LOSSES, parse_balance_loss
+from fairseq_tutel.moe.config import MoEConfig, options_of_scope
+
+GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
+
+# option, bad value, what the sentence must say besides: the flag, the value, the way out.
+BAD = [
+    ("model_dim", 0, ("--decoder-embed-dim", "is 0", "at least 1")),
+    ("hidden_dim", -3, ("--moe-expert-ffn-dim", "is -3", "at least 1")),
+    ("num_experts", 0, ("--moe-expert-count", "is 0", "at least 1")),
+    ("top_k", 0, ("--moe-top-k", "is 0", "at least 1")),
+    ("top_k", 1.5, ("--moe-top-k", "is 1.5", "whole number")),
+    ("top_k", True, ("--moe-top-k", "is True", "whole number")),
+    ("capacity_factor", "1", ("--moe-capacity-factor", "is '1'", "give a number")),
+    ("gate_noise", None, ("--moe-gate-noise", "is None", "give a number")),
+    ("gate_type", None, ("--moe-gate-type", "is None", "give a word")),
+    ("balance_loss", {"z": 1}, ("--moe-balance-loss", "is {'z': 1}", "give a word")),
+    ("prescore", "no", ("--moe-prescore", "is 'no'", "true or false")),
+    ("min_capacity", 10**20, ("--moe-min-capacity", "to a million")),
+    ("top_k", 5, ("--moe-top-k", "is 5", "4 experts", "from 1 to 4")),
+    ("capacity_factor", float("inf"), ("--moe-capacity-factor", "is inf", "finite number")),
+    ("capacity_factor", 1e30, ("--moe-capacity-factor", "is 1e+30", "at most a million")),
+    ("capacity_factor", float("nan"), ("--moe-capacity-factor", "is nan", "finite number")),
+    ("eval_capacity_factor", float("-inf"), ("--moe-eval-capacity-factor", "is -inf", "finite")),
+    ("drop_policy", "luck", ("--moe-drop-policy", "'luck'", "choose one of position, bpr")),
+    (
+        "eval_capacity_token_fraction",
+        float("nan"),
+        ("--moe-eval-capacity-token-fraction", "finite"),
+    ),
+    ("min_capacity", -1, ("--moe-min-capacity", "is -1", "to a million")),
+    ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "from 1 to")),
+    ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
+    ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, cosine")),
+    ("gate_type", "linear,,hash", ("--moe-gate-type", "'linear,,hash'", "package.module.Class")),
+    ("gate_index", 1, ("--moe-gate-index", "is 1", "no such gate", "from 0 to 0")),
+    ("gate_index", -1, ("--moe-gate-index", "is -1", "at least 0")),
+    ("score_function", "relu", ("--moe-score-function", "'relu'", "softmax, sigmoid")),
+    ("normalize_gate", "yes", ("--moe-normalize-gate", "'yes'", "before, after, none")),
+    ("routed_scaling_factor", 0.0, ("--moe-routed-scaling-factor", "is 0.0", "above 0")),
+    ("expert_groups", 3, ("--moe-expert-groups", "is 3", "4 experts", "give a divisor")),
+    ("groups_per_token", 2, ("--moe-groups-per-token", "is 2 of 1 groups", "at most 1")),
+    ("second_expert_policy", "any", ("--moe-second-expert-policy", "'any'", "all, sampling")),
+    ("balance_loss", "load_importance", ("--moe-balance-loss", "no noise", "--moe-gate-noise")),
+    ("bias_update_rate", -0.1, ("--moe-bias-update-rate", "is -0.1", "at least 0")),
+    ("shared_experts", -1, ("--moe-shared-experts", "is -1", "at least 0")),
+    (
+        "expert_grad_norm",
+        "W",
+        ("--moe-normalize-expert-grad", "'W'", "world_size, sqrt_world_size"),
+    ),
+    ("gate_projection_dim", 0, ("--moe-gate-projection-dim", "is 0", "at least 1")),
+    ("gate_temperature", 0.001, ("--moe-gate-temperature", "is 0.001", "at least 0.01")),
+    ("gate_noise", -1.0, ("--moe-gate-noise", "is -1.0", "finite number")),
+    ("gate_noise", float("inf"), ("--moe-gate-noise", "is inf", "finite number")),
+    ("input_jitter", 1.0, ("--moe-input-jitter", "is 1.0", "from 0 to below 1")),
+    ("input_dropout", -0.1, ("--moe-input-dropout", "is -0.1", "from 0 to below 1")),
+    (
+        "balance_loss",
+        "gshard:1,gshard:2",
+        ("--moe-balance-loss", "given twice", "such as gshard:1"),
+    ),
+    ("balance_loss", "fair:1", ("--moe-balance-loss", "'fair'", "unknown", "such as gshard:1")),
+    ("balance_loss", "gshard:x", ("--moe-balance-loss", "'x'", "name:number")),
+    ("balance_loss", "gshard:inf", ("--moe-balance-loss", "'inf'", "name:number")),
+    ("balance_loss", "gshard:nan", ("--moe-balance-loss", "'nan'", "name:number")),
+    ("expert_type", "cnn", ("--moe-expert-type", "'cnn'", "choose one of ffn, glu, or package")),
+    ("activation", "gelo", ("--activation-fn", "'gelo'", "choose one of relu, ")),
+    ("activation_dropout", 1.0, ("--activation-dropout", "is 1.0", "from 0 to below 1")),
+    ("activation_dropout", -0.1, ("--activation-dropout", "is -0.1", "from 0 to below 1")),
+    ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
+    ("init_std", float("nan"), ("init_std is nan", "at least 0")),
+    (
+        "backend",
+        "cuda",
+        ("--moe-backend", "'cuda'", "choose one of auto, reference, triton, grouped_mm"),
+    ),
+    ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
+    ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
+    ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto")),
+    ("a2a_dtype", "int8", ("--moe-a2a-dtype", "'int8'", "choose one of same, bf16, fp8")),
+    ("a2a_ffn_overlap_degree", 0, ("--moe-a2a-ffn-overlap-degree", "is 0", "from 1 to 32")),
+    ("a2a_ffn_overlap_degree", 33, ("--moe-a2a-ffn-overlap-degree", "is 33", "from 1 to 32")),
+    ("parallel_type", "adaptive", ("--moe-parallel-type", "'adaptive'", "data, model or auto")),
+    ("parallel_type", "adaptive:-1", ("--moe-parallel-type", "'adaptive:-1'", "adaptive:r")),
+    ("adaptive_r", -2, ("--moe-adaptive-r", "is -2", "at least -1")),
+    ("adaptive", "on", ("--moe-adaptive", "'on'", "choose one of off, auto")),
+]
+
+
+@pytest.mark.parametrize("option, value, parts", BAD)
+def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(**{**GOOD, option: value})
+    message = str(error.value)
+    assert message.startswith(option)
+    assert message.endswith(".") and "\n" not in message and ". " not in message
+    for part in parts:
+        assert part in message
+
+
+def test_numbers_of_numpy_are_taken_as_python_s():
+    config = MoEConfig(
+        **{
+            **GOOD,
+            "top_k": np.int32(2),
+            "capacity_factor": np.float32(0.5),
+            "gate_noise": np.int64(1),
+        }
+    )
+    assert [type(v) for v in (config.top_k, config.capacity_factor)] == [int, float]
+    assert (config.top_k, config.capacity_factor, config.gate_noise) == (2, 0.5, 1)
+
+
+def test_every_option_that_can_be_wrong_is_in_the_list():
+    # True or false, as prescore is.
+    free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}
+    free |= {"rsample", "sinkhorn", "residual", "balance_bias", "recompute_experts"}
+    assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
+
+
+# What contradicts another option, and what the sentence must say.
+CONTRADICTIONS = [
+    ({"backend": "grouped_mm", "hidden_dim": 30}, ("hidden_dim", "is 30", "multiple of 8")),
+    ({"groups_per_token": 1, "expert_groups": 4, "top_k": 2}, ("--moe-groups-per-token", "enough")),
+    (
+        {"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
+        ("--moe-eval-capacity-token-fraction", "give one of them"),
+    ),
+    ({"choice": "experts", "drop_policy": "bpr"}, ("--moe-drop-policy", "--moe-choice experts")),
+    ({"choice": "experts", "second_expert_policy": "random"}, ("--moe-second-expert-policy",)),
+    ({"choice": "experts", "rsample": True}, ("--moe-rsample", "drop one")),
+    ({"choice": "experts", "balance_bias": True}, ("--moe-balance-bias", "drop one")),
+    ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "drop one")),
+    (
+        {"choice": "experts", "gate_type": "hash"},
+        ("--moe-choice", "--moe-gate-type", "a hash alone"),
+    ),
+    (
+        {"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
+        ("--moe-balance-loss", "--moe-choice experts", "z or none"),
+    ),
+    ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
+    ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash alone")),
+    ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash alone")),
+    ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "keep one")),
+    ({"balance_bias": True, "rsample": True}, ("--moe-balance-bias", "--moe-rsample")),
+    (
+        {"balance_bias": True, "second_expert_policy": "sampling"},
+        ("--moe-balance-bias", "sampling"),
+    ),
+    ({"gate_type": "hash", "score_function": "sigmoid"}, ("--moe-score-function", "hash")),
+    ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
+]
+
+
+@pytest.mark.parametrize("options, parts", CONTRADICTIONS, ids=str)
+def test_contradicting_options_are_refused_by_one_sentence(options, parts):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(**{**GOOD, "top_k": 1, **options})
+    message = str(error.value)
+    assert message.endswith(".") and "\n" not in message and ". " not in message
+    for part in parts:
+        assert part in message
+
+
+def test_the_defaults_are_good():
+    config = MoEConfig(**GOOD)
+    assert config.top_k == 2
+    assert config.capacity_factor == 0.0  # nobody loses tokens without asking for it
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 3, 4))
+def test_every_top_k_up_to_the_experts_is_good(top_k):
+    assert MoEConfig(**GOOD, top_k=top_k).top_k == top_k
+
+
+def test_a_config_cannot_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MoEConfig(**GOOD).top_k = 1
+
+
+@pytest.mark.parametrize(
+    "text, weights",
+    [
+        ("none", {}),
+        ("", {}),
+        ("gshard", {"gshard": 1.0}),
+        ("gshard:0.5", {"gshard": 0.5}),
+        (" gshard:1e-2 ", {"gshard": 0.01}),
+        ("gshard:0", {"gshard": 0.0}),
+    ],
+)
+def test_the_balance_loss_syntax(text, weights):
+    assert parse_balance_loss(text) == weights
+
+
+def test_every_named_balance_loss_exists():
+    from fairseq_tutel.moe.balance import LOSSES
+
+    assert set(BALANCE_LOSSES) == set(LOSSES)
+
+
+@pytest.mark.parametrize("scope", ("model", "system"))
+def test_every_option_with_a_flag_has_its_help(scope):
+    for field in options_of_scope(scope):
+        assert field.metadata["flag"].startswith("--moe-"), field.name
+        assert field.metadata["help"], field.name
+
+
+def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
+    assert [field.name for field in options_of_scope("system")] == [
+        "backend",
+        "recompute_experts",
+        "kernel_tuning_seconds",
+        "exchange",
+        "a2a_algorithm",
+        "a2a_dtype",
+        "a2a_ffn_overlap_degree",
+        "parallel_type",
+        "adaptive_r",
+        "adaptive",
+    ]

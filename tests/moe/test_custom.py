@@ -1,0 +1,417 @@
+"""Gates and experts of a user's own, several gates on the same experts, and the hash gate.
+
+Covered: against loops, forward and every gradient; names that cannot be; shapes; buffers; initial values
+by seed, whatever the number of ranks; slices of experts and their state dict; frozen parameters; dropout;
+no rows; parts that were built already; which gate a call takes; the hash: distinct experts, equal
+weights, even frequencies, the same for the same id, a saved salt.
+"""
+
+import copy
+import dataclasses
+
+import oracle
+import pytest
+import torch
+from compare import close, gradients, same_function
+from custom_parts import CalmGate, DeepExpert
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.comm import exchange
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.custom_experts import CustomExperts
+from fairseq_tutel.moe.gates import HashGate
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.ranks.groups import Topology
+
+CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
+OWN = dataclasses.replace(
+    CONFIG, gate_type="custom_parts.CalmGate", expert_type="custom_parts.DeepExpert"
+)
+T = 11
+
+
+def tokens(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+def groups(*counts: int) -> Groups:
+    return Groups.of_host(counts, torch.device("cpu"))
+
+
+def own_layer(seed: int = 1, **options) -> MoELayer:
+    return MoELayer(dataclasses.replace(OWN, **options), seed=seed).double()
+
+
+def of_expert(layer: MoELayer, e: int) -> dict[str, Tensor]:
+    """Return expert e's parameters under the names of its class."""
+    stacks = layer.experts.expert_parameters()
+    return {name.replace("__", "."): stack[e] for name, stack in stacks.items()}
+
+
+def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> Tensor:
+    """Route by the gate's own class and run the expert's own class, token by token."""
+    expert = DeepExpert(layer.config).double().eval()
+    scores_TE = torch.softmax(2 * torch.tanh(x_TD @ layer.gate.weight.t() + layer.gate.bias), 1)
+    y = []
+    for t, x_D in enumerate(x_TD):
+        row = scores_TE[t].tolist()
+        best = sorted(range(4), key=row.__getitem__, reverse=True)[: layer.config.top_k]
+        total = scores_TE[t][best].sum() if len(best) > 1 else 1.0
+        y.append(0 * x_D)
+        for e in best if real[t] else []:
+            out = functional_call(expert, of_expert(layer, e), (x_D[None],))[0]
+            y[t] = y[t] + scores_TE[t, e] / total * out
+    return torch.stack(y)
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 4))
+@pytest.mark.parametrize("padded", (False, True))
+def test_a_gate_and_an_expert_of_one_s_own_equal_a_loop(top_k, padded):
+    layer, x = own_layer(top_k=top_k), tokens(T)
+    assert type(layer.gate) is CalmGate and isinstance(layer.experts, CustomExperts)
+    mask = torch.arange(T) % 4 == 1 if padded else torch.zeros(T, dtype=torch.bool)
+    named = {"x": x, **{n: p for n, p in layer.named_parameters() if p.requires_grad}}
+    assert {"gate.bias", "experts.body__0__weight", "experts.scale"} < set(named)
+    same_function(lambda: layer(x, mask)[0], lambda: by_loop(layer, x, (~mask).tolist()), named)
+
+
+def with_parts(config: MoEConfig, gate: nn.Module, layer: MoELayer) -> MoELayer:
+    """Return a layer of this configuration with the values of that gate and of that layer's experts."""
+    parts = {"gates": [copy.deepcopy(gate)], "experts": copy.deepcopy(layer.experts)}
+    other = MoELayer(config, seed=1, **parts).double()
+    other.gate.load_state_dict(gate.state_dict())
+    other.experts.load_state_dict(layer.experts.state_dict())
+    return other
+
+
+def test_own_experts_drop_tokens_as_ours_do():
+    own = own_layer(capacity_factor=0.5)
+    ours = with_parts(CONFIG, own.gate, MoELayer(CONFIG, seed=1))
+    expected = ours(tokens(T), capacity_factor=0.5)[1].routing
+    y, output = own(tokens(T))
+    assert torch.equal(output.routing.row_of_TK, expected.row_of_TK)
+    nobody_T = (expected.row_of_TK < 0).all(dim=1)
+    assert nobody_T.any() and not y[nobody_T].any()
+
+
+def test_frozen_parameters_stay_frozen_and_dropout_is_of_training_alone():
+    layer, x = own_layer(activation_dropout=0.5), tokens(T)
+    assert not layer.experts.shift.requires_grad
+    torch.manual_seed(1)
+    first, second = layer(x)[0], layer(x)[0]
+    assert not torch.equal(first, second)
+    layer.eval()
+    close(layer(x)[0], by_loop(layer, x, [True] * T), "y in evaluation")
+    assert layer.train()(x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", (0, 3))
+def test_without_rows_every_parameter_has_a_gradient_of_zero(num_tokens):
+    layer, x = own_layer(), tokens(num_tokens)
+    y, output = layer(x, torch.ones(num_tokens, dtype=torch.bool))
+    (y.sum() + output.balance_loss).backward()
+    for name, tensor in (("x", x), *layer.named_parameters()):
+        if tensor.requires_grad:
+            assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zero():
+    layer, x = own_layer(top_k=1), tokens(1)
+    y, output = layer(x)
+    y.sum().backward()
+    chosen = int(output.routing.expert_ids_TK)
+    for e in range(4):
+        assert bool(layer.experts.body__0__weight.grad[e].any()) == (e == chosen)
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_initial_values_are_those_of_the_seed_whatever_the_number_of_ranks(rank):
+    split_over = Topology(world_size=2, rank=rank, expert_parallel_size=2)
+    torch.manual_seed(rank)  # each rank's global generator may stand elsewhere
+    options = {"shared_experts": 1, "residual": True}
+    config = dataclasses.replace(OWN, **options)
+    split, whole = MoELayer(config, split_over, seed=1), MoELayer(config, seed=1)
+    other = MoELayer(config, seed=2)
+    mine = slice(2 * rank, 2 * rank + 2)
+    for name, tensor in whole.named_parameters():
+        is_expert = name.startswith("experts.")
+        got = dict(split.named_parameters())[name]
+        assert torch.equal(got, tensor[mine] if is_expert else tensor), name
+        if tensor.requires_grad:
+            assert not torch.equal(dict(other.named_parameters())[name], tensor), name
+        if is_expert and tensor.requires_grad:  # no two experts are alike
+            assert len(set(map(str, tensor.tolist()))) == 4
+            assert got.expert  # marked as this rank's own
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
+    whole = MoELayer(OWN, seed=1)
+    place = Topology(world_size=2, rank=rank, expert_parallel_size=2)
+    split = MoELayer(OWN, place, seed=2)
+    state = whole.state_dict()
+    assert state["experts.body__0__weight"].shape == (4, 6, 5)
+    split.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+    for name, stack in split.experts.expert_parameters().items():
+        assert torch.equal(stack, state[f"experts.{name}"][2 * rank : 2 * rank + 2]), name
+    again = MoELayer(OWN, seed=3)
+    again.load_state_dict(state)
+    assert torch.equal(again.eval()(tokens(T).float())[0], whole.eval()(tokens(T).float())[0])
+    with pytest.raises(
+        ValueError, match=r"experts.scale has shape \(2,\) but this model needs \(4,"
+    ):
+        again.load_state_dict({**state, "experts.scale": torch.zeros(2)})
+
+
+def test_own_parts_can_be_copied():
+    layer = own_layer().eval()
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(tokens(T))[0], layer(tokens(T))[0])
+
+
+@pytest.mark.parametrize("option", ("shared_experts", "residual"))
+def test_own_experts_stand_beside_too(option):
+    layer = own_layer(**{option: 2 if option == "shared_experts" else True})
+    part = layer.beside.shared if option == "shared_experts" else layer.beside.dense
+    assert [type(expert) for expert in part.parts] == [DeepExpert] * len(part.parts)
+    assert len(part.parts) == (2 if option == "shared_experts" else 1)
+    first, last = part.parts[0].body[0].weight, part.parts[-1].body[0].weight
+    assert torch.equal(first, last) == (option == "residual")
+    plain = own_layer()
+    x = tokens(T)
+    difference = layer.eval()(x)[0] - plain.eval()(x)[0]
+    if option == "shared_experts":
+        close(difference, part(x), "what the shared experts add")
+    assert difference.any()
+
+
+REFUSED = [
+    ("gate_type", "no_such_module.Gate", "no module named 'no_such_module'"),
+    ("gate_type", "custom_parts.NoSuch", "has no attribute 'NoSuch'"),
+    ("gate_type", "custom_parts.constant", "which is no class"),
+    ("expert_type", ".Expert", "package.module.Class"),
+    ("expert_type", "custom_parts.constant", "which is no class"),
+    ("expert_type", "custom_parts.BufferExpert", "BufferExpert has buffers"),
+    ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
+    ("gate_type", "torch.nn.Linear", "not built as Class(config)"),
+    ("expert_type", "torch.nn.Linear", "not built as Class(config)"),
+]
+
+
+@pytest.mark.parametrize("option, name, part", REFUSED)
+def test_what_cannot_be_built_is_refused_by_one_sentence(option, name, part):
+    with pytest.raises(ValueError) as error:
+        MoELayer(dataclasses.replace(CONFIG, **{option: name}))
+    message = str(error.value)
+    assert part.lower() in message.lower() and name.rpartition(".")[2] in message
+    assert message.endswith(".") and "\n" not in message and ". " not in message
+
+
+def test_a_gate_that_forgets_an_expert_is_refused_by_a_sentence():
+    layer = own_layer(gate_type="custom_parts.ShortGate")
+    message = r"gate ShortGate gave logits of shape \(11, 3\) for 11 tokens and 4 experts; return"
+    with pytest.raises(ValueError, match=message):
+        layer(tokens(T))
+
+
+def test_parts_that_are_built_already_are_taken_and_drawn_by_the_layer_s_seed():
+    donor, same = own_layer(seed=7), own_layer(seed=1)
+    layer = MoELayer(CONFIG, seed=1, gates=[donor.gate], experts=donor.experts).double()
+    assert layer.gate is donor.gate and layer.experts is donor.experts
+    assert torch.equal(layer(tokens(T))[0], same(tokens(T))[0])
+
+
+SEVERAL = dataclasses.replace(
+    CONFIG, gate_type="linear, cosine,custom_parts.CalmGate", gate_projection_dim=3
+)
+
+
+@pytest.mark.parametrize("index", (0, 1, 2))
+def test_a_call_takes_the_gate_it_names(index):
+    layer, x = MoELayer(SEVERAL, seed=1).double(), tokens(T)
+    gates = [layer.gate, *layer.other_gates]
+    alone = with_parts(CONFIG, gates[index], layer)
+    for call in ({"gate_index": index}, {"gate_index": index, "top_k": 1}):
+        options = {name: value for name, value in call.items() if name != "gate_index"}
+        y, output = layer(x, **call)
+        expected, expected_output = alone(x, **options)
+        assert torch.equal(y, expected)
+        assert torch.equal(output.balance_loss, expected_output.balance_loss)
+    default = MoELayer(dataclasses.replace(SEVERAL, gate_index=index), seed=1).double()
+    assert torch.equal(default(x)[0], layer(x, gate_index=index)[0])
+    used = set(map(id, gates[index].parameters()))
+    named = {n: p for n, p in layer.named_parameters() if "gate" in n}
+    for name, grad in gradients(layer(x, gate_index=index)[0].square().sum(), named).items():
+        assert bool(grad.any()) == (id(named[name]) in used), name
+
+
+@pytest.mark.parametrize("index", (-1, 3))
+def test_a_gate_that_is_not_there_is_refused_by_a_sentence(index):
+    message = f"gate_index is {index} but there are 3 gates; choose from 0 to 2."
+    with pytest.raises(ValueError, match=message):
+        MoELayer(SEVERAL, seed=1)(tokens(T).float(), gate_index=index)
+
+
+def test_gates_may_have_configurations_of_their_own():
+    configs = [
+        dataclasses.replace(CONFIG, top_k=1, capacity_factor=0.5, drop_policy="bpr"),
+        dataclasses.replace(CONFIG, top_k=3, score_function="sigmoid", normalize_gate="none"),
+        dataclasses.replace(CONFIG, choice="experts", gate_type="cosine", gate_projection_dim=3),
+    ]
+    layer, x = MoELayer(CONFIG, seed=1, gate_configs=configs).double(), tokens(T)
+    for index, config in enumerate(configs):
+        gate = layer.gate if index == 0 else layer.other_gates[index - 1]
+        alone = with_parts(config, gate, layer)
+        assert torch.equal(layer(x, gate_index=index)[0], alone(x)[0])
+    assert layer(x, gate_index=0)[1].routing.expert_ids_TK.shape == (T, 1)
+    assert layer(x, gate_index=1)[1].routing.expert_ids_TK.shape == (T, 3)
+
+
+def test_a_gate_s_initial_values_do_not_depend_on_the_gates_after_it():
+    few, many = MoELayer(CONFIG, seed=1), MoELayer(SEVERAL, seed=1)
+    assert torch.equal(few.gate.weight, many.gate.weight)
+
+
+HASH = dataclasses.replace(CONFIG, gate_type="hash")
+# Of chi-square by degrees of freedom: one run in a thousand is above.
+CRITICAL = {4: 18.47, 9: 27.88, 24: 51.18}
+
+
+def ids_of(num_tokens: int, first: int = 0) -> Tensor:
+    return torch.arange(first, first + num_tokens)
+
+
+def hash_gate(num_experts: int, seed: int = 1) -> HashGate:
+    return MoELayer(dataclasses.replace(HASH, num_experts=num_experts), seed=seed).gate
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 3, 4))
+def test_a_hash_gives_k_experts_of_equal_weight(top_k):
+    layer = MoELayer(dataclasses.replace(HASH, top_k=top_k), seed=1).double()
+    assert not list(layer.gate.parameters())
+    x = tokens(50)
+    y, output = layer(x, token_ids=ids_of(50, first=-20))
+    routing = output.routing
+    assert all(len(set(ids)) == top_k for ids in routing.expert_ids_TK.tolist())
+    close(routing.weights_TK, torch.full((50, top_k), 1 / top_k), "weights", 1e-6)
+    first = layer(x, token_ids=ids_of(50, first=-20))[1].routing.expert_ids_TK
+    assert torch.equal(first, routing.expert_ids_TK)
+    (y.sum() + output.balance_loss).backward()
+    assert x.grad.isfinite().all() and x.grad.any()
+
+
+def test_the_hash_layer_equals_a_loop():
+    layer, x = MoELayer(HASH, seed=1).double(), tokens(T)
+    ids = ids_of(T) % 6
+    routing = layer(x, token_ids=ids)[1].routing
+
+    def by_expert() -> Tensor:
+        chosen = routing.expert_ids_TK.tolist()
+        outputs = [
+            sum(oracle.one_expert(layer.experts, e, x_D) for e in experts) / 2
+            for x_D, experts in zip(x, chosen, strict=True)
+        ]
+        return torch.stack(outputs)
+
+    named = {"x": x, **dict(layer.named_parameters())}
+    same_function(lambda: layer(x, token_ids=ids)[0], by_expert, named, 1e-6)
+
+
+def test_the_same_id_has_the_same_experts_wherever_it_stands():
+    layer = MoELayer(HASH, seed=1).double()
+    ids_BT = torch.tensor([[7, 9, 7, 2], [9, 9, 1, 7]])
+    x = tokens(2, 4)
+    experts_BTK = layer(x, token_ids=ids_BT)[1].routing.expert_ids_TK.view(2, 4, 2)
+    for token in (1, 2, 7, 9):
+        assert len(set(map(str, experts_BTK[ids_BT == token].tolist()))) == 1
+    time_first = layer(x.transpose(0, 1), token_ids=ids_BT, time_first=True)[1].routing
+    assert torch.equal(time_first.expert_ids_TK.view(4, 2, 2).transpose(0, 1), experts_BTK)
+
+
+@pytest.mark.parametrize("top_k, groups", [(1, 4), (2, 9)])
+def test_a_hash_spreads_ids_evenly(top_k, groups):
+    """Also ids that follow each other; for K = 2 over all 10 pairs of 5 experts."""
+    for seed in (1, 2):
+        logits_TE = hash_gate(5, seed)(ids_of(20_000), top_k)
+        chosen = torch.isfinite(logits_TE)
+        assert (chosen.sum(dim=1) == top_k).all()
+        patterns = (chosen.long() * 2 ** torch.arange(5)).sum(dim=1).bincount()
+        counts = patterns[patterns > 0]
+        assert len(counts) == groups + 1
+        expected = 20_000 / (groups + 1)
+        assert float(((counts - expected) ** 2 / expected).sum()) < CRITICAL[groups]
+
+
+def test_the_expert_of_an_id_says_nothing_of_its_neighbour_s():
+    chosen_T = torch.isfinite(hash_gate(5)(ids_of(20_001), 1)).int().argmax(dim=1)
+    counts = (5 * chosen_T[:-1] + chosen_T[1:]).bincount(minlength=25)
+    assert float(((counts - 800) ** 2 / 800).sum()) < CRITICAL[24]
+
+
+def test_fewer_experts_per_call_are_some_of_those_of_more():
+    gate = hash_gate(6)
+    one, three = (torch.isfinite(gate(ids_of(100), k)) for k in (1, 3))
+    assert (three | ~one).all()
+
+
+def test_layers_and_seeds_hash_differently_and_the_salt_is_saved():
+    layers = [
+        MoELayer(HASH, seed=1, name="a"),
+        MoELayer(HASH, seed=1, name="b"),
+        MoELayer(HASH, seed=2),
+    ]
+    chosen = [torch.isfinite(layer.gate(ids_of(200), 2)) for layer in layers]
+    for i in range(3):
+        for j in range(i):
+            # Two pairs of 4 experts agree by chance in one of six.
+            assert 0.05 < float((chosen[i] == chosen[j]).all(dim=1).double().mean()) < 0.35
+    layers[2].load_state_dict(layers[0].state_dict())
+    assert torch.equal(torch.isfinite(layers[2].gate(ids_of(200), 2)), chosen[0])
+    for cast in (MoELayer.half, MoELayer.bfloat16, MoELayer.double):
+        assert torch.equal(torch.isfinite(cast(layers[2]).gate(ids_of(200), 2)), chosen[0])
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        (None, r"'hash' but the layer was called without token_ids; pass them, or choose linear"),
+        (torch.zeros(T), r"token_ids is torch.float32 of shape \(11,\); give torch.int64 of shape"),
+        (torch.zeros(3, dtype=torch.int64), r"token_ids is torch.int64 of shape \(3,\); give"),
+    ],
+    ids=("none", "float", "short"),
+)
+def test_a_hash_without_ids_is_refused_by_a_sentence(ids, message):
+    with pytest.raises(ValueError, match=message):
+        MoELayer(HASH, seed=1).double()(tokens(T), token_ids=ids)
+
+
+def test_no_rows_at_all_have_autocast_s_dtype():
+    """Ranks with rows send it, and this one's buffers must fit."""
+    experts = own_layer(expert_type="custom_parts.PlainExpert").float().experts
+    with torch.autocast("cpu", torch.bfloat16):
+        some = experts(tokens(3).float(), groups(3, 0, 0, 0))
+        none = experts(tokens(3).float()[:0], groups(0, 0, 0, 0))
+    assert none.dtype == some.dtype == torch.bfloat16
+    assert none.shape == (0, some.shape[1]) and none.requires_grad
+
+
+def test_a_gate_that_is_not_used_has_no_parameters_to_train():
+    config = dataclasses.replace(CONFIG, gate_type="linear,cosine,linear", gate_index=1)
+    layer = MoEFeedForward(config, Topology(), 1, "decoder.layers.0.fc1")
+    trains = [
+        {parameter.requires_grad for parameter in gate.parameters()}
+        for gate in (layer.gate, *layer.other_gates)
+    ]
+    assert trains == [{False}, {True}, {False}]
+
+
+def test_rows_that_are_brought_for_others_are_floats_whatever_comes_first(monkeypatch):
+    layer = own_layer(expert_type="custom_parts.CountingExpert")
+    brought = []
+    monkeypatch.setattr(exchange, "run", lambda rows, *_: brought.append(rows.dtype))
+    layer.take_part()
+    assert brought == [torch.float64]

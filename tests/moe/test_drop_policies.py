@@ -1,0 +1,159 @@
+"""Drop policies against brute force, and the rule that each of them promises.
+
+Covered: every policy under every capacity rule, with padding, in both token layouts: conservation, unique
+slots, exact counts, capacity never exceeded, nothing dropped where nothing may be; BPR keeps the surest
+tokens, probability the surest copies, position the earliest; RTS is uniform, and repeats with the
+generator; evaluation draws nothing.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairseq_tutel import route
+from fairseq_tutel.moe.drop_policies import POLICIES
+
+E = 4
+
+
+def logits(num_tokens, seed=0, num_experts=E):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def limit(factor, top_k, num_real, num_experts=E):
+    return top_k * math.ceil(abs(factor) * num_real / num_experts) if factor else math.inf
+
+
+def brute_force(policy, probs, ids, real):
+    """Return every expert's copies (t, j) in the order in which they take places, by sorting tuples."""
+    copies = [(t, j) for t in range(len(ids)) for j in range(len(ids[0])) if real[t]]
+    keys = {
+        "position": lambda t, j: (j, t),
+        "bpr": lambda t, j: (j, -max(probs[t]), t),
+        "probability": lambda t, j: (-probs[t][ids[t][j]], j, t),
+    }
+    copies.sort(key=lambda copy: keys[policy](*copy))
+    return [[(t, j) for t, j in copies if ids[t][j] == e] for e in range(len(probs[0]))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    num_tokens=st.integers(0, 24),
+    num_experts=st.integers(1, 6),
+    k=st.integers(1, 6),
+    factor=st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.25, -0.5]),
+    pads=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_every_policy_keeps_what_routing_promises(
+    policy, num_tokens, num_experts, k, factor, pads, seed
+):
+    top_k = min(k, num_experts)
+    real_T = torch.arange(num_tokens) % 5 >= pads
+    num_real = int(real_T.sum())
+    torch.manual_seed(seed)
+    r = route(
+        logits(num_tokens, seed, num_experts), top_k, factor, drop_policy=policy, training=True,
+        real_T=real_T,
+    )  # fmt: skip
+    most = limit(factor, top_k, num_real, num_experts)
+    kept_TK = r.row_of_TK >= 0
+    assert int(kept_TK.sum()) + int(r.dropped_K.sum()) == num_real * top_k
+    assert kept_TK.sum(0).tolist() == (num_real - r.dropped_K).tolist()
+    assert not kept_TK[~real_T].any()
+    totals = torch.zeros(num_experts, dtype=torch.int64)
+    for e in range(num_experts):
+        mine_TK = (r.expert_ids_TK == e) & real_T.unsqueeze(1)
+        totals[e] = mine_TK.sum()
+        assert sorted(r.slots_TK[mine_TK].tolist()) == list(range(int(totals[e])))
+        assert torch.equal(kept_TK[mine_TK], r.slots_TK[mine_TK] < most)
+    assert r.counts_E.tolist() == [min(int(n), most) for n in totals]
+    assert torch.equal(r.assigned_KE.sum(0), totals)
+    rows = r.row_of_TK[kept_TK]
+    assert len(set(rows.tolist())) == len(rows)
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "rts"])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("factor", [0.5, 1.0, -0.7])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("bias", [None, (2.0, 0.0, 0.0, -2.0)], ids=("plain", "biased"))
+def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded, bias):
+    logits_TE = logits(19, seed=top_k)
+    logits_TE[7] = logits_TE[3]  # a tie goes to the earlier token
+    real = [t % 4 != 1 or not padded for t in range(19)]
+    # With a bias the first choice is not the most probable expert.
+    bias_E = None if bias is None else torch.tensor(bias)
+    rules = {"drop_policy": policy, "real_T": torch.tensor(real), "bias_E": bias_E}
+    r = route(logits_TE, top_k, factor, **rules)
+    probs = torch.softmax(logits_TE, 1).tolist()
+    for copies in brute_force(policy, probs, r.expert_ids_TK.tolist(), real):
+        assert [int(r.slots_TK[t, j]) for t, j in copies] == list(range(len(copies)))
+    assert int(r.dropped_K.sum()) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_layout_of_tokens_changes_no_place(policy):
+    time, batch = 5, 3
+    batch_first = logits(time * batch, seed=4).view(batch, time, E)
+    torch.manual_seed(1)
+    expected = route(batch_first.reshape(-1, E), 2, 0.5, drop_policy=policy)
+    got = route(
+        batch_first.transpose(0, 1).reshape(-1, E), 2, 0.5, drop_policy=policy,
+        time_first=(time, batch),
+    )  # fmt: skip
+    slots = expected.slots_TK.view(batch, time, 2).transpose(0, 1).reshape(-1, 2)
+    assert torch.equal(got.slots_TK, slots)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_drops_anything_under_dropless(policy):
+    for factor in (0.0, float(E), -float(E)):
+        r = route(torch.zeros(12, E), 2, factor, drop_policy=policy, training=True)
+        assert r.dropped_K.tolist() == [0, 0]
+        assert (r.row_of_TK >= 0).all()
+
+
+def test_bpr_keeps_the_surest_tokens():
+    sureness = torch.tensor([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
+    logits_TE = torch.stack([sureness, *[torch.zeros(6)] * (E - 1)], dim=1)
+    r = route(logits_TE, 1, 1.0, drop_policy="bpr")  # ceil(6 / 4) = 2 places
+    assert (r.row_of_TK >= 0).flatten().tolist() == [False, True, False, False, False, True]
+
+
+def test_probability_lets_a_sure_second_choice_go_before_an_unsure_first_one():
+    logits_TE = torch.tensor([[0.1, 0.0, 0, 0], [5.0, 5.1, 0, 0]])
+    r = route(logits_TE, 2, 0.5, drop_policy="probability")  # 2 places
+    assert r.slots_TK[1, 1] == 0  # token 1's second choice, expert 0, before token 0's first
+    assert r.slots_TK[0, 0] == 1
+
+
+def test_rts_drops_every_token_equally_often():
+    drops = torch.zeros(12)
+    torch.manual_seed(0)
+    for _ in range(600):
+        r = route(torch.zeros(12, E), 1, 1.0, drop_policy="rts", training=True)  # 3 of 12 kept
+        drops += (r.row_of_TK[:, 0] < 0).float()
+    expected = 600 * 9 / 12
+    chi_square = float(((drops - expected) ** 2 / (expected * (1 - 9 / 12))).sum())
+    assert chi_square < 31.3  # 11 degrees of freedom: one run in a thousand is above
+
+
+def test_rts_repeats_with_the_generator_and_is_position_in_evaluation():
+    torch.manual_seed(3)
+    first = route(logits(20), 2, 0.5, drop_policy="rts", training=True)
+    torch.manual_seed(3)
+    again = route(logits(20), 2, 0.5, drop_policy="rts", training=True)
+    assert torch.equal(first.slots_TK, again.slots_TK)
+    state = torch.get_rng_state()
+    evaluation = route(logits(20), 2, 0.5, drop_policy="rts")
+    assert torch.equal(evaluation.slots_TK, route(logits(20), 2, 0.5).slots_TK)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = oracle.plan(torch.softmax(logits(20), 1).tolist(), 2, 0.5)
+    assert evaluation.slots_TK.tolist() == expected.slots

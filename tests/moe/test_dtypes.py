@@ -1,0 +1,97 @@
+"""Dtypes that differ: of x, of the weights and of what torch makes by default.
+
+Covered: x in another dtype than the weights, for every part of a layer that reads it; jitter before gates
+of half precision, ours and a user's; what is fp32 whatever torch's default dtype is.
+"""
+
+import pytest
+import torch
+from compare import close
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.balance_bias import BalanceBias
+from fairseq_tutel.moe.choice import asked_at_random
+from fairseq_tutel.moe.drop_policies import slot_order
+from fairseq_tutel.moe.initial import draw_linear
+from fairseq_tutel.ranks.gradients import square_norm
+
+SIZES = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4, "activation": "gelu"}
+PARTS = (
+    {},
+    {"activation_dropout": 0.3},
+    {"hidden_layer_norm": True},
+    {"shared_experts": 1},
+    {"residual": True},
+    {"gate_fp32": False},
+    {"gate_fp32": False, "gate_type": "cosine", "gate_projection_dim": 3},
+    {"expert_type": "custom_parts.DeepExpert"},
+    {"prescore": True, "expert_type": "glu"},
+)
+
+
+def tokens(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(7, 8, generator=generator).to(torch.bfloat16).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("options", PARTS, ids=str)
+def test_x_may_be_of_another_dtype_than_the_weights(options, dtype):
+    layer = MoELayer(MoEConfig(**SIZES, **options), seed=1).bfloat16()
+    same, other = tokens(torch.bfloat16), tokens(dtype)
+    outputs = []
+    for x in (same, other):
+        torch.manual_seed(5)
+        y, output = layer(x)
+        assert y.dtype == torch.bfloat16
+        (y.double().square().sum() + output.balance_loss).backward()
+        outputs.append(y)
+    close(outputs[1], outputs[0], "y")
+    assert other.grad.dtype == dtype
+    close(other.grad, same.grad, "gradient of x", 0.1)
+
+
+@pytest.mark.parametrize("gate_type", ("linear", "cosine", "custom_parts.CalmGate"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_a_gate_of_half_precision_sees_jitter(gate_type, dtype):
+    config = MoEConfig(
+        **SIZES, gate_type=gate_type, gate_fp32=False, input_jitter=0.1, input_dropout=0.1
+    )
+    layer, x = MoELayer(config, seed=1).to(dtype), tokens(dtype)
+    y, output = layer(x)
+    assert y.dtype == output.routing.probs_TE.dtype == dtype
+    (y.sum() + output.balance_loss).backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.fixture
+def bf16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_small_step_of_the_bias_is_kept_whatever_torch_s_default_dtype_is(bf16_by_default):
+    bias = BalanceBias(2, 0.001)
+    bias.bias.fill_(0.5)
+    bias.update(torch.tensor([0, 2]))
+    assert bias.bias.tolist() == pytest.approx([0.501, 0.499], abs=1e-6)
+
+
+def test_random_numbers_a_hash_s_logits_and_norms_are_fp32_whatever_the_default(bf16_by_default):
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(1)
+        asked_TK = asked_at_random(torch.full((2000, 2), 0.25))
+        ids_TK, position_T = torch.zeros(2000, 1, dtype=torch.int64), torch.arange(2000)
+        order_N = slot_order("rts", torch.ones(2000, 1), ids_TK, position_T, True)
+        weight = torch.empty(50, 50, dtype=torch.float32)
+        draw_linear(weight, 50, "weight", 0.0, torch.Generator().manual_seed(2))
+        layer = MoELayer(MoEConfig(**SIZES, gate_type="hash"), seed=1)
+        norm = square_norm([], torch.device("cpu"))
+        return [asked_TK, order_N, weight, layer.gate(position_T, 2), norm]
+
+    found = drawn()
+    torch.set_default_dtype(torch.float32)
+    for got, expected in zip(found, drawn(), strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)

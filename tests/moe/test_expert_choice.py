@@ -1,0 +1,265 @@
+"""Experts that choose their tokens, against brute force and against a loop over experts.
+
+Covered: who is taken, in what place, ties, padding, both token layouts, every capacity rule (no limit means
+f = 1), conservation, weights, counts, gradients by finite differences, no token, padding alone; the whole
+layer, forward and every gradient, with weights on outputs or on inputs.
+"""
+
+import dataclasses
+import math
+
+import oracle
+import pytest
+import torch
+from compare import same_function
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer, route
+from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.routing import MicroBatch, Rules, assign, lay_out
+
+E = 4
+EXPERTS = {"choice": "experts"}
+
+
+def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def places_of(factor: float, top_k: int, num_real: int, num_experts: int = E) -> int:
+    return top_k * math.ceil((abs(factor) or 1.0) * num_real / num_experts)
+
+
+def taken_by_loops(scores, places: int, real: list[bool]) -> list[list[int]]:
+    """Return every expert's tokens, in the order of its places."""
+    tokens = [t for t in range(len(scores)) if real[t]]
+    num_experts = len(scores[0]) if scores else E
+    return [sorted(tokens, key=lambda t: (-scores[t][e], t))[:places] for e in range(num_experts)]
+
+
+def taken(r) -> list[list[int]]:
+    """Return every expert's tokens of a routing, in the order of its places."""
+    by_expert: list[dict[int, int]] = [{} for _ in r.counts_E]
+    for t, (ids, slots) in enumerate(
+        zip(r.expert_ids_TK.tolist(), r.slots_TK.tolist(), strict=True)
+    ):
+        for e, slot in zip(ids, slots, strict=True):
+            if slot >= 0:
+                assert slot not in by_expert[e]
+                by_expert[e][slot] = t
+    return [[chosen[slot] for slot in range(len(chosen))] for chosen in by_expert]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), max_size=14),
+    top_k=st.integers(1, 3),
+    factor=st.sampled_from([0.0, 0.3, 1.0, 1.5, -0.5, 9.0]),
+    pads=st.integers(0, 4),
+    function=st.sampled_from(["softmax", "sigmoid"]),
+)
+def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, function):
+    # Few values, so there are ties; padding anywhere.
+    logits_TE = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3)
+    real = [(t * 7) % 4 >= pads for t in range(len(rows))]
+    r = route(
+        logits_TE, top_k, factor, real_T=torch.tensor(real, dtype=torch.bool), score_function=function,
+        **EXPERTS,
+    )  # fmt: skip
+    scores = (torch.sigmoid(logits_TE) if function == "sigmoid" else logits_TE.softmax(1)).tolist()
+    places = places_of(factor, top_k, sum(real), 3)
+    expected = taken_by_loops(scores, places, real) if rows else [[], [], []]
+    assert taken(r) == expected
+    # Conservation: no place stays empty while there are tokens.
+    assert r.counts_E.tolist() == [min(places, sum(real))] * 3
+    assert r.assigned_KE.tolist() == [r.counts_E.tolist()] + [[0] * 3] * (top_k - 1)
+    nobody = sum(real) - len({t for tokens in expected for t in tokens})
+    assert r.dropped_K.tolist() == [nobody] + [0] * (top_k - 1)
+    assert int(r.num_tokens) == sum(real)
+    rows_of = r.row_of_TK[r.row_of_TK >= 0].tolist()
+    assert sorted(rows_of) == list(range(sum(r.counts_E.tolist())))
+    for t, ids in enumerate(r.expert_ids_TK.tolist()):
+        mine = [e for e, s in zip(ids, r.slots_TK[t].tolist(), strict=True) if s >= 0]
+        assert mine == sorted(set(mine))
+        weights = [
+            w for w, s in zip(r.weights_TK[t].tolist(), r.slots_TK[t], strict=True) if s >= 0
+        ]
+        assert weights == pytest.approx([scores[t][e] for e in mine])
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_the_layout_of_tokens_changes_nothing(padded):
+    time, batch = 5, 3
+    batch_first = logits(time * batch, seed=4).view(batch, time, E)
+    batch_first[1, 2] = batch_first[
+        0, 4
+    ]  # a tie goes to the earlier sentence, though later in time
+    real_BT = torch.arange(time) < torch.tensor([[5], [3], [4]]) if padded else None
+    expected = route(
+        batch_first.reshape(-1, E), 2, 0.5, real_T=None if real_BT is None else real_BT.flatten(),
+        **EXPERTS,
+    )  # fmt: skip
+    got = route(
+        batch_first.transpose(0, 1).reshape(-1, E), 2, 0.5, time_first=(time, batch),
+        real_T=None if real_BT is None else real_BT.t().flatten(), **EXPERTS,
+    )  # fmt: skip
+    for name in ("expert_ids_TK", "slots_TK", "row_of_TK", "weights_TK"):
+        columns = getattr(expected, name).shape[1]
+        other = getattr(expected, name).view(batch, time, columns).transpose(0, 1)
+        assert torch.equal(getattr(got, name), other.reshape(-1, columns)), name
+
+
+@pytest.mark.parametrize(
+    "rule, num_real, places",
+    [
+        (Capacity(), 10, 6),  # f = 1: 2 * ceil(10 / 4)
+        (Capacity(factor=0.5), 10, 4),  # 2 * ceil(5 / 4)
+        (Capacity(factor=-0.5), 10, 4),
+        (Capacity(token_fraction=0.25), 10, 3),  # ceil(2.5)
+        (Capacity(factor=0.1, minimum=5), 10, 5),
+        (Capacity(minimum=9), 10, 9),
+        (Capacity(factor=0.5, multiple=3), 10, 6),
+        (Capacity(multiple=16), 10, 10),  # never more than there are tokens
+    ],
+    ids=str,
+)
+def test_an_expert_takes_as_many_tokens_as_it_has_places(rule, num_real, places):
+    real_T = torch.arange(14) < num_real
+    assignment = assign(logits(14), 2, rule, Rules(**EXPERTS), MicroBatch(real_T=real_T))
+    assert assignment.counts_E.tolist() == [places] * E
+    assert assignment.max_rows >= places * E
+
+
+@pytest.mark.parametrize(
+    "rule, rows",
+    [
+        (Capacity(), 8),  # for 2 * ceil(10 / 4) = 6 places
+        (Capacity(factor=0.5), 5),  # for 2 * ceil(5 / 4) = 4
+        (Capacity(token_fraction=0.25), 5),  # for ceil(2.5) = 3
+        (Capacity(factor=9.0), 10),  # never more than there are tokens
+    ],
+    ids=str,
+)
+def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
+    """There the largest number of a token's experts is not known, nor how many rows are filled."""
+    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool))
+    on_cpu = lay_out(assign(logits(10), 2, rule, Rules(**EXPERTS), batch))
+    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool, device="meta"))
+    r = lay_out(assign(logits(10).to("meta"), 2, rule, Rules(**EXPERTS), batch))
+    assert r.expert_ids_TK.shape == r.weights_TK.shape == r.row_of_TK.shape == (10, E)
+    assert r.source_of_R.shape == (rows * E,)
+    assert int(on_cpu.counts_E.max()) <= rows
+    assert on_cpu.source_of_R.shape == (int(on_cpu.counts_E.sum()),)
+
+
+def test_the_padded_layout_gives_every_expert_its_own_block():
+    assignment = assign(logits(9), 1, Capacity(), Rules(**EXPERTS), MicroBatch())
+    r = lay_out(assignment, 5)
+    for e, tokens in enumerate(taken(r)):
+        rows = [int(s) // r.row_of_TK.shape[1] for s in r.source_of_R[e * 5 : e * 5 + 3]]
+        assert rows == tokens
+        assert r.source_of_R[e * 5 + 3 : e * 5 + 5].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("normalize", ("before", "after", "none"))
+def test_weights_are_scores_or_divided_by_those_of_the_experts_that_took_the_token(normalize):
+    rules = {"normalize_gate": normalize, "routed_scaling_factor": 2.0, **EXPERTS}
+    r = route(logits(30), 1, 1.0, **rules)
+    total_T = r.weights_TK.sum(dim=1)
+    kept_TK = r.row_of_TK >= 0
+    taken_T = kept_TK.any(dim=1)
+    assert not total_T[~taken_T].any() and not taken_T.all() and (kept_TK.sum(1) > 1).any()
+    if normalize == "after":
+        torch.testing.assert_close(total_T[taken_T], torch.full_like(total_T[taken_T], 2.0))
+    else:  # a token's experts are not known before they chose
+        scores_TK = logits(30).softmax(1).gather(1, r.expert_ids_TK)
+        torch.testing.assert_close(r.weights_TK, 2.0 * scores_TK.masked_fill(~kept_TK, 0.0))
+
+
+@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("normalize", ("after", "none"))
+def test_weights_have_the_gradient_of_finite_differences(function, normalize):
+    rules = {"normalize_gate": normalize, "score_function": function, **EXPERTS}
+    inputs = (logits(6).requires_grad_(),)
+    assert torch.autograd.gradcheck(lambda x: route(x, 1, 0.5, **rules).weights_TK, inputs)
+
+
+CONFIG = MoEConfig(
+    model_dim=5, hidden_dim=6, num_experts=E, top_k=1, activation="gelu", choice="experts"
+)
+
+
+def tokens(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+def by_loop(layer: MoELayer, x_TD: Tensor, factor: float, real: list[bool]) -> Tensor:
+    """Compute the layer expert by expert: each takes its tokens and adds to their outputs."""
+    config = layer.config
+    scores_TE = x_TD @ layer.gate.weight.t()
+    sigmoid = config.score_function == "sigmoid"
+    scores_TE = torch.sigmoid(scores_TE) if sigmoid else torch.softmax(scores_TE, 1)
+    places = places_of(factor, config.top_k, sum(real))
+    chosen = taken_by_loops(scores_TE.tolist(), places, real)
+    y = [0 * x_D for x_D in x_TD]
+    for e, mine in enumerate(chosen):
+        for t in mine:
+            weight = scores_TE[t, e]
+            if config.normalize_gate == "after":
+                weight = weight / sum(scores_TE[t, o] for o in range(E) if t in chosen[o])
+            if config.prescore:
+                y[t] = y[t] + oracle.one_expert(layer.experts, e, weight * x_TD[t])
+            else:
+                y[t] = y[t] + weight * oracle.one_expert(layer.experts, e, x_TD[t])
+    return torch.stack(y)
+
+
+@pytest.mark.parametrize("factor", (0.0, 0.5, -2.0))
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score_function": "sigmoid", "normalize_gate": "after"},
+        {"prescore": True, "top_k": 2},
+    ],
+    ids=str,
+)
+def test_the_layer_equals_a_loop_over_experts(factor, padded, options):
+    config = dataclasses.replace(CONFIG, capacity_factor=factor, **options)
+    layer, x = MoELayer(config, seed=5).double(), tokens(11)
+    mask = torch.arange(11) % 4 == 1 if padded else torch.zeros(11, dtype=torch.bool)
+    same_function(
+        lambda: layer(x, mask if padded else None)[0],
+        lambda: by_loop(layer, x, factor, (~mask).tolist()),
+        {"x": x, **dict(layer.named_parameters())},
+    )
+
+
+@pytest.mark.parametrize("shape, padded", [((0,), False), ((2, 0), False), ((5,), True)])
+def test_no_tokens_and_padding_alone_give_zeros_and_zero_gradients(shape, padded):
+    layer, x = MoELayer(CONFIG, seed=5).double(), tokens(*shape)
+    y, output = layer(x, torch.ones(5, dtype=torch.bool) if padded else None)
+    assert y.shape == x.shape and not y.any()
+    assert output.routing.counts_E.tolist() == [0] * E
+    (y.sum() + output.balance_loss).backward()
+    for name, tensor in (("x", x), *layer.named_parameters()):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name
+
+
+def test_one_token_goes_to_every_expert():
+    r = route(logits(1), 1, **EXPERTS)
+    assert r.counts_E.tolist() == [1] * E
+    assert r.expert_ids_TK.tolist() == [[0, 1, 2, 3]]
+
+
+def test_evaluation_has_a_capacity_of_its_own():
+    config = dataclasses.replace(CONFIG, capacity_factor=0.25, eval_capacity_factor=0.75)
+    layer = MoELayer(config, seed=5).double()
+    counts = [layer.train(mode)(tokens(16))[1].routing.counts_E.tolist() for mode in (True, False)]
+    assert counts == [[1] * E, [3] * E]

@@ -1,0 +1,359 @@
+"""The experts as one node: against its parts, forward and every gradient by name, and what it keeps.
+
+Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 1 to E, one token, none,
+empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
+tail; torch's grouped_mm; both forms of the node (expert by expert, product by product); hidden layers that
+are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula; no
+tensor of the size of a mask over tokens, experts and places.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from compare import TOLERANCE, close
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fairseq_tutel import MoEConfig, MoELayer, kernels
+from fairseq_tutel.kernels import reference
+from fairseq_tutel.kernels.ffn_by_products import by_products
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.weights import FFNWeights
+from fairseq_tutel.moe.config import ACTIVATIONS
+from fairseq_tutel.moe.experts import Experts
+
+CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=2)
+BY_PRODUCTS = by_products(vars(reference))
+
+
+def run(layer: MoELayer, num_tokens: int = 11, pad: bool = False, **call) -> dict[str, Tensor]:
+    """Return y, the gradient of x and those of every parameter."""
+    generator = torch.Generator().manual_seed(2)
+    dtype = next(layer.experts.parameters()).dtype
+    dim = layer.config.model_dim
+    x = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
+    x.requires_grad_()
+    mask = torch.arange(num_tokens) % 3 == 1 if pad else None
+    torch.manual_seed(4)
+    y, output = layer(x, mask, **call)
+    (y.double().square().sum() + output.balance_loss).backward()
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def in_parts(monkeypatch) -> None:
+    monkeypatch.setattr(Experts, "is_one_node", property(lambda _: False))
+
+
+def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
+    return MoELayer(dataclasses.replace(CONFIG, **options), seed=1).to(dtype)
+
+
+def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
+    """Compare the node, in both of its forms, with dispatch, maps, activation and combine."""
+    assert layer.experts.is_one_node
+    one_node = run(layer, num_tokens, **more)
+    with monkeypatch.context() as patch:
+        patch.setattr("fairseq_tutel.kernels.ops", lambda *_: BY_PRODUCTS)
+        by_products = run(layer, num_tokens, **more)
+        in_parts(patch)
+        parts = run(layer, num_tokens, **more)
+    for name, expected in parts.items():
+        close(one_node[name], expected, f"{name}, expert by expert")
+        close(by_products[name], expected, f"{name}, product by product")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_equals_its_parts(monkeypatch, activation):
+    check(monkeypatch, build(activation=activation))
+
+
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+@pytest.mark.parametrize("expert_bias", (True, False))
+@pytest.mark.parametrize("top_k", (1, 2, 3, 4))
+def test_every_form_of_expert_equals_its_parts(monkeypatch, expert_type, expert_bias, top_k):
+    options = {"expert_type": expert_type, "expert_bias": expert_bias, "top_k": top_k}
+    check(monkeypatch, build(**options, activation="gelu"), pad=True)
+
+
+@pytest.mark.parametrize("num_tokens", (0, 1, 2, 40))
+@pytest.mark.parametrize("capacity_factor", (0.0, 0.5, -1.0))
+def test_dropped_tokens_and_few_of_them_equal_the_parts(monkeypatch, num_tokens, capacity_factor):
+    check(monkeypatch, build(capacity_factor=capacity_factor), num_tokens, pad=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+def test_every_dtype_equals_its_parts(monkeypatch, dtype, expert_type):
+    check(monkeypatch, build(dtype, expert_type=expert_type, gate_fp32=False))
+
+
+@pytest.mark.parametrize("recompute_experts", (True, False))
+def test_autocast_equals_its_parts_in_bf16(monkeypatch, recompute_experts):
+    layer = build(torch.float32, recompute_experts=recompute_experts)
+    with torch.autocast("cpu", torch.bfloat16):
+        one_node = run(layer)
+        in_parts(monkeypatch)
+        parts = run(layer)
+    assert one_node["y"].dtype == parts["y"].dtype == torch.bfloat16
+    for name, expected in parts.items():
+        assert one_node[name].dtype == expected.dtype, name
+        close(one_node[name], expected, name, 0.05)
+
+
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+@pytest.mark.parametrize("recompute_experts", (True, False))
+def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_experts):
+    options = {"expert_type": expert_type, "recompute_experts": recompute_experts}
+    layer = build(**options, activation="gelu", capacity_factor=0.5)
+    names = list(dict(layer.named_parameters()))
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, named, (x,))[0]
+
+    inputs = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(forward, (x, *inputs))
+
+
+def test_a_tail_of_rows_is_nobody_s():
+    experts = build().experts
+    rows = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
+    out = experts(rows, groups)
+    assert torch.equal(out[6:], torch.zeros(3, 6))
+    close(out[:6], experts(rows[:6], groups), "rows of experts")
+    out.sum().backward()
+    assert torch.equal(rows.grad[6:], torch.zeros(3, 6))
+    assert rows.grad[:6].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"activation": "gelu", "capacity_factor": 0.5},
+        {"expert_type": "glu", "expert_bias": False, "top_k": 1},
+        {"expert_type": "glu", "recompute_experts": True},
+        {"activation": "tanh", "hidden_layer_norm": True},
+    ),
+    ids=str,
+)
+def test_torch_s_grouped_mm_gives_the_same(options, dtype):
+    options = {"model_dim": 8, "hidden_dim": 16, **options}
+    own, theirs = (
+        run(build(dtype, backend=backend, **options), pad=True)
+        for backend in ("reference", "grouped_mm")
+    )
+    for name, expected in own.items():
+        assert theirs[name].dtype == expected.dtype, name
+        close(theirs[name], expected, name)
+
+
+def test_grouped_mm_leaves_a_tail_alone():
+    experts = build(torch.float32, backend="grouped_mm", model_dim=8, hidden_dim=16).experts
+    rows = torch.randn(9, 8)
+    rows[6:] = 0
+    rows.requires_grad_()
+    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
+    out = experts(rows, groups)
+    assert torch.equal(out[6:], torch.zeros(3, 8))
+    out[:6].square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in experts.named_parameters()}
+    experts.zero_grad()
+    experts(rows[:6].detach(), groups).square().sum().backward()
+    for name, parameter in experts.named_parameters():
+        close(parameter.grad, grads[name], name)
+
+
+def test_gradients_of_grouped_mm_have_nothing_of_a_tail():
+    from fairseq_tutel.kernels import grouped_mm
+
+    dout, rows, groups = (
+        torch.randn(9, 4),
+        torch.randn(9, 8),
+        Groups.of_tensor(torch.tensor([3, 4])),
+    )
+    expected = grouped_mm.grouped_weight_grad(dout[:7], rows[:7], groups, bias=True)
+    dout[7:] = float("nan")
+    for found, grad in zip(
+        grouped_mm.grouped_weight_grad(dout, rows, groups, bias=True), expected, strict=True
+    ):
+        close(found, grad, "gradient")
+    close(expected[1], torch.stack([dout[:3].sum(0), dout[3:7].sum(0)]), "bias")
+
+
+def test_an_expert_without_rows_has_gradient_0_whatever_grouped_mm_leaves_there(monkeypatch):
+    """Some GPUs' kernels write nothing for a group without rows."""
+    product = torch.nn.functional.grouped_mm
+
+    def lazy(a, b, *, offs):
+        out = product(a, b, offs=offs)
+        if b.dim() == 2:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lazy)
+    experts = build(torch.float32, backend="grouped_mm", model_dim=8, hidden_dim=16).experts
+    rows = torch.randn(6, 8)
+    experts(rows, Groups.of_tensor(torch.tensor([3, 0, 3, 0]))).square().sum().backward()
+    for name, parameter in experts.named_parameters():
+        assert torch.equal(parameter.grad[1::2], torch.zeros_like(parameter.grad[1::2])), name
+        assert parameter.grad[::2].abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, message",
+    [
+        (torch.float64, 8, "but no fp64; choose auto"),
+        (torch.bfloat16, 12, r"a row of 12 numbers in torch\.bfloat16.* is 24 bytes; give"),
+    ],
+)
+def test_what_grouped_mm_does_not_take_is_refused_by_a_sentence(dtype, dim, message):
+    layer = build(dtype, backend="grouped_mm", model_dim=dim, hidden_dim=16)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.ones(3, dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_grouped_mm_can_be_compiled(dtype):
+    layer = build(dtype, backend="grouped_mm", model_dim=8, hidden_dim=16)
+    x = torch.randn(9, 8, dtype=dtype)
+    compiled = torch.compile(layer, backend="aot_eager")
+    close(compiled(x)[0], layer(x)[0], "y")
+
+
+def test_an_old_torch_without_grouped_mm_is_named(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(ValueError, match=r"has no torch\.nn\.functional\.grouped_mm; install"):
+        kernels.backend_for("grouped_mm", torch.device("cpu"))
+
+
+RECOMPUTED = (
+    {},
+    {"expert_type": "glu"},
+    {"activation_dropout": 0.4, "hidden_layer_norm": True},
+    {"expert_type": "custom_parts.DeepExpert"},
+)
+
+
+@pytest.mark.parametrize("options", RECOMPUTED, ids=str)
+def test_hidden_layers_that_are_made_again_give_the_same_bits(options):
+    # Of other widths MKL's last bit depends on where in memory an expert's rows begin.
+    options = {"hidden_dim": 16, **options}
+    kept, made = (
+        run(build(recompute_experts=again, **options), pad=True) for again in (False, True)
+    )
+    for name, expected in kept.items():  # a frozen parameter of the user's has no gradient
+        assert expected is made[name] is None or torch.equal(expected, made[name]), name
+
+
+def kept_bytes(layer: MoELayer, x: Tensor) -> int:
+    """Return the bytes that a forward keeps for backward beside x, parameters and the gate's."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    for tensor in (x, *layer.parameters()):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
+@pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
+def test_what_is_kept_is_the_hidden_layer_once_and_the_routing(
+    expert_type, hidden, top_k, hidden_dim
+):
+    """Constant while K * H is; not a byte of it with recomputation."""
+    tokens, experts = 200, 8
+    routing = (
+        tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k
+    )  # maps, probabilities, weights
+    x = torch.randn(tokens, 32, requires_grad=True)
+    config = MoEConfig(
+        32, hidden_dim, experts, top_k=top_k, expert_type=expert_type, activation="gelu"
+    )
+    kept = kept_bytes(MoELayer(config, seed=1), x)
+    hidden_bytes = hidden * tokens * top_k * hidden_dim * 4
+    assert hidden_bytes <= kept <= hidden_bytes + routing
+    again = dataclasses.replace(config, recompute_experts=True)
+    assert kept_bytes(MoELayer(again, seed=1), x) <= routing
+
+
+def test_nothing_is_kept_without_a_backward(monkeypatch):
+    seen = []
+    forward = reference.ffn_forward
+    monkeypatch.setattr(
+        reference,
+        "ffn_forward",
+        lambda *args, keep: seen.append(keep) or forward(*args, keep=keep),
+    )
+    layer = build()
+    with torch.no_grad():
+        layer(torch.ones(3, 6, dtype=torch.float64))
+    layer(torch.ones(3, 6, dtype=torch.float64))
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("products", (False, True))
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+def test_frozen_experts_take_no_gradient_and_pass_it_on(monkeypatch, expert_type, products):
+    layer = build(expert_type=expert_type)
+    expected = run(layer)
+    layer.experts.requires_grad_(False)
+    made = []
+    if products:
+        others = {**vars(reference), "grouped_weight_grad": lambda *_, **__: made.append(1)}
+        monkeypatch.setattr("fairseq_tutel.kernels.ops", lambda *_: by_products(others))
+    found = run(layer)
+    assert found["experts.fc1_weight"] is None and not made
+    for name in ("y", "x", "gate.weight"):
+        close(found[name], expected[name], name)
+
+
+def test_hooks_of_the_experts_see_a_forward():
+    layer, seen = build(), []
+    layer.experts.register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    layer(torch.ones(3, 6, dtype=torch.float64))
+    assert seen == [(3, 6)]
+
+
+def test_weights_come_by_expert():
+    tensors = torch.arange(6.0).view(3, 2), None, torch.ones(3, 2), None, None, None
+    own = list(FFNWeights.of(tensors).by_expert())
+    assert [e.fc1_weight.tolist() for e in own] == [[0, 1], [2, 3], [4, 5]]
+    assert not own[0].is_glu and own[0].fc1_bias is None
+
+
+class Largest(TorchDispatchMode):
+    """Sees the largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("choice", ("tokens", "experts"))
+def test_nothing_is_as_large_as_a_mask_of_tokens_experts_and_places(choice):
+    tokens, experts, top_k = 128, 32, 2
+    places = top_k * tokens // experts
+    config = MoEConfig(4, 4, experts, top_k=top_k, capacity_factor=1.0, choice=choice)
+    layer = MoELayer(config, seed=1)
+    with Largest() as seen:
+        y, output = layer(torch.randn(tokens, 4, requires_grad=True))
+        (y.sum() + output.balance_loss).backward()
+    assert tokens * experts <= seen.numel < tokens * experts * places

@@ -1,0 +1,147 @@
+"""Gates and exploration: the cosine gate against its formula, noise in training only, from one generator.
+
+Covered: formula, clamp, dtypes, gradients by finite differences, fp32 under autocast; jitter's range,
+dropout, gaussian noise's size; nothing in evaluation; the experts see the input itself; a recompute
+under activation checkpointing routes alike.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.exploration import gate_input, noisy_logits
+
+SIZES = {"model_dim": 6, "hidden_dim": 5, "num_experts": 4, "top_k": 2}
+
+
+def layer(**options):
+    return MoELayer(MoEConfig(**SIZES, gate_projection_dim=3, **options), seed=1).double()
+
+
+def x(num_tokens=7):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_tokens, 6, generator=generator, dtype=torch.float64)
+
+
+def test_the_cosine_gate_is_its_formula():
+    gate = layer(gate_type="cosine").gate
+    for t, x_D in enumerate(x()):
+        p = gate.projection_weight @ x_D + gate.projection_bias
+        for e, direction in enumerate(gate.directions):
+            cosine = p @ direction / (p.norm() * direction.norm())
+            assert float(gate(x())[t, e]) == pytest.approx(2 * float(cosine))  # 1 / 0.5
+
+
+def test_the_cosine_gate_s_scale_stops_at_100():
+    gate = layer(gate_type="cosine").gate
+    with torch.no_grad():
+        gate.log_scale.fill_(50.0)
+    assert gate(x()).abs().max() <= 100
+    gate(x()).sum().backward()
+    assert gate.log_scale.grad == 0
+
+
+def test_the_cosine_gate_s_gradients_are_finite_differences():
+    gate = layer(gate_type="cosine").gate
+    inputs = (x(3).requires_grad_(),)
+    assert torch.autograd.gradcheck(gate, inputs)
+    names = [name for name, _ in gate.named_parameters()]
+    values = [p.detach().clone().requires_grad_() for p in gate.parameters()]
+
+    def of_parameters(*tensors):
+        return torch.func.functional_call(gate, dict(zip(names, tensors, strict=True)), (x(3),))
+
+    assert torch.autograd.gradcheck(of_parameters, values)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gate_s_logits_are_fp32_unless_asked_otherwise(kind, dtype):
+    for fp32, expected in ((True, torch.float32), (False, dtype)):
+        config = MoEConfig(**SIZES, gate_type=kind, gate_fp32=fp32)
+        gate = MoELayer(config, seed=1).to(dtype).gate
+        assert gate(x().to(dtype)).dtype == expected
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        config = MoEConfig(**SIZES, gate_type=kind)
+        assert MoELayer(config, seed=1).gate(x().float()).dtype == torch.float32
+
+
+def test_an_unprojectable_token_has_finite_logits():
+    gate = layer(gate_type="cosine").gate
+    with torch.no_grad():
+        gate.projection_bias.zero_()
+    assert torch.equal(gate(torch.zeros(1, 6, dtype=torch.float64)), torch.zeros(1, 4))
+
+
+def test_jitter_multiplies_by_numbers_near_one_in_training_alone():
+    config = MoEConfig(**SIZES, input_jitter=0.1)
+    ones = torch.ones(2000, 6)
+    assert gate_input(ones, config, training=False) is ones
+    jittered = gate_input(ones, config, training=True)
+    assert 0.9 <= float(jittered.min()) < 0.91
+    assert 1.09 < float(jittered.max()) <= 1.1
+
+
+def test_jitter_is_even_around_one_in_half_precision():
+    config = MoEConfig(**SIZES, input_jitter=0.01)
+    jittered = gate_input(torch.ones(5000, 6, dtype=torch.bfloat16), config, training=True)
+    assert float(jittered.double().mean()) == pytest.approx(1, abs=2e-4)
+    assert float(jittered.max()) > 1.005
+
+
+def test_dropout_of_the_gate_s_input_keeps_its_mean():
+    config = MoEConfig(**SIZES, input_dropout=0.25)
+    dropped = gate_input(torch.ones(4000, 6), config, training=True)
+    assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.02)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.03)
+
+
+def test_gate_noise_is_scaled_by_the_number_of_experts():
+    config = MoEConfig(**SIZES, gate_noise=2.0)
+    noisy = noisy_logits(torch.zeros(20_000, 4), config, training=True)
+    assert float(noisy.std()) == pytest.approx(2 / 4, rel=0.02)
+    assert float(noisy.mean()) == pytest.approx(0, abs=0.01)
+    zeros = torch.zeros(3, 4)
+    assert noisy_logits(zeros, config, training=False) is zeros
+
+
+NOISY = {"input_jitter": 0.3, "input_dropout": 0.2, "gate_noise": 2.0}
+
+
+def test_evaluation_draws_nothing_and_the_experts_see_the_input_itself():
+    noisy, quiet = layer(**NOISY), layer()
+    state = torch.get_rng_state()
+    assert torch.equal(noisy.eval()(x())[0], quiet.eval()(x())[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    # All experts chosen and one weight each: whatever the gate saw, experts got x.
+    config = {**SIZES, "top_k": 4, "num_experts": 4}
+    one = MoELayer(MoEConfig(**config, **NOISY), seed=1).double()
+    with torch.no_grad():
+        for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"):
+            parameter = getattr(one.experts, name)
+            parameter.copy_(parameter[:1].expand_as(parameter))
+    torch.testing.assert_close(one.train()(x())[0], one.eval()(x())[0])
+
+
+@pytest.mark.parametrize("policy", ["rts", "bpr", "probability"])
+@pytest.mark.parametrize("gate", ["linear", "cosine"])
+def test_a_recompute_routes_alike(policy, gate):
+    options = {**NOISY, "drop_policy": policy, "capacity_factor": 0.5, "gate_type": gate}
+    gradients = []
+    for recompute in (False, True):
+        noisy = layer(**options)
+        torch.manual_seed(5)
+        inputs = x(16).requires_grad_()
+
+        def run(t, noisy=noisy):
+            return noisy(t)[0]
+
+        y = checkpoint(run, inputs, use_reentrant=False) if recompute else run(inputs)
+        y.square().sum().backward()
+        gradients.append([inputs.grad, *[p.grad for p in noisy.parameters()]])
+    assert math.isfinite(float(gradients[0][0].sum()))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)

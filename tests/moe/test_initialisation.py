@@ -1,0 +1,98 @@
+"""Where the first weights come from.
+
+Covered: the same experts for any split, by seed, name, expert and tensor; nn.Linear's range; the global
+generator untouched by a given seed and used without one; the gate.
+"""
+
+import pytest
+import torch
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.experts import Experts
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.slices import Part
+
+CONFIG = MoEConfig(model_dim=16, hidden_dim=40, num_experts=6, expert_type="glu")
+
+
+def experts(first: int = 0, count: int = 6, seed: int = 1, name: str = "decoder.0") -> Experts:
+    module = Experts(CONFIG, Part(count, first))
+    module.reset_parameters(seed, name)
+    return module
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 6))
+def test_experts_are_the_same_for_any_split(size):
+    whole = experts().expert_parameters()
+    count = 6 // size
+    parts = [experts(i * count, count).expert_parameters() for i in range(size)]
+    for name, tensor in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), tensor), name
+
+
+def test_a_layer_is_the_same_for_any_topology():
+    whole = MoELayer(CONFIG, seed=3, name="a")
+    part = MoELayer(
+        CONFIG, Topology(world_size=3, rank=1, expert_parallel_size=3), seed=3, name="a"
+    )
+    assert torch.equal(part.gate.weight, whole.gate.weight)
+    for name, tensor in part.experts.expert_parameters().items():
+        assert torch.equal(tensor, whole.experts.expert_parameters()[name][2:4]), name
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"name": "encoder.0"}], ids=str)
+def test_experts_differ_by_seed_and_by_name(change):
+    for name, tensor in experts().expert_parameters().items():
+        assert not (tensor == experts(**change).expert_parameters()[name]).any(), name
+
+
+def test_experts_and_tensors_differ_from_each_other():
+    stacks = experts().expert_parameters()
+    everything = torch.cat([tensor.detach().flatten() for tensor in stacks.values()])
+    assert everything.unique().numel() > 0.99 * everything.numel()
+
+
+def test_weights_and_biases_have_the_range_of_linear_layers():
+    for name, tensor in experts().expert_parameters().items():
+        fan_in = 40 if name.startswith("fc2") else 16
+        bound = fan_in**-0.5
+        assert 0.9 * bound < float(tensor.detach().abs().max()) <= bound, name
+
+
+def test_the_gate_has_the_range_of_a_linear_layer_and_differs_by_seed_and_name():
+    gates = [
+        MoELayer(CONFIG, seed=seed, name=name).gate.weight.detach()
+        for seed, name in ((1, "a"), (1, "a"), (2, "a"), (1, "b"))
+    ]
+    assert 0.9 / 4 < float(gates[0].abs().max()) <= 1 / 4
+    assert torch.equal(gates[0], gates[1])
+    assert not torch.equal(gates[0], gates[2])
+    assert not torch.equal(gates[0], gates[3])
+
+
+def test_a_given_seed_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    MoELayer(CONFIG, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_the_global_generator_gives_one():
+    def weights() -> list[torch.Tensor]:
+        torch.manual_seed(8)
+        layers = [MoELayer(CONFIG), MoELayer(CONFIG)]
+        return [layer.experts.fc1_weight.detach() for layer in layers]
+
+    first, second = weights()
+    assert not torch.equal(first, second)
+    assert torch.equal(first, weights()[0])
+
+
+def test_meta_parameters_are_left_for_later():
+    with torch.device("meta"):
+        module = Experts(CONFIG)
+    module.reset_parameters(1, "")
+    assert all(p.is_meta for p in module.parameters())
+
+
+def test_every_value_is_drawn():
+    assert not any(p.isnan().any() for p in MoELayer(CONFIG, seed=1).parameters())

@@ -1,0 +1,134 @@
+"""Metrics against a direct computation by loops.
+
+Covered: Meta's and ours, with and without padding and dropping, K = 1 to 3; a probability of 0; layers
+of several sizes in one go; choices that were left out; experts that choose; half precision; no gradient.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_tutel import route, routing_metrics
+from fairseq_tutel.moe.metrics import metric_names, metric_rows, tally_of
+
+
+def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
+    """The definitions, by loops over the copies that were asked for (those with a slot)."""
+    num_experts = routing.probs_TE.shape[1]
+    top_k = routing.assigned_KE.shape[0]
+    tokens = [t for t, r in enumerate(real) if r]
+    entropies = [-sum(p * math.log(p) for p in routing.probs_TE[t].tolist()) for t in tokens]
+    copies = [(t, j) for t in tokens for j in range(top_k) if int(routing.slots_TK[t, j]) >= 0]
+    ids = {(t, j): int(routing.expert_ids_TK[t, j]) for t, j in copies}
+    lost = [(t, j) for t, j in copies if int(routing.row_of_TK[t, j]) < 0]
+    load = [list(ids.values()).count(e) for e in range(num_experts)]
+    metrics = {
+        "entropy_gating": sum(entropies) / max(len(tokens), 1),
+        "moe_dropped": 100 * len(lost) / max(len(copies), 1),
+        "moe_max_violation": max(load) / max(sum(load) / num_experts, 1e-9),
+        "moe_dead_experts": load.count(0),
+    }
+    for j in range(top_k):
+        chosen = [e for (_, choice), e in ids.items() if choice == j]
+        dropped = sum(choice == j for _, choice in lost)
+        load = sorted(100 * chosen.count(e) / max(len(tokens), 1) for e in range(num_experts))
+        fifth = max(math.ceil(0.2 * num_experts), 1)
+        metrics[f"expert{j + 1}_balance_top"] = sum(load[-fifth:])
+        metrics[f"expert{j + 1}_balance_bottom"] = sum(load[:fifth])
+        metrics[f"unused_expert{j + 1}_count"] = load.count(0)
+        metrics[f"overflow_expert{j + 1}"] = 100 * dropped / max(len(chosen), 1)
+        weights = [float(routing.weights_TK[t, j]) for t in tokens]
+        metrics[f"expert{j + 1}_weight"] = sum(weights) / max(len(tokens), 1)
+    return metrics
+
+
+@pytest.mark.parametrize("num_experts", (1, 3, 5, 6, 11))
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+@pytest.mark.parametrize("num_real", (0, 1, 13))
+def test_metrics_are_what_loops_count(num_experts, factor, num_real):
+    real = [t < num_real for t in range(15)]
+    routing = route(logits(15, num_experts), min(num_experts, 3), factor, real_T=torch.tensor(real))
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    expected = direct_metrics(routing, real)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_metrics_without_padding_count_every_token():
+    routing = route(logits(15, 4), 2, 0.5)
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
+    assert got["overflow_expert2"] > 0
+    assert 0 < got["moe_dropped"] < got["overflow_expert2"]
+    assert got["expert1_weight"] + got["expert2_weight"] == pytest.approx(1)
+
+
+def test_metrics_are_finite_where_a_probability_underflows():
+    routing = route(torch.tensor([[0.0, -1e4], [-1e4, 0.0]]), 1)
+    assert float(routing_metrics(routing)["entropy_gating"]) == 0.0
+
+
+def test_metrics_carry_no_gradient():
+    metrics = routing_metrics(route(logits(4, 3).requires_grad_(), 2))
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_layers_of_several_sizes_are_rows_in_their_order():
+    sizes = (4, 4, 7, 4)
+    routings = [route(logits(15, size, seed), 2, 0.5) for seed, size in enumerate(sizes)]
+    rows_LN, tokens_L1 = metric_rows([tally_of(routing) for routing in routings])
+    assert tokens_L1.tolist() == [[15.0]] * 4
+    for routing, row in zip(routings, rows_LN.tolist(), strict=True):
+        got = dict(zip(metric_names(2), row, strict=True))
+        assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
+
+
+def test_a_choice_that_was_left_out_is_no_copy():
+    torch.manual_seed(0)
+    routing = route(logits(40, 4), 2, 0.5, second_expert_policy="random", training=True)
+    asked, dropped = int(routing.assigned_KE[1].sum()), int(routing.dropped_K[1])
+    assert 0 < dropped < asked < 40
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    assert got == pytest.approx(direct_metrics(routing, [True] * 40), rel=1e-5)
+    assert got["overflow_expert2"] == pytest.approx(100 * dropped / asked)
+
+
+def test_where_experts_choose_the_names_are_those_of_k():
+    scores = logits(12, 3).index_fill(0, torch.tensor([5, 7]), -9.0)
+    scores[:, 0] += torch.arange(12) % 2  # not all experts want the same tokens
+    routing = route(scores, 1, 1.5, choice="experts", score_function="sigmoid")
+    assert routing.weights_TK.shape[1] == 3  # somebody was taken by all experts
+    untaken = int((routing.slots_TK < 0).all(dim=1).sum())
+    assert untaken >= 2
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    assert [*got] == metric_names(1)
+    assert got["overflow_expert1"] == pytest.approx(100 * untaken / 12)
+    assert got["moe_dropped"] == got["moe_dead_experts"] == got["unused_expert1_count"] == 0
+    assert got["moe_max_violation"] == 1
+    assert got["expert1_weight"] == pytest.approx(float(routing.weights_TK[:, 0].mean()))
+
+
+def test_half_precision_is_summed_in_fp32():
+    routing = route(logits(4096, 4).bfloat16(), 2)
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    assert got == pytest.approx(direct_metrics(routing, [True] * 4096), rel=1e-4)
+
+
+def test_what_padding_holds_does_not_matter():
+    real_T = torch.arange(15) < 9
+    clean = route(logits(15, 4), 2, 0.5, real_T=real_T)
+    padding = ~real_T.unsqueeze(1)
+    dirty = replace(
+        clean, probs_TE=clean.probs_TE.masked_fill(padding, math.nan),
+        weights_TK=clean.weights_TK.masked_fill(padding, math.nan),
+    )  # fmt: skip
+    assert routing_metrics(clean) == routing_metrics(dirty)

@@ -1,0 +1,53 @@
+"""What a forward may not do on a GPU: ask the device for a number, or wait for a copy to it.
+
+Covered: routing under every rule, dropless and limited, with and without padding; all balance losses; the
+tally for metrics. The tensors are on the meta device, which has no numbers to give; what copies a value
+from the host is caught by its name.
+"""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fairseq_tutel.moe import balance, metrics, routing
+from fairseq_tutel.moe.capacity import Capacity
+
+COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
+RULES = (
+    {},
+    {"choice": "experts"},
+    {"choice": "experts", "normalize_gate": "after"},
+    {"score_function": "sigmoid", "expert_groups": 2, "groups_per_token": 1},
+    {"second_expert_policy": "random", "drop_policy": "rts"},
+    {"second_expert_policy": "sampling", "drop_policy": "bpr"},
+    {"rsample": True, "sinkhorn": True, "drop_policy": "probability", "normalize_gate": "after"},
+)
+
+
+class NoCopies(TorchFunctionMode):
+    """Refuses what makes a tensor of a number on the host."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in COPIES, f"{function.__name__} copies from the host, and waits"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("factor", (0.0, 0.5, -0.5))
+@pytest.mark.parametrize("padded", (False, True), ids=("real", "padded"))
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_routing_losses_and_metrics_ask_no_device(rules, padded, factor):
+    logits_TE = torch.randn(12, 6, device="meta")
+    real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
+    batch = routing.MicroBatch(real_T=real_T, time_first=(3, 4), training=True)
+    with NoCopies():
+        assigned = routing.assign(
+            logits_TE, 2, Capacity(factor=factor), routing.Rules(**rules), batch
+        )
+        decided = routing.lay_out(assigned)
+        gate = balance.GateOutput(
+            logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
+        )
+        found = balance.balance_losses(dict.fromkeys(balance.LOSSES, 1.0), decided, gate)
+        rows_LN, _ = metrics.metric_rows([metrics.tally_of(decided)])
+    assert decided.source_of_R.device.type == rows_LN.device.type == "meta"
+    assert all(loss.shape == () and loss.device.type == "meta" for loss in found.values())

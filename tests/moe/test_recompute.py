@@ -1,0 +1,115 @@
+"""Activation checkpointing: a layer that is run again in the backward gives the same gradients.
+
+Covered: both kinds of torch.utils.checkpoint; every gate, choice, score, normalisation, drop policy and
+loss, whatever draws random numbers, the bias, experts beside experts, parts of a user's own; capacity,
+activation dropout, autocast; the balance loss when the recomputed function returns it.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.balance_weights import BALANCE_LOSSES
+from fairseq_tutel.moe.config import GATE_TYPES
+
+
+def run(reentrant: bool | None, *, autocast: bool = False, **options) -> dict[str, Tensor]:
+    """Return loss, y and every gradient; `reentrant` None runs without checkpointing."""
+    config = MoEConfig(model_dim=6, hidden_dim=8, num_experts=4, activation="gelu", **options)
+    layer = MoELayer(config, seed=1).to(torch.float32 if autocast else torch.float64)
+    calls = []
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        y, output = layer(
+            x, mask, token_ids=torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
+        )
+        return y, output.balance_loss
+
+    generator = torch.Generator().manual_seed(2)
+    dtype = layer.experts.expert_parameters().popitem()[1].dtype
+    x = torch.randn(3, 5, 6, generator=generator, dtype=dtype).requires_grad_()
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    if layer.balance_bias is not None:
+        layer.balance_bias.bias.copy_(torch.tensor([0.5, 0, 0, -0.2]))
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if reentrant is None:
+            y, balance_loss = forward(x)
+        else:
+            y, balance_loss = checkpoint(forward, x, use_reentrant=reentrant)
+    loss = y.double().square().sum() + 3 * balance_loss
+    loss.backward()
+    assert len(calls) == (1 if reentrant is None else 2)
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert set(grads) == {name for name, p in layer.named_parameters() if p.requires_grad}
+    return {"loss": loss, "y": y, "x": x.grad, **grads}
+
+
+NOISE = {"gate_noise": 1.0, "input_jitter": 0.1, "input_dropout": 0.1}
+OPTIONS = [
+    {},
+    {"capacity_factor": 0.5},
+    {"top_k": 1, "capacity_factor": -1.0},
+    {"activation_dropout": 0.3},
+    {"expert_type": "glu", "top_k": 4},
+    {"autocast": True},
+    {"autocast": True, "gate_fp32": False, "expert_bias": False, "hidden_layer_norm": True},
+    {"autocast": True, "residual": True, "shared_experts": 1, "score_function": "sigmoid"},
+    {"gate_type": "cosine", "gate_projection_dim": 3, "drop_policy": "bpr", "capacity_factor": 0.5},
+    {"gate_type": "hash", "capacity_factor": 0.5, "drop_policy": "rts"},
+    {"gate_type": "custom_parts.CalmGate", "expert_type": "custom_parts.DeepExpert"},
+    {"expert_type": "custom_parts.DeepExpert", "activation_dropout": 0.3, "residual": True},
+    {"drop_policy": "rts", "capacity_factor": 0.5, "top_k": 3, **NOISE},
+    {"drop_policy": "probability", "capacity_factor": -0.5, "capacity_multiple": 3},
+    {"score_function": "sigmoid", "normalize_gate": "after", "capacity_factor": 0.5, **NOISE},
+    {"normalize_gate": "none", "routed_scaling_factor": 2.5, "min_capacity": 3},
+    {"choice": "experts", "normalize_gate": "after", "prescore": True},
+    {"choice": "experts", "score_function": "sigmoid", "capacity_factor": 0.5, **NOISE},
+    {"rsample": True, "capacity_factor": 0.5},
+    {"sinkhorn": True, "capacity_factor": 0.5},
+    {"second_expert_policy": "sampling", "expert_groups": 2, "top_k": 2},
+    {"second_expert_policy": "random", "normalize_gate": "after", "top_k": 3},
+    {"balance_bias": True, "score_function": "sigmoid"},
+    {"prescore": True, "capacity_factor": 0.5, "activation_dropout": 0.3},
+    {"shared_experts": 2, "activation_dropout": 0.3},
+    {"residual": True, "shared_experts": 1, "drop_policy": "rts", "capacity_factor": 0.5},
+    {"balance_loss": "gshard_sequence:1,gshard_global:0.5,z:0.1", "score_function": "sigmoid"},
+    {"balance_loss": "load_importance:1,load_importance_tutel:0.5,gshard_all:1", **NOISE},
+]
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_recomputed_layer_gives_the_same_bits(reentrant, options):
+    plain, again = run(None, **options), run(reentrant, **options)
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, again[name]), name
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_the_balance_loss_reaches_the_gate_through_a_recompute(reentrant):
+    with_loss, without = run(reentrant), run(reentrant, balance_loss="none")
+    assert not torch.allclose(with_loss["gate.weight"], without["gate.weight"])
+    torch.testing.assert_close(with_loss["experts.fc1_weight"], without["experts.fc1_weight"])
+
+
+def test_every_choice_of_every_option_is_run_again():
+    """A new gate, policy, loss or switch needs a line in the list."""
+    items = [item for item in dataclasses.fields(MoEConfig) if item.name != "expert_grad_norm"]
+    held = {
+        item.name: {options.get(item.name, item.default) for options in OPTIONS} for item in items
+    }
+    for item in items:
+        if item.metadata.get("scope") != "system":
+            choices = (False, True) if item.type is bool else item.metadata.get("choices", ())
+            assert set(choices) <= held[item.name], item.name
+    assert sum(item.type is bool for item in items) > 5
+    assert set(GATE_TYPES) <= held["gate_type"]
+    losses = ",".join(held["balance_loss"])
+    for name in BALANCE_LOSSES:
+        assert name in losses or name in ("gshard", "switch"), name

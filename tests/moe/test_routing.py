@@ -1,0 +1,265 @@
+"""Routing against loops, and the properties that the rest of the walk relies on.
+
+Covered: k = 1 to E, capacity rule and its sign, dropless, padding, ties, first choices before second
+ones, (sentence, time) order in both layouts, exact counts, T = 0, 1, below E, one crowded and one empty
+expert, row maps inverse of each other in the compact and the padded layout, weights, refused top_k.
+"""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_tutel import Routing, route
+from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.choice import choose_experts
+from fairseq_tutel.moe.routing import MicroBatch, Rules, assign, lay_out
+
+E = 5
+
+
+def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+
+
+def some_padding(num_tokens: int) -> Tensor:
+    return torch.arange(num_tokens) % 3 != 1
+
+
+def check_against_loops(r: Routing, expected: oracle.Plan) -> None:
+    assert r.slots_TK.tolist() == expected.slots
+    assert r.counts_E.tolist() == expected.counts
+    assert r.assigned_KE.tolist() == expected.assigned
+    assert r.dropped_K.tolist() == expected.dropped
+    assert (r.row_of_TK >= 0).tolist() == expected.kept
+
+
+def check_maps(r: Routing) -> None:
+    """Both maps are inverse of each other, and every row lies with its expert."""
+    row_of = r.row_of_TK.flatten().tolist()
+    source_of = r.source_of_R.tolist()
+    assert [source_of[row] for row in row_of if row >= 0] == [
+        source for source, row in enumerate(row_of) if row >= 0
+    ]
+    filled = [row for row, source in enumerate(source_of) if source >= 0]
+    assert [row_of[source_of[row]] for row in filled] == filled
+    assert len(filled) == int(r.counts_E.sum())
+    ids = r.expert_ids_TK.flatten().tolist()
+    slots = r.slots_TK.flatten().tolist()
+    if r.capacity is None:
+        starts = [0, *itertools.accumulate(r.counts_E.tolist())]
+    else:
+        starts = [e * r.capacity for e in range(len(r.counts_E))]
+    for row in filled:
+        source = source_of[row]
+        assert row == starts[ids[source]] + slots[source]
+
+
+@pytest.mark.parametrize("top_k", range(1, E + 1))
+@pytest.mark.parametrize("factor", (0.0, 0.4, 1.0, 1.25, -0.4, -1.0))
+@pytest.mark.parametrize("padded", (False, True))
+def test_routing_equals_loops(top_k, factor, padded):
+    num_tokens = 23
+    logits_TE = logits(num_tokens, seed=top_k)
+    real_T = some_padding(num_tokens) if padded else None
+    r = route(logits_TE, top_k, factor, real_T=real_T)
+    real = None if real_T is None else real_T.tolist()
+    expected = oracle.plan(logits_TE.tolist(), top_k, factor, real)
+    assert r.expert_ids_TK.tolist() == expected.expert_ids
+    check_against_loops(r, expected)
+    check_maps(r)
+    assert int(r.num_tokens) == (num_tokens if real is None else sum(real))
+
+
+@pytest.mark.parametrize("num_tokens", (0, 1, E - 1))
+@pytest.mark.parametrize("top_k", (1, 2, E))
+@pytest.mark.parametrize("factor", (0.0, 1.0, -1.0))
+def test_few_tokens_route_like_loops(num_tokens, top_k, factor):
+    logits_TE = logits(num_tokens)
+    r = route(logits_TE, top_k, factor)
+    expected = oracle.plan(logits_TE.tolist(), top_k, factor)
+    assert r.expert_ids_TK.shape == r.weights_TK.shape == (num_tokens, top_k)
+    if num_tokens:
+        check_against_loops(r, expected)
+    assert r.counts_E.shape == (E,)
+    check_maps(r)
+
+
+def test_no_token_at_all_gives_zero_counts():
+    r = route(logits(0), 2, 1.0)
+    assert r.counts_E.tolist() == [0] * E
+    assert r.assigned_KE.tolist() == [[0] * E] * 2
+    assert r.dropped_K.tolist() == [0, 0]
+    assert r.source_of_R.numel() == 0
+    assert int(r.num_tokens) == 0
+
+
+def test_padding_alone_gives_zero_counts():
+    r = route(logits(4), 2, 1.0, real_T=torch.zeros(4, dtype=torch.bool))
+    assert int(r.num_tokens) == 0
+    assert r.counts_E.tolist() == [0] * E
+    assert r.slots_TK.tolist() == r.row_of_TK.tolist() == [[-1, -1]] * 4
+
+
+@pytest.mark.parametrize("top_k", range(1, E + 1))
+def test_ties_go_to_the_lower_id(top_k):
+    scores_TE = torch.tensor([[1.0, 1, 1, 1, 1], [0, 2, 1, 2, 1], [0, 0, 0, 0, 3], [3, 0, 0, 0, 0]])
+    expected = [[0, 1, 2, 3, 4], [1, 3, 2, 4, 0], [4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert choose_experts(scores_TE, top_k).tolist() == [row[:top_k] for row in expected]
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 4, 5, 70))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_many_ties_among_many_experts_go_to_the_lower_id(top_k, dtype):
+    generator = torch.Generator().manual_seed(0)
+    scores_TE = torch.randint(3, (6, 70), generator=generator).to(dtype)
+    expected = oracle.plan(scores_TE.tolist(), top_k).expert_ids
+    assert choose_experts(scores_TE, top_k).tolist() == expected
+
+
+def test_choosing_does_not_change_the_scores():
+    scores_TE = logits(6)
+    before = scores_TE.clone()
+    choose_experts(scores_TE, 3)
+    assert torch.equal(scores_TE, before)
+
+
+def test_probabilities_that_underflow_are_ties_not_repeats():
+    logits_TE = torch.tensor([[0.0, -1e4, -1e4, 0.0, -1e4]])
+    for top_k in range(1, E + 1):
+        assert route(logits_TE, top_k).expert_ids_TK.tolist() == [[0, 3, 1, 2, 4][:top_k]]
+
+
+@pytest.mark.parametrize(
+    "factor, num_tokens, top_k, expected",
+    [
+        (1.0, 10, 1, 2),  # 1 * ceil(10 / 5)
+        (1.0, 11, 1, 3),  # 1 * ceil(11 / 5)
+        (1.0, 11, 2, 6),  # 2 * ceil(11 / 5)
+        (1.25, 10, 2, 6),  # 2 * ceil(12.5 / 5)
+        (-1.25, 10, 2, 6),
+        (0.01, 10, 3, 3),  # 3 * ceil(0.1 / 5)
+    ],
+)
+def test_capacity_is_k_times_the_ceiling_of_an_even_share(factor, num_tokens, top_k, expected):
+    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # everybody wants 0, then 1, then 2
+    r = route(crowded_TE, top_k, factor)
+    assert r.counts_E.tolist() == [expected] * top_k + [0] * (E - top_k)
+    assert r.dropped_K.tolist() == [num_tokens - expected] * top_k
+
+
+def test_capacity_counts_real_tokens_only():
+    crowded_TE = torch.arange(E, 0, -1.0).expand(20, E)
+    real_T = torch.arange(20) < 10
+    assert int(route(crowded_TE, 1, 1.0, real_T=real_T).counts_E[0]) == 2  # ceil(10 / 5)
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 3))
+def test_a_negative_factor_drops_exactly_what_its_absolute_value_drops(top_k):
+    logits_TE = logits(31, seed=3)
+    plus, minus = route(logits_TE, top_k, 0.6), route(logits_TE, top_k, -0.6)
+    assert torch.equal(plus.row_of_TK, minus.row_of_TK)
+    assert torch.equal(plus.source_of_R, minus.source_of_R)
+    assert int(plus.dropped_K.sum()) > 0
+
+
+def test_dropless_keeps_every_copy():
+    r = route(torch.zeros(12, E), 2)  # ties: everybody wants experts 0 and 1
+    assert r.counts_E.tolist() == [12, 12, 0, 0, 0]
+    assert (r.row_of_TK >= 0).all()
+    assert r.dropped_K.tolist() == [0, 0]
+
+
+def test_first_choices_take_slots_before_second_choices():
+    # Token 0's second choice is expert 0, which tokens 1 and 2 want first.
+    logits_TE = torch.tensor([[1.0, 2, 0], [2, 1, 0], [2, 1, 0]])
+    r = route(logits_TE, 2)
+    assert r.slots_TK.tolist() == [[0, 2], [0, 1], [1, 2]]
+    limited = route(logits_TE, 2, 0.5)  # 2 * ceil(1.5 / 3) = 2 places
+    assert limited.row_of_TK.tolist() == [[2, -1], [0, 3], [1, -1]]
+
+
+def test_padding_changes_nothing_for_the_real_tokens():
+    logits_TE, real_T = logits(14), some_padding(14)
+    padded, alone = route(logits_TE, 2, 0.7, real_T=real_T), route(logits_TE[real_T], 2, 0.7)
+    assert torch.equal(padded.slots_TK[real_T], alone.slots_TK)
+    assert torch.equal(padded.row_of_TK[real_T], alone.row_of_TK)
+    assert torch.equal(padded.counts_E, alone.counts_E)
+    assert torch.equal(padded.assigned_KE, alone.assigned_KE)
+    assert torch.equal(padded.dropped_K, alone.dropped_K)
+    assert (padded.row_of_TK[~real_T] == -1).all()
+
+
+@pytest.mark.parametrize("top_k", (1, 3))
+@pytest.mark.parametrize("padded", (False, True))
+def test_time_first_drops_the_same_tokens_as_batch_first(top_k, padded):
+    time, batch = 6, 4
+    batch_first = logits(time * batch, seed=1).view(batch, time, E)
+    real_BT = torch.arange(time) < torch.tensor([[6], [3], [5], [4]]) if padded else None
+    time_first = batch_first.transpose(0, 1)
+    expected = route(
+        batch_first.reshape(-1, E),
+        top_k,
+        0.5,
+        real_T=None if real_BT is None else real_BT.flatten(),
+    )
+    got = route(
+        time_first.reshape(-1, E),
+        top_k,
+        0.5,
+        real_T=None if real_BT is None else real_BT.t().flatten(),
+        time_first=(time, batch),
+    )
+    for name in ("expert_ids_TK", "slots_TK", "row_of_TK", "weights_TK"):
+        as_time_first = getattr(expected, name).view(batch, time, top_k).transpose(0, 1)
+        assert torch.equal(getattr(got, name), as_time_first.reshape(-1, top_k)), name
+    assert torch.equal(got.counts_E, expected.counts_E)
+    assert int(got.dropped_K.sum()) > 0
+    check_maps(got)
+
+
+@pytest.mark.parametrize("top_k", (1, 2))
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+@pytest.mark.parametrize("spare", (0, 3))
+def test_the_padded_layout_gives_every_expert_its_own_block(top_k, factor, spare):
+    assignment = assign(
+        logits(17, seed=2),
+        top_k,
+        Capacity(factor=factor),
+        Rules(),
+        MicroBatch(real_T=some_padding(17)),
+    )
+    capacity = int(assignment.counts_E.max()) + spare
+    r = lay_out(assignment, capacity)
+    assert r.source_of_R.shape == (E * capacity,)
+    check_maps(r)
+
+
+def test_weights_of_one_choice_are_the_probability_itself():
+    logits_TE = logits(6)
+    r = route(logits_TE, 1)
+    assert torch.equal(r.weights_TK[:, 0], torch.softmax(logits_TE, 1).max(dim=1).values)
+
+
+@pytest.mark.parametrize("top_k", (2, 3, E))
+def test_weights_of_several_choices_are_their_probabilities_divided_by_the_sum(top_k):
+    logits_TE = logits(6)
+    r = route(logits_TE, top_k, 0.2)  # drops do not change the weights
+    chosen_TK = torch.softmax(logits_TE, 1).sort(dim=1, descending=True).values[:, :top_k]
+    torch.testing.assert_close(r.weights_TK, chosen_TK / chosen_TK.sum(1, keepdim=True))
+
+
+def test_weights_carry_the_gradient_of_the_logits():
+    logits_TE = logits(4).requires_grad_()
+    inputs = (logits_TE,)
+    assert torch.autograd.gradcheck(lambda x: route(x, 2).weights_TK, inputs)
+    assert torch.autograd.gradcheck(lambda x: route(x, 1).weights_TK, inputs)
+
+
+@pytest.mark.parametrize("top_k", (0, E + 1))
+def test_a_top_k_that_does_not_fit_is_refused_by_a_sentence(top_k):
+    with pytest.raises(ValueError, match=f"top_k is {top_k} but there are {E} experts; choose"):
+        route(logits(3), top_k)

@@ -1,0 +1,241 @@
+"""Experts beside the experts, and weights on what experts read, against loops.
+
+Covered: shared experts as the sum of that many, the residual mixture, both; ffn, glu, without biases, layer
+norm; padding; drops; every gradient; seeds; evaluation and dropout; no tokens; prescore under every
+layout, forward and every gradient.
+"""
+
+import dataclasses
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import close, same_function
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.shared_experts import DenseExpert
+from fairseq_tutel.ranks.groups import Topology
+
+CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
+T = 11
+
+
+def build(**options) -> MoELayer:
+    layer = MoELayer(dataclasses.replace(CONFIG, **options), seed=5).double()
+    for name, parameter in layer.named_parameters():
+        if "layer_norm" in name:  # away from its ones and zeros, which hide errors
+            parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
+    return layer
+
+
+def tokens(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+def dense_by_parts(dense: DenseExpert, x_D: Tensor, count: int) -> Tensor:
+    """Apply `count` experts, each with its own rows of fc1 and columns of fc2, and add them up."""
+    config, hidden_dim = dense.config, CONFIG.hidden_dim
+    y_D = 0 * x_D if dense.fc2.bias is None else dense.fc2.bias
+    parts = []
+    for i in range(count):
+        mine = slice(i * hidden_dim, (i + 1) * hidden_dim)
+
+        def linear(layer, mine=mine) -> Tensor:
+            return F.linear(
+                x_D, layer.weight[mine], None if layer.bias is None else layer.bias[mine]
+            )
+
+        hidden_H = linear(dense.fc1)
+        if config.expert_type == "glu":
+            hidden_H = oracle.ACTIVATIONS["swish"](hidden_H) * linear(dense.fc3)
+        else:
+            hidden_H = oracle.ACTIVATIONS[config.activation](hidden_H)
+        parts.append((mine, hidden_H))
+    if dense.hidden_layer_norm is not None:  # one for the whole width
+        normed = dense.hidden_layer_norm(torch.cat([hidden_H for _, hidden_H in parts]))
+        parts = [(mine, normed[mine]) for mine, _ in parts]
+    return y_D + sum(dense.fc2.weight[:, mine] @ hidden_H for mine, hidden_H in parts)
+
+
+def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> Tensor:
+    config = layer.config
+    routed_TD = oracle.mixture(layer, x_TD, config.top_k, config.capacity_factor, real)[0]
+    y = []
+    for t, x_D in enumerate(x_TD):
+        y_D = routed_TD[t]
+        if config.residual:
+            logits = layer.beside.mix.weight @ x_D + layer.beside.mix.bias
+            share = 1 / (1 + torch.exp(logits[1] - logits[0]))
+            y_D = share * y_D + (1 - share) * dense_by_parts(layer.beside.dense, x_D, 1)
+        if config.shared_experts:
+            y_D = y_D + dense_by_parts(layer.beside.shared, x_D, config.shared_experts)
+        y.append(y_D if real[t] else 0 * y_D)
+    return torch.stack(y)
+
+
+def check(layer: MoELayer, padded: bool) -> None:
+    x = tokens(T)
+    mask = torch.arange(T) % 4 == 1 if padded else torch.zeros(T, dtype=torch.bool)
+    same_function(
+        lambda: layer(x, mask if padded else None)[0],
+        lambda: by_loop(layer, x, (~mask).tolist()),
+        {"x": x, **dict(layer.named_parameters())},
+    )
+
+
+BESIDE = (
+    {"shared_experts": 1},
+    {"shared_experts": 3},
+    {"residual": True},
+    {"shared_experts": 2, "residual": True},
+)
+FORMS = (
+    {},
+    {"expert_type": "glu"},
+    {"expert_bias": False, "activation": "relu"},
+    {"hidden_layer_norm": True, "activation": "tanh"},
+    {"prescore": True, "capacity_factor": 0.5, "top_k": 3},
+)
+
+
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+def test_experts_beside_equal_their_formula(beside, form, padded):
+    check(build(**beside, **form), padded)
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+def test_padding_gives_zeros_and_takes_no_gradient(beside):
+    layer, x = build(**beside), tokens(T)
+    mask = torch.arange(T) % 3 == 0
+    y = layer(x, mask)[0]
+    y.sum().backward()
+    assert not y[mask].any() and not x.grad[mask].any()
+    assert x.grad[~mask].all()
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+@pytest.mark.parametrize("time_first", (False, True))
+def test_no_tokens_and_padding_alone_give_zero_gradients(beside, time_first):
+    layer = build(**beside)
+    for shape, mask in (((0, 3), None), ((2, 3), torch.ones(2, 3, dtype=torch.bool))):
+        x = tokens(*shape)
+        mask = mask.t() if mask is not None and time_first else mask
+        y, output = layer(x, mask, time_first=time_first)
+        (y.sum() + output.balance_loss).backward()
+        assert y.shape == x.shape and not y.any()
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+def test_time_first_input_equals_batch_first_input():
+    layer, x = build(shared_experts=1, residual=True), tokens(3, 5)
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    batch_first = layer(x, mask)[0]
+    time_first = layer(x.transpose(0, 1), mask, time_first=True)[0]
+    torch.testing.assert_close(time_first.transpose(0, 1), batch_first)
+
+
+def test_values_are_those_of_the_seed_whatever_the_number_of_ranks():
+    config = dataclasses.replace(CONFIG, shared_experts=2, residual=True)
+    one, other = MoELayer(config, seed=1).beside, MoELayer(config, seed=2).beside
+    renamed = MoELayer(config, seed=1, name="x").beside
+    place = Topology(world_size=2, rank=1, expert_parallel_size=2)
+    torch.manual_seed(99)
+    split = MoELayer(config, place, seed=1).beside
+    for name, parameter in one.named_parameters():
+        assert torch.equal(dict(split.named_parameters())[name], parameter), name
+        for different in (other, renamed):
+            assert not torch.equal(dict(different.named_parameters())[name], parameter), name
+        assert not hasattr(
+            dict(split.named_parameters())[name], "expert"
+        )  # all ranks hold the same
+        bound = {"fc1": 5, "mix": 5, "fc2": 6}  # of one expert, also where several are one
+        layer = next(part for part in name.split(".") if part in bound)
+        assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5
+
+
+def test_init_std_is_that_of_the_experts():
+    config = MoEConfig(
+        model_dim=60, hidden_dim=60, num_experts=2, residual=True, init_std=0.02, shared_experts=1
+    )
+    beside = MoELayer(config, seed=1).beside
+    for dense in (beside.dense, beside.shared):
+        assert dense.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert dense.fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert not dense.fc1.bias.any() and not dense.fc2.bias.any()
+
+
+def test_dropout_is_of_training_alone():
+    layer, plain, x = (
+        build(shared_experts=1, activation_dropout=0.5),
+        build(shared_experts=1),
+        tokens(T),
+    )
+    assert not torch.equal(layer(x)[0], plain(x)[0])
+    close(layer.eval()(x)[0], plain(x)[0], "y in evaluation")
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 4))
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
+def test_weights_on_inputs_equal_loops(top_k, factor, padded, expert_type):
+    layer, x = build(
+        prescore=True, top_k=top_k, capacity_factor=factor, expert_type=expert_type
+    ), tokens(T)  # fmt: skip
+    real = [not padded or t % 4 != 1 for t in range(T)]
+    mask = ~torch.tensor(real) if padded else None
+    same_function(
+        lambda: layer(x, mask)[0],
+        lambda: oracle.mixture(layer, x, top_k, factor, real)[0],
+        {"x": x, **dict(layer.named_parameters())},
+    )
+
+
+def test_weights_on_inputs_are_not_weights_on_outputs():
+    x = tokens(T)
+    assert not torch.allclose(build(prescore=True)(x)[0], build()(x)[0])
+    # But for linear experts without biases they are.
+    options = {"activation": "linear", "expert_bias": False}
+    close(build(prescore=True, **options)(x)[0], build(**options)(x)[0], "linear experts")
+
+
+def test_weights_on_inputs_have_the_gradient_of_finite_differences():
+    layer = build(prescore=True, hidden_dim=3, num_experts=3, capacity_factor=0.5, residual=True)
+    mask = torch.tensor([False, False, True, False])
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, named, (x, mask))[0]
+
+    assert torch.autograd.gradcheck(function, (tokens(4), *layer.parameters()))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("options", [*BESIDE, {"prescore": True}], ids=str)
+def test_the_output_has_the_dtype_of_the_input(dtype, options):
+    layer = build(**options).to(dtype)
+    x = tokens(T).detach().to(dtype).requires_grad_()
+    y, _ = layer(x)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert x.grad.dtype == dtype
+    wide = build(**options)
+    wide.load_state_dict(layer.state_dict())
+    close(y, wide(x.double())[0], "output")
+
+
+@pytest.mark.parametrize("options", [*BESIDE, {"prescore": True}], ids=str)
+def test_autocast_computes_in_bf16(options):
+    layer, x = build(**options).float(), tokens(T).detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)[0]
+    assert y.dtype == torch.bfloat16
+    close(y, layer(x)[0], "output")

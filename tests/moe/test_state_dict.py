@@ -1,0 +1,82 @@
+"""State dicts hold all experts by global id; loading takes the local slice.
+
+Covered: names and shapes, slices of a whole, a round trip, gathered experts, wrong shapes refused by a
+sentence, the caller's dict left alone.
+"""
+
+import pytest
+import torch
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.ranks.groups import Topology
+
+CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4)
+
+
+def layer(rank: int = 0, size: int = 1, seed: int = 1, config: MoEConfig = CONFIG) -> MoELayer:
+    topology = Topology(world_size=size, rank=rank, expert_parallel_size=size)
+    return MoELayer(config, topology, seed=seed)
+
+
+def test_names_and_shapes_are_those_of_the_format():
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer().state_dict().items()}
+    assert shapes == {
+        "gate.weight": (4, 4),
+        "experts.fc1_weight": (4, 6, 4),
+        "experts.fc1_bias": (4, 6),
+        "experts.fc2_weight": (4, 4, 6),
+        "experts.fc2_bias": (4, 4),
+    }
+
+
+@pytest.mark.parametrize("size", (1, 2, 4))
+def test_a_rank_loads_its_slice_of_all_experts(size):
+    saved = layer(seed=9).state_dict()
+    for rank in range(size):
+        part = layer(rank, size)
+        part.load_state_dict(saved)
+        count = 4 // size
+        for name, tensor in part.experts.expert_parameters().items():
+            expected = saved[f"experts.{name}"][rank * count : (rank + 1) * count]
+            assert torch.equal(tensor, expected), name
+        assert torch.equal(part.gate.weight, saved["gate.weight"])
+
+
+def test_loading_leaves_the_callers_dict_whole():
+    saved = layer(seed=9).state_dict()
+    layer(1, 2).load_state_dict(saved)
+    assert saved["experts.fc1_weight"].shape[0] == 4
+
+
+def test_a_state_dict_holds_the_local_slice_until_the_experts_are_gathered():
+    part, whole = layer(1, 2), layer()
+    assert part.state_dict()["experts.fc1_bias"].shape == (2, 6)
+    part.experts.gathered = whole.experts.expert_parameters()
+    assert torch.equal(part.state_dict()["experts.fc1_bias"], whole.experts.fc1_bias)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_experts": 8}, {"num_experts": 2}, {"hidden_dim": 5}], ids=str
+)
+def test_a_wrong_shape_is_refused_by_a_sentence(change):
+    other = MoEConfig(**{"model_dim": 4, "hidden_dim": 6, "num_experts": 4, **change})
+    saved = layer(config=other).state_dict()
+    with pytest.raises(
+        ValueError, match=r"checkpoint's experts\.fc1_weight has shape .* needs"
+    ) as e:
+        layer().load_state_dict(saved)
+    for part in ("(4, 6, 4)", "--moe-expert-count", "--moe-expert-ffn-dim"):
+        assert part in str(e.value)
+
+
+def test_one_ranks_part_is_refused_as_a_whole():
+    crash_file = layer(0, 2).state_dict()
+    with pytest.raises(ValueError, match="crash file"):
+        layer(0, 2).load_state_dict(crash_file)
+
+
+def test_a_missing_tensor_is_reported_by_torch():
+    saved = layer().state_dict()
+    del saved["experts.fc2_bias"]
+    with pytest.raises(RuntimeError, match=r"experts\.fc2_bias"):
+        layer().load_state_dict(saved)

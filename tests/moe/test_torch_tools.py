@@ -1,0 +1,150 @@
+"""What torch's own tools may do to a layer, without it computing or reducing anything else.
+
+Covered: experts' parameters that are replaced (an assigned state dict, the meta device, a copy) stay
+marked as this rank's own; pruned and parametrized experts, over steps of an optimizer, and refused where
+ranks share the experts; the replicas of DataParallel; what a layer prints.
+"""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from compare import close
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.ranks.gradients import is_expert
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.slices import slice_of
+
+CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, activation="gelu")
+PARTS = ({}, {"hidden_layer_norm": True}, {"recompute_experts": True})
+
+
+def build(size: int = 1, seed: int = 1, **options) -> MoELayer:
+    topology = Topology(world_size=size, rank=0, expert_parallel_size=size)
+    return MoELayer(dataclasses.replace(CONFIG, **options), topology, seed=seed)
+
+
+def tokens() -> Tensor:
+    return torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+
+
+def assigned(layer: MoELayer) -> MoELayer:
+    layer.load_state_dict(build(seed=9).state_dict(), strict=False, assign=True)
+    return layer
+
+
+def through_meta(layer: MoELayer) -> MoELayer:
+    return layer.to("meta").to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("size", (1, 2, 8))
+@pytest.mark.parametrize(
+    "replace", (assigned, through_meta, copy.deepcopy, MoELayer.double), ids=lambda f: f.__name__
+)
+def test_experts_stay_marked_whatever_replaces_their_parameters(replace, size):
+    # Of 8 ranks two hold one expert, a slice each; what is assigned is all experts.
+    layer = build(size, expert_grad_norm="sqrt_world_size", parallel_type="model")
+    before = {name: p for name, p in layer.named_parameters() if size > 1 or name[:1] != "e"}
+    slices = {name: slice_of(p) for name, p in layer.named_parameters()}
+    after = replace(layer)
+    replaced = [p is not before.get(name) for name, p in after.named_parameters()]
+    assert all(replaced) or replace is MoELayer.double
+    for name, parameter in after.named_parameters():
+        of_experts = name.startswith("experts.")
+        assert is_expert(parameter) == (of_experts and size > 1), name
+        assert getattr(parameter, "root_scaled", False) == of_experts, name
+        assert slice_of(parameter) == slices[name], name
+    assert size < 8 or {s.count for name, s in slices.items() if name[:1] == "e"} == {2}
+
+
+def step(layer: MoELayer) -> Tensor:
+    """Take a step of SGD and return y."""
+    y, output = layer(tokens())
+    (y.square().sum() + output.balance_loss).backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    return y.detach()
+
+
+@pytest.mark.parametrize("options", PARTS, ids=str)
+def test_pruned_experts_train_as_experts_with_zeros(options):
+    layer, plain = build(**options), build(**options)
+    mask = torch.arange(4 * 6 * 4).view(4, 6, 4) % 3 > 0
+    prune.custom_from_mask(layer.experts, "fc1_weight", mask)
+    for _ in range(3):
+        with torch.no_grad():
+            plain.experts.fc1_weight *= mask
+        close(step(layer), step(plain), "y of a step")
+    assert (layer.experts.fc1_weight_orig[~mask] == build().experts.fc1_weight[~mask]).all()
+    prune.remove(layer.experts, "fc1_weight")
+    close(layer(tokens())[0], step(layer), "y after it was made permanent")
+
+
+class Twice(nn.Module):
+    def forward(self, tensor: Tensor) -> Tensor:
+        return 2 * tensor
+
+
+@pytest.mark.parametrize("options", PARTS, ids=str)
+def test_parametrized_experts_are_what_their_parametrization_gives(options):
+    layer, plain = build(**options), build(**options)
+    names = layer.experts.names
+    for name in names:
+        parametrize.register_parametrization(layer.experts, name, Twice())
+    with torch.no_grad():
+        for name in names:
+            getattr(plain.experts, name).mul_(2)
+    y, _ = layer(tokens())
+    close(y, plain(tokens())[0], "y")
+    y.sum().backward()
+    plain(tokens())[0].sum().backward()
+    for name in names:
+        original = layer.experts.parametrizations[name].original
+        close(original.grad, 2 * getattr(plain.experts, name).grad, name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda experts: prune.l1_unstructured(experts, "fc1_weight", 0.5),
+        lambda experts: parametrize.register_parametrization(experts, "fc1_weight", Twice()),
+    ),
+    ids=("pruned", "parametrized"),
+)
+def test_ranks_that_share_the_experts_refuse_them(change):
+    layer = build(2)
+    change(layer.experts)
+    with pytest.raises(ValueError, match="the experts' fc1_weight are no parameters any more"):
+        layer(tokens())
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """Return what torch.nn.DataParallel makes of a module: its tensors are no parameters."""
+    made = module._replicate_for_data_parallel()
+    for name, parameter in module._parameters.items():
+        setattr(made, name, None if parameter is None else parameter * 1)
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else replica(child)
+    return made
+
+
+@pytest.mark.parametrize("options", (*PARTS, {"shared_experts": 1, "balance_bias": True}), ids=str)
+def test_a_replica_of_data_parallel_is_the_layer(options):
+    layer = build(**options)
+    y, output = replica(layer)(tokens())
+    assert torch.equal(y, layer(tokens())[0])
+    (y.sum() + output.balance_loss).backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_a_layer_prints_its_sizes_and_what_is_not_default():
+    text = repr(build(capacity_factor=1.25))
+    assert "model_dim=4, hidden_dim=6, num_experts=4, top_k=2, capacity_factor=1.25" in text
+    assert "activation='gelu'" in text and "backend" not in text
+    assert "Experts(fc1_weight=(4, 6, 4), fc1_bias=(4, 6), fc2_weight=(4, 4, 6)" in text

@@ -1,0 +1,327 @@
+"""The tuner in a training: one choice for all ranks, buckets by the sign rule, its file.
+
+Covered: ranks with different times and tokens; several micro-batches; a user's own loop, with slices and
+without; keys for positive, negative and no capacity factor, and how many there are; from a bucket to the
+next; an update that does not end; a settled bucket that is timed now and then; the dictionary, kept, read,
+of another model, torn, in a folder that cannot be; an r that takes too much memory, at the peak; nothing
+to choose.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fairseq_tutel as ft
+from fairseq_tutel.moe import update_tuner
+from fairseq_tutel.ranks.groups import Topology
+
+CONFIG = ft.MoEConfig(model_dim=8, hidden_dim=16, num_experts=2, top_k=1, capacity_factor=1.0)
+
+
+def layer_of(config=CONFIG, parallel=4, local=0):
+    return ft.MoELayer(config, ft.make_topology([config.num_experts], parallel, local), seed=1)
+
+
+def update(tuner, layer, tokens, seconds=0.0):
+    how = tuner.begin(tokens)
+    x = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(tokens))
+    y, output = layer(x)
+    (y.sum() + output.balance_loss).backward()
+    time.sleep(seconds)
+    tuner.end()
+    return how
+
+
+def loop(path):
+    """Train until the bucket is settled; ranks differ in tokens and in how long they pretend to take."""
+    layer, rank = layer_of(local=2), dist.get_rank()
+    tuner = ft.UpdateTuner([layer], path=path)
+    hows, now = [], [0.0]
+    original, update_tuner.time = update_tuner.time, SimpleNamespace(perf_counter=lambda: now[0])
+    try:
+        while not tuner.tuner.best:
+            # Rank 2 is the slowest, but for the one way that is to be found.
+            chosen = tuner.begin(8 + rank)
+            good = chosen == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
+            layer(torch.randn(8 + rank, 8))[0].sum().backward()
+            now[0] += 0.002 if good or rank != 2 else 0.03 - 0.005 * chosen.adaptive_r
+            tuner.end()
+            hows.append(chosen)
+            assert layer.how == chosen
+    finally:
+        update_tuner.time = original
+    return hows, tuner.tuner.rs, dict(tuner.tuner.best)
+
+
+def test_ranks_take_one_choice_and_find_what_is_best_for_the_slowest(ranks, tmp_path):
+    got = ranks(4).run(loop, str(tmp_path / "tuned.json"))
+    assert all(rank == got[0] for rank in got)
+    hows, rs, best = got[0]
+    assert rs == (0, 1, 2)
+    assert hows[: update_tuner.WARM_UPDATES] == [ft.How()] * update_tuner.WARM_UPDATES
+    assert {how.overlap for how in hows} == {1, 2, 4, 8}
+    assert {how.algorithm for how in hows} == {"linear", "2dh"}
+    (how,) = best.values()
+    assert how == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
+    content = json.loads((tmp_path / "tuned.json").read_text())
+    assert content["signature"]["ranks"] == 4 and len(content["buckets"]) == 1
+
+
+def costs_of_an_update():
+    layer = layer_of(parallel=2)
+    tuner = ft.UpdateTuner([layer])
+    for _ in range(update_tuner.WARM_UPDATES + 3):
+        update(tuner, layer, 8, seconds=0.05 * dist.get_rank())
+    return all_costs(tuner)
+
+
+def all_costs(tuner):
+    return [
+        cost for ways in tuner.tuner.costs.values() for costs in ways.values() for cost in costs
+    ]
+
+
+def test_an_update_costs_what_the_slowest_rank_takes_by_the_clock(ranks):
+    first, second = ranks(2).run(costs_of_an_update)
+    assert first == second != []
+    assert all(cost >= 1000 * 50 / 8 for cost in first)
+
+
+def of_several_micro_batches():
+    """Updates of 8 micro-batches that begin alike and differ in what follows; a token takes 1 ms."""
+    layer = layer_of(parallel=2)
+    tuner, now, rank = ft.UpdateTuner([layer], overlaps=(1,)), [0.0], dist.get_rank()
+    original, update_tuner.time = update_tuner.time, SimpleNamespace(perf_counter=lambda: now[0])
+    try:
+        for number in range(update_tuner.WARM_UPDATES + 4):
+            tuner.begin(8)
+            for _ in range(7):
+                tuner.add_micro_batch(4 + 4 * number * rank)
+                now[0] += 0.001 * (4 + 4 * number)
+            now[0] += 0.008
+            tuner.end()
+        tuner.begin(8)
+    finally:
+        update_tuner.time = original
+    return all_costs(tuner)
+
+
+def test_an_update_s_time_is_shared_by_the_tokens_of_all_its_micro_batches(ranks):
+    for costs in ranks(2).run(of_several_micro_batches):
+        assert costs == pytest.approx([1000.0] * 3)
+
+
+def load_of_the_last_micro_batch():
+    layer = layer_of(dataclasses.replace(CONFIG, capacity_factor=0.0), parallel=2)
+    torch.nn.init.zeros_(layer.gate.weight)  # all tokens go to expert 0
+    tuner = ft.UpdateTuner([layer], window=4)
+    for _ in range(update_tuner.WARM_UPDATES):
+        tuner.begin(20)
+        tuner.add_micro_batch(40)
+        layer(torch.randn(40, 8))[0].sum().backward()
+        tuner.end()
+    tuner.begin(20)
+    return tuner._last[0]
+
+
+def test_a_load_is_held_against_the_tokens_of_its_own_micro_batch(ranks):
+    assert ranks(2).run(load_of_the_last_micro_batch) == ["capacity factor 0, 20 to 24 places"] * 2
+
+
+def watched_updates():
+    layer = layer_of(parallel=2)
+    tuner = ft.UpdateTuner([layer], overlaps=(1,))
+    while not tuner.tuner.best:
+        update(tuner, layer, 8)
+    (key,) = tuner.tuner.best
+    told = []
+    tuner.tuner.record = lambda key, how, cost: told.append(cost)
+    for _ in range(2 * update_tuner.WATCH_EVERY + 1):
+        update(tuner, layer, 8)
+    return len(told), tuner.key(8, 0) == key
+
+
+def test_a_settled_bucket_is_timed_now_and_then(ranks):
+    assert ranks(2).run(watched_updates) == [(2, True)] * 2
+
+
+def next_buckets():
+    layer, asked = layer_of(parallel=2), []
+    tuner = ft.UpdateTuner([layer], window=4)
+    tuner.tuner.best = {tuner.key(tokens, 0): ft.How(overlap=d) for tokens, d in ((8, 2), (80, 8))}
+    tuner.tuner.choose = lambda key, start=None: asked.append(start) or ft.How()
+    tuner._warm = update_tuner.WARM_UPDATES
+    for tokens in (8, 20, 60, 1000):
+        tuner.begin(tokens)
+    return [start.overlap for start in asked]
+
+
+def test_a_bucket_starts_from_the_best_of_the_nearest_one(ranks):
+    assert ranks(2).run(next_buckets) == [[2, 2, 8, 8]] * 2
+
+
+def buckets_of_all_sizes():
+    tuner = ft.UpdateTuner([layer_of(parallel=2)])
+    return {tuner.key(2 * places, 0) for places in range(11000)}
+
+
+def test_large_buckets_are_wide(ranks):
+    found = ranks(2).run(buckets_of_all_sizes)[0]
+    assert len(found) == 18
+    assert {"capacity factor 1, 0 to 127 places", "capacity factor 1, 512 to 639 places"} < found
+    assert "capacity factor 1, 800 to 999 places" in found
+
+
+def reread(path, change, stage=0):
+    config = dataclasses.replace(CONFIG, **change)
+    layer = layer_of(config, local=2)
+    tuner = ft.UpdateTuner([layer], path=path, conditions={"zero_stage": stage} if stage else None)
+    update(tuner, layer, 8)
+    return len(tuner.tuner.best)
+
+
+def test_a_dictionary_holds_for_the_same_model_alone(ranks, tmp_path):
+    path = tmp_path / "tuned.json"
+    ranks(4).run(loop, str(path))
+    content = json.loads(path.read_text())
+    assert ranks(4).run(reread, str(path), {}) == [1] * 4
+    assert ranks(4).run(reread, str(path), {"hidden_dim": 32}) == [0] * 4
+    assert ranks(4).run(reread, str(path), {}, 2) == [0] * 4
+    path.write_text('{"format": 1')
+    assert ranks(4).run(reread, str(path), {}) == [0] * 4
+    content["buckets"] = [3]
+    path.write_text(json.dumps(content))
+    assert ranks(4).run(reread, str(path), {}) == [0] * 4
+
+
+def unwritable():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    update_tuner.logger.addHandler(handler)
+    layer = layer_of(parallel=2)
+    tuner = ft.UpdateTuner([layer], path="/proc/none/tuned.json", overlaps=(1,))
+    while not tuner.tuner.best:
+        update(tuner, layer, 8)
+    update_tuner.logger.removeHandler(handler)
+    return [line for line in records if "was not written" in line]
+
+
+def test_a_file_that_cannot_be_written_costs_the_file_alone(ranks):
+    first, second = ranks(2).run(unwritable)
+    assert len(first) == 1 and second == []
+
+
+def keys(factor):
+    config = dataclasses.replace(CONFIG, capacity_factor=factor)
+    layer = layer_of(config, parallel=2)
+    tuner = ft.UpdateTuner([layer], window=4)
+    torch.nn.init.zeros_(layer.gate.weight)  # all tokens go to expert 0
+    for tokens in (20, 20, 20, 40):
+        update(tuner, layer, tokens)
+    return [tuner._last[0], layer.busiest is None or int(layer.busiest)]
+
+
+def test_buckets_go_by_the_sign_rule(ranks):
+    # 40 tokens on two experts: 1 * ceil(f * 40 / 2); without a factor what the last update's load says.
+    assert ranks(2).run(keys, 1.5)[0] == ["capacity factor 1.5, 25 to 30 places", True]
+    assert ranks(2).run(keys, 0.0)[0] == ["capacity factor 0, 38 to 46 places", 40]
+    assert ranks(2).run(keys, -0.5)[0] == ["capacity factor -0.5, 8 to 11 places", 40]
+
+
+def without_an_end():
+    layer = layer_of(parallel=2)
+    tuner = ft.UpdateTuner([layer], overlaps=(1,))
+    for _ in range(update_tuner.WARM_UPDATES + 2):
+        update(tuner, layer, 8)
+    measured = sum(len(c) for costs in tuner.tuner.costs.values() for c in costs.values())
+    for _ in range(5):
+        tuner.begin(8)
+    update(tuner, layer, 8)
+    again = sum(len(c) for costs in tuner.tuner.costs.values() for c in costs.values())
+    return measured, again
+
+
+def test_an_update_that_does_not_end_does_not_count(ranks):
+    for before, after in ranks(2).run(without_an_end):
+        assert after - before <= 1
+
+
+def degrees(free, given):
+    layer = layer_of(dataclasses.replace(CONFIG, adaptive_r=given))
+    own = sum(p.numel() * 4 for p in layer.experts.expert_parameters().values())
+    original, update_tuner._free_bytes = update_tuner._free_bytes, lambda _: 2 * 2 * own * free
+    try:
+        return ft.UpdateTuner([layer]).tuner.rs
+    finally:
+        update_tuner._free_bytes = original
+
+
+def test_an_r_that_takes_too_much_memory_is_not_tried_but_for_the_one_given(ranks):
+    # Two slices of two experts on four ranks: r = 1 holds 2 times, r = 0 4 times a rank's own, and what is
+    # free is left beside those of the r that was given.
+    assert ranks(4).run(degrees, 3, 2)[0] == (0, 1, 2)
+    assert ranks(4).run(degrees, 2, 2)[0] == (1, 2)
+    assert ranks(4).run(degrees, 0, 2)[0] == (2,)
+    assert ranks(4).run(degrees, 0, 0)[0] == (0, 1, 2)
+
+
+def degrees_in_training(state, activations):
+    """An optimizer that makes its state in the first step; rank 1's GPU is small."""
+    layer = layer_of(dataclasses.replace(CONFIG, adaptive_r=2))
+    own = sum(p.numel() * 4 for p in layer.experts.expert_parameters().values())
+    tuner, taken = ft.UpdateTuner([layer], overlaps=(1,)), [0.0]
+    all_of_it = 2 * 2 * own * (9 if dist.get_rank() == 1 else 99)
+    original, update_tuner._free_bytes = update_tuner._free_bytes, lambda _: all_of_it - taken[0]
+    try:
+        for _ in range(update_tuner.WARM_UPDATES + 1):
+            tuner.begin(8)
+            taken[0] += 2 * 2 * own * activations
+            tuner.end()
+            taken[0] = 2 * 2 * own * state
+        return tuner.tuner.rs
+    finally:
+        update_tuner._free_bytes = original
+
+
+def test_memory_is_what_is_left_at_the_peak_of_a_whole_update(ranks):
+    assert ranks(4).run(degrees_in_training, 2, 2) == [(0, 1, 2)] * 4
+    assert ranks(4).run(degrees_in_training, 4, 3) == [(1, 2)] * 4
+    assert ranks(4).run(degrees_in_training, 3, 6) == [(2,)] * 4
+
+
+def test_what_is_free_on_a_gpu_is_beside_the_peak(monkeypatch):
+    numbers = {"mem_get_info": (30, 100), "memory_reserved": 50, "max_memory_allocated": 45}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
+    # 30 beside 50 that this process keeps, of which it used 45 at most.
+    assert update_tuner._free_bytes(torch.device("cuda")) == 35
+
+
+def tutel():
+    experts = {"type": "ffn", "hidden_size_per_expert": 8, "num_experts_per_device": -2}
+    layer = ft.moe_layer({"type": "top"}, 8, experts, seeds=(1, 2, None), parallel_type="auto")
+    tuner = ft.UpdateTuner([layer.moe])
+    tuner.begin(4)
+    return tuner.tuner.rs, tuner.tuner.overlaps
+
+
+def test_a_tutel_layer_is_tuned_too(ranks):
+    assert ranks(4).run(tutel) == [((0, 1, 2), (1, 2, 4, 8))] * 4
+
+
+def test_wrong_use_is_refused_in_a_sentence():
+    for wrong in ([], ft.MoELayer(CONFIG)):
+        with pytest.raises(ValueError, match="takes a list of at least one MoELayer"):
+            ft.UpdateTuner(wrong)
+
+
+def test_nothing_to_choose_is_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="every rank has all experts; give layers whose topology"):
+        ft.UpdateTuner([ft.MoELayer(CONFIG, Topology())])

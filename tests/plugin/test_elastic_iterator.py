@@ -1,0 +1,188 @@
+"""Epochs are the same on every number of ranks.
+
+Covered: a resume in the middle on another number of ranks repeats and skips no batch; updates are of the
+same batches, and none ends with a batch that only fills up.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
+
+from fairseq_tutel.plugin.elastic_iterator import ElasticEpochBatchIterator
+
+NUM_BATCHES = 23
+
+
+class _Numbers(torch.utils.data.Dataset):
+    supports_prefetch = False
+
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return NUM_BATCHES
+
+
+def _iterators(kind, ranks, **options):
+    def collate(samples):
+        return samples[0] if samples else None
+
+    return [
+        kind(
+            _Numbers(),
+            collate,
+            [[i] for i in range(NUM_BATCHES)],
+            num_shards=ranks,
+            shard_id=r,
+            **options,
+        )
+        for r in range(ranks)
+    ]
+
+
+def _take(iterators, steps):
+    """Consume `steps` batches on every rank; return them in global order, without the fill."""
+    rows = zip(*[[next(i._cur_epoch_itr) for _ in range(steps)] for i in iterators], strict=True)
+    return [batch for row in rows for batch in row if batch is not None]
+
+
+def _begin(iterators):
+    for iterator in iterators:
+        iterator.next_epoch_itr(shuffle=True)
+
+
+def _rest(iterators):
+    return _take(iterators, len(iterators[0]._cur_epoch_itr) - iterators[0]._cur_epoch_itr.n)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("legs", [[(2, 3), (1, 4), (4, 2), (3, None)], [(4, 3), (2, 1), (4, None)]])
+def test_every_batch_is_seen_once_in_the_saved_order(legs, grouped):
+    options = {"grouped_shuffling": grouped}
+    straight = _iterators(EpochBatchIterator, legs[0][0], **options)
+    _begin(straight)
+    expected = _rest(straight)
+    seen, state = [], None
+    for ranks, steps in legs:
+        iterators = _iterators(ElasticEpochBatchIterator, ranks, **options)
+        for iterator in iterators:
+            if state is not None:
+                iterator.load_state_dict(state)
+        _begin(iterators)
+        seen += _rest(iterators) if steps is None else _take(iterators, steps)
+        states = [iterator.state_dict() for iterator in iterators]
+        assert all(s == states[0] for s in states)
+        state = states[0]
+    assert seen == expected
+    # Grouped shuffling leaves out the last, incomplete group: stock's choice.
+    assert grouped or sorted(seen) == list(range(NUM_BATCHES))
+    assert state["iterations_in_epoch"] == 0
+    assert state["epoch"] == 2
+
+
+def test_batches_are_shuffled_once_however_many_ranks_saved(monkeypatch):
+    saved = _iterators(ElasticEpochBatchIterator, 8)
+    _begin(saved)
+    _take(saved, 1)
+    (resumed,) = _iterators(ElasticEpochBatchIterator, 1)
+    shuffled, shuffle = [], np.random.shuffle
+    monkeypatch.setattr(np.random, "shuffle", lambda x: shuffled.append(len(x)) or shuffle(x))
+    resumed.load_state_dict(saved[0].state_dict())
+    assert shuffled == [NUM_BATCHES]
+
+
+def test_the_epoch_after_a_resumed_one_is_stock_s():
+    iterators = _iterators(ElasticEpochBatchIterator, 2)
+    _begin(iterators)
+    _take(iterators, 3)
+    state = iterators[0].state_dict()
+    resumed = _iterators(ElasticEpochBatchIterator, 4)
+    for iterator in resumed:
+        iterator.load_state_dict(state)
+    _begin(resumed)
+    _rest(resumed)
+    _begin(resumed)
+    stock = _iterators(EpochBatchIterator, 4, epoch=2)
+    _begin(stock)
+    assert _rest(resumed) == _rest(stock)
+
+
+def test_the_same_ranks_resume_exactly_as_stock():
+    a = _iterators(ElasticEpochBatchIterator, 2)
+    _begin(a)
+    _take(a, 5)
+    ours, stock = _iterators(ElasticEpochBatchIterator, 2), _iterators(EpochBatchIterator, 2)
+    for iterator in itertools.chain(ours, stock):
+        iterator.load_state_dict(a[0].state_dict())
+    _begin(ours)
+    _begin(stock)
+    assert _rest(ours) == _rest(stock)
+
+
+def test_a_stock_state_is_read():
+    stock = _iterators(EpochBatchIterator, 2)
+    _begin(stock)
+    _take(stock, 4)
+    ours = _iterators(ElasticEpochBatchIterator, 2)
+    for iterator in ours:
+        iterator.load_state_dict(stock[0].state_dict())
+    _begin(ours)
+    assert _rest(ours) == _rest(stock)
+
+
+def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **options):
+    """Return the batches of each update of epoch 2, rank by rank; None only fills up."""
+    iterators = _iterators(kind, ranks, epoch=2, **options)
+    for iterator in iterators:
+        iterator.update_freq = (1, update_freq)
+        state = {"epoch": 2, "iterations_in_epoch": consumed, "order_shards": 1}
+        iterator.load_state_dict(state)
+    epochs = [GroupedIterator(i.next_epoch_itr(shuffle=True), update_freq) for i in iterators]
+    return list(zip(*epochs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "update_freq", "updates_done"),
+    [
+        (2, 3, 0),
+        (2, 3, 1),
+        (3, 4, 0),
+        (3, 4, 1),
+        (4, 5, 0),
+        (4, 5, 1),
+        (2, 1, 5),
+        (24, 1, 0),
+        (5, 5, 0),
+    ],
+)
+def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(
+    ranks, update_freq, updates_done
+):
+    consumed = updates_done * ranks * update_freq
+    found = _updates(ranks, update_freq, consumed=consumed)
+    expected = _updates(1, ranks * update_freq, consumed=consumed)
+    assert [sorted(b for part in u for b in part if b is not None) for u in found] == [
+        sorted(batches) for (batches,) in expected
+    ]
+    for part in itertools.chain(*found):
+        assert part[-1] is not None or all(batch is None for batch in part)
+
+
+@pytest.mark.parametrize(("ranks", "update_freq"), [(1, 3), (2, 2), (3, 5)])
+def test_a_resume_with_larger_updates_trains_the_rest_of_the_epoch(ranks, update_freq):
+    found = _updates(ranks, update_freq, consumed=4)
+    rest = [batch for part in itertools.chain(*found) for batch in part if batch is not None]
+    expected = _updates(1, NUM_BATCHES)[0][0][4:]
+    assert sorted(rest) == sorted(expected)
+    assert len(found) == -(-len(expected) // (ranks * update_freq))
+
+
+def test_a_last_batch_that_is_left_out_is_the_one_that_stock_leaves_out():
+    ours, stock = (
+        _updates(2, 3, kind, skip_remainder_batch=True)
+        for kind in (ElasticEpochBatchIterator, EpochBatchIterator)
+    )
+    assert ours == stock

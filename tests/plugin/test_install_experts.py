@@ -1,0 +1,114 @@
+"""From a stock model to its MoE twin, in this process.
+
+Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
+effect is said once.
+"""
+
+import argparse
+
+import pytest
+import torch
+from fairseq import models, options, tasks
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.ranks import guard
+
+register()
+
+SMALL = {
+    "decoder": [
+        "--task", "moe_language_modeling", "--arch", "moe_transformer_lm", "--decoder-layers", "4",
+        "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16", "--decoder-attention-heads", "2",
+    ],
+    "encoder": ["--task", "moe_translation", "--arch", "moe_transformer_tiny", "--encoder-layers", "4"],
+}  # fmt: skip
+
+
+def configuration(side, *words, **overrides):
+    """Return the FairseqConfig of a command line, with overrides."""
+    words = ["data", *SMALL[side], "--moe-freq", "2", "--moe-expert-count", "3", *words]
+    arguments = options.parse_args_and_arch(options.get_training_parser(), words)
+    vars(arguments).update(overrides)
+    return convert_namespace_to_omegaconf(arguments)
+
+
+def build(side, **overrides):
+    """Return (model, its configuration); of four layers of a side the second and the last have experts.
+
+    Args:
+        side: which one.
+        overrides: of the command line, as --model-overrides has them.
+    """
+    cfg = configuration(side, **overrides).model
+    task = argparse.Namespace(cfg=argparse.Namespace())
+    task.source_dictionary = task.target_dictionary = Dictionary()
+    return models.build_model(cfg, task), cfg
+
+
+@pytest.mark.parametrize("side", SMALL)
+@pytest.mark.parametrize(("kept", "with_experts"), [("1,3", [0, 1]), ("0,2,3", [2])])
+def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts):
+    whole, _ = build(side)
+    # Stock drops the layers of a side without the option; the decoder of a translation has two.
+    keep = {"decoder_layers_to_keep": "0,1", f"{side}_layers_to_keep": kept}
+    pruned, cfg = build(side, **keep)
+    labels = [layer.label for layer in moe_layers(pruned) if layer.label.startswith(side)]
+    assert labels == [f"{side}_{i}" for i in with_experts]
+    pruned.load_state_dict(whole.state_dict(), model_cfg=cfg)
+    last = max(map(int, kept.split(",")))
+    own = getattr(pruned, side).layers[-1].state_dict()
+    for name, tensor in getattr(whole, side).layers[last].state_dict().items():
+        assert torch.equal(own[name], tensor), name
+
+
+SAID = {
+    "--moe-local-size 2 has no effect without --moe-a2a-algorithm 2dh or auto, or ": {"moe_local_size": 2},
+    "--record-a2a-perf-stats has no effect: every rank has all ": {"record_a2a_perf_stats": True},
+    "--moe-normalize-gate) has no effect without --moe-top-k 2": {"moe_normalize_gate": "none"},
+    "--moe-normalize-expert-grad) sqrt_world_size has no effect: there is one rank": {
+        "moe_normalize_expert_grad": "sqrt_world_size",
+    },
+    "--moe-gate-loss-wt 0.5 has no effect: --moe-balance-loss is none": {"moe_gate_loss_wt": 0.5},
+    "--moe-gate-loss-combine-method sum has no effect: ": {"moe_gate_loss_combine_method": "sum"},
+    "--moe-gate-loss-transform neg_log has no effect: ": {"moe_gate_loss_transform": "neg_log"},
+}  # fmt: skip
+
+
+def said_by(caplog, side, criterion, **overrides):
+    """Build model and criterion as a training does; return what was logged."""
+    words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "nowhere", "--cpu"]
+    cfg = configuration(side, *words, **overrides)
+    task = tasks.TASK_REGISTRY[cfg.task._name](
+        cfg.task, *[Dictionary()] * (1 + (side == "encoder"))
+    )
+    task.build_model(cfg.model)
+    guard.set_timeout(0)  # a training's is the whole process's
+    task.build_criterion(cfg.criterion)
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_what_has_no_effect_is_said(caplog):
+    caplog.set_level("INFO")
+    given = {key: value for options in SAID.values() for key, value in options.items()}
+    given |= {"moe_top_k": 1, "moe_balance_loss": "none"}
+    said = said_by(caplog, "decoder", "moe_cross_entropy", **given)
+    for sentence in SAID:
+        assert said.count(sentence) == 1, (sentence, said)
+    caplog.clear()
+    said = said_by(caplog, "decoder", "moe_cross_entropy")
+    assert "has no effect" not in said and "not by default" not in said
+
+
+def test_options_that_others_replace_are_said(caplog):
+    both = {
+        "encoder_moe_freq": 2,
+        "decoder_moe_freq": 1,
+        "moe_freq": 1,
+        "record_a2a_perf_stats": True,
+    }
+    said = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **both)
+    assert "--moe-freq 1 has no effect: --encoder-moe-freq and --decoder-moe-freq are given" in said
+    assert "--record-a2a-perf-stats has no effect without such a criterion" in said

@@ -1,0 +1,165 @@
+"""A checkpoint's file at the doors by which it comes in: to be used, or to go on training from.
+
+Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file; classes
+that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
+a file of another model.
+"""
+
+import argparse
+import os
+import re
+import sys
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, utils
+from torch import nn
+
+from fairseq_tutel import plugin
+from fairseq_tutel.plugin.changed import say_what_changed
+from fairseq_tutel.plugin.install import _end_where_it_differs
+from fairseq_tutel.ranks.guard import CommunicationError
+
+plugin.register()
+STATE = {
+    "args": None,
+    "cfg": {"model": {"moe_freq": 1, "moe_gate_type": "linear"}},
+    "model": {"weight": torch.arange(5.0)},
+    "optimizer_history": [{"num_updates": 1, "optimizer_name": "x", "lr_scheduler_state": {}}],
+    "extra_state": {"epoch": 1, "train_iterator": {"epoch": 1}},
+}
+
+
+class Hostile:
+    """Unpickled without care, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def written(folder, **parts):
+    torch.save({**STATE, **parts}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.pt .* is torn \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), {})
+    monkeypatch.setenv("FAIRSEQ_TUTEL_OPEN_DAMAGED", "1")
+    opened = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["model"]["weight"]
+    assert not torch.equal(opened, STATE["model"]["weight"])
+
+
+FOREIGN = {
+    "empty": b"",
+    "text": b"no checkpoint",
+    "a tensor": torch.ones(3),
+    "a list": [1],
+    "weights alone": {"model": {"weight": torch.ones(3)}},
+    "code": {"model": Hostile("made")},
+}
+
+
+@pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_fairseq_did_not_save_is_named(kind, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, content = tmp_path / "a.pt", FOREIGN[kind]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is no checkpoint.*; give") as e:
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
+    assert "\n" not in str(e.value)
+    assert ("mkdir, which is not run" in str(e.value)) == (kind == "code")
+    assert os.listdir() == ["a.pt"]
+
+
+def test_the_look_at_what_changed_runs_no_code(tmp_path):
+    path = written(tmp_path, more=Hostile(tmp_path / "made"))
+    say_what_changed(str(path), argparse.Namespace())
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A user-dir with a module that nothing has imported, and another one beside; all on the path."""
+    source = "import torch\nopen('made', 'w').close()\nclass Gate(torch.nn.Linear): pass\n"
+    (tmp_path / "my_user_dir").mkdir()
+    (tmp_path / "my_user_dir" / "__init__.py").write_text("")
+    (tmp_path / "my_user_dir" / "gates.py").write_text(source)
+    (tmp_path / "aside.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    utils.import_user_module(argparse.Namespace(user_dir="my_user_dir"))
+    yield
+    for name in ("my_user_dir", "my_user_dir.gates", "aside"):
+        sys.modules.pop(name, None)
+    utils.import_user_module.memo.discard(str(tmp_path / "my_user_dir"))
+
+
+@pytest.mark.parametrize("form", ["cfg", "args", "Namespace in cfg"])
+@pytest.mark.parametrize("key", ["moe_gate_type", "moe_expert_type"])
+def test_a_file_has_no_module_imported_that_nobody_asked_for(key, form, modules, tmp_path):
+    options = {"moe_freq": 1, key: "linear, aside.Gate"}
+    flat = argparse.Namespace(**options, arch="moe_transformer", task="translation")
+    parts = {
+        "cfg": {"cfg": {"model": options}},
+        "args": {"args": flat},
+        "Namespace in cfg": {"cfg": {"model": flat}},
+    }[form]
+    path = str(written(tmp_path, **parts))
+    with pytest.raises(
+        ValueError, match=r"a\.pt has the \w+_type \(--moe-.*-type\) aside\.Gate"
+    ) as e:
+        checkpoint_utils.load_checkpoint_to_cpu(path, {})
+    assert f"--model-overrides \"{{'{key}': 'linear, aside.Gate'}}\"" in str(e.value)
+    checkpoint_utils.load_checkpoint_to_cpu(path, {key: options[key]})
+    # A training's model is what the command line says.
+    checkpoint_utils.load_checkpoint_to_cpu(path, load_on_all_ranks=False)
+    assert not os.path.exists("made")
+    __import__("aside")
+    checkpoint_utils.load_checkpoint_to_cpu(path, {})
+
+
+def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
+    options = {"moe_gate_type": "my_user_dir.gates.Gate", "moe_expert_type": "torch.nn.Linear"}
+    path = written(tmp_path, cfg={"model": options})
+    checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+@pytest.mark.parametrize(
+    ("saved", "sentence"),
+    [
+        ({"weight": torch.ones(4, 3)}, "the checkpoint's weight is (4, 3) where this model's is (5, 3)"),
+        ({"wait": torch.ones(5, 3)}, "the checkpoint lacks ['weight'] and has ['wait'] too many; give the"),
+    ],
+)  # fmt: skip
+def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sentence):
+    model = nn.Embedding(5, 3)
+    model.register_load_state_dict_pre_hook(_end_where_it_differs)
+    with pytest.raises(SystemExit) as end:
+        model.load_state_dict(saved)
+    assert str(end.value.code).startswith(f"error: {sentence}")
+    model.load_state_dict({"weight": torch.ones(5, 3), "older": torch.ones(1)}, strict=False)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't allocate memory"), CommunicationError("rank 1 is gone")]
+)
+def test_too_little_memory_and_lost_ranks_are_no_fault_of_a_file(error, tmp_path, monkeypatch):
+    def load(*args, **kwargs):
+        raise error
+
+    path = written(tmp_path)
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(type(error), match=str(error)):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), load_on_all_ranks=False)

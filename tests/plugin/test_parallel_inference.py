@@ -1,0 +1,96 @@
+"""Commands on several ranks: what is pickled for them, which are wrapped, and the tokens of a perplexity.
+
+Covered: a spawned rank's main; a training's is left alone; fairseq-eval-lm's count of tokens, of words in
+pieces, and without the first.
+"""
+
+import math
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq_cli import eval_lm, validate
+from omegaconf import OmegaConf
+
+from fairseq_tutel import plugin
+from fairseq_tutel.plugin import parallel_inference, wrapped
+from fairseq_tutel.plugin.perplexity import Scored
+
+plugin.register()
+
+
+def test_a_main_can_be_sent_to_a_spawned_rank():
+    sent = pickle.loads(pickle.dumps(parallel_inference.OnSeveralRanks(validate.main)))
+    assert sent.main is validate.main
+
+
+@pytest.mark.parametrize("path", [None, "a.pt"])
+def test_only_commands_that_use_models_run_on_several_ranks(path):
+    cfg = OmegaConf.structured(FairseqConfig)
+    cfg.common_eval.path = path
+    cfg.model = None
+    called = []
+    wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
+    assert isinstance(called[0].main, parallel_inference.OnSeveralRanks) == (path is not None)
+
+
+def test_on_one_rank_main_is_called_and_no_more():
+    said = []
+    parallel_inference.OnSeveralRanks(
+        lambda cfg, **kwargs: said.append((cfg, kwargs, parallel_inference.running()))
+    )(1, a=2)
+    assert said == [(1, {"a": 2}, None)]
+
+
+class _Even:
+    """A model to which all words are as likely."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def eval(self):
+        pass
+
+    def __call__(self, src_tokens):
+        return torch.zeros(*src_tokens.shape, self.words), None
+
+    def get_normalized_probs(self, out, log_probs, sample):
+        return out[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("mark", "has_bos", "expected"), [(None, False, 11), ("@@ ", False, 8), (None, True, 9)]
+)
+def test_the_tokens_are_those_that_fairseq_divides_by(mark, has_bos, expected):
+    dictionary = Dictionary()
+    for word in ("a", "b@@", "c", "d@@"):
+        dictionary.add_symbol(word)
+    first = "<s> " if has_bos else "a "
+    lines = [first + "b@@ c a c", first + "d@@ b@@ c"]
+    targets = [
+        dictionary.encode_line(line, add_if_not_exist=False, append_eos=True).long()
+        for line in lines
+    ]
+    target = torch.nn.utils.rnn.pad_sequence(targets, True, dictionary.pad())
+    sample = {"id": [0, 1], "ntokens": 11, "target": target, "net_input": {"src_tokens": target}}
+    cfg = SimpleNamespace(
+        task=SimpleNamespace(add_bos_token=has_bos), common_eval=SimpleNamespace(post_process=mark)
+    )
+    batches = Scored([sample, {}], dictionary, cfg)
+    found = eval_lm.eval_lm(
+        models=[_Even(len(dictionary))],
+        source_dictionary=dictionary,
+        batch_iterator=batches,
+        post_process=mark,
+        remove_bos_token=has_bos,
+        device=torch.device("cpu"),
+    )
+    scored = target.ne(dictionary.pad()).sum() - 2 * has_bos
+    assert len(batches) == 2
+    assert batches.tokens == expected
+    assert float(found["loss"]) == pytest.approx(
+        math.log2(len(dictionary)) * float(scored) / expected
+    )

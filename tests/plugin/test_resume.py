@@ -1,0 +1,100 @@
+"""Which checkpoint a training goes on from where checkpoint_last.pt is not there: the newest whole one.
+
+Covered: the newest by its updates, not by its times or name; torn ones and ones without their shards are
+passed over; files of other names are not taken; a folder of torn ones alone; what else decides where a
+training begins.
+"""
+
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fairseq_tutel.plugin.resume import checkpoint_to_load
+
+RECORD = {
+    "expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [1, 2], "dtype": "float32",
+    "slices": [1, 0], "pieces": [["a.safetensors", "0.a", "00"]],
+}  # fmt: skip
+
+
+def save(folder, name, updates, **more):
+    path = folder / name
+    torch.save({"model": more, "optimizer_history": [{"num_updates": updates}]}, path)
+    return str(path)
+
+
+def config(folder, **options):
+    stock = {
+        "restore_file": "checkpoint_last.pt", "finetune_from_model": None, "continue_once": None,
+        "checkpoint_suffix": "",
+    }  # fmt: skip
+    return SimpleNamespace(save_dir=str(folder), **{**stock, **options})
+
+
+@pytest.mark.parametrize("given", ["by default", "by its name"])
+def test_the_newest_whole_checkpoint_stands_in_for_the_last(tmp_path, caplog, given):
+    whole = save(tmp_path, "checkpoint_1_4.pt", 4)
+    for number, name in enumerate(["checkpoint_best.pt", "checkpoint1.pt", "checkpoint_1_3.pt"], 1):
+        save(tmp_path, name, number)
+    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # its shards are gone
+    torn = save(tmp_path, "checkpoint_1_8.pt", 8)
+    os.truncate(torn, os.path.getsize(torn) - 1)
+    for name in ("averaged.pt", "checkpoint_averaged.pt", "crash.pt"):
+        save(tmp_path, name, 20)
+    os.utime(whole, (1, 1))
+    last = str(tmp_path / "checkpoint_last.pt")
+    cfg = config(tmp_path, **({"restore_file": last} if given == "by its name" else {}))
+    assert checkpoint_to_load(cfg) == whole
+    assert cfg.restore_file == whole
+    said = (
+        "there is no .*checkpoint_last.pt: the training goes on from checkpoint_1_4.pt .update 4."
+    )
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert re.search(said, caplog.text)
+
+
+def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):
+    torn = save(tmp_path, "checkpoint_1_8.pt", 8)
+    os.truncate(torn, 100)
+    with pytest.raises(
+        ValueError, match="none of its 1 other checkpoints is whole; give another --save"
+    ):
+        checkpoint_to_load(config(tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["finetune_from_model", "continue_once"])
+def test_what_a_training_began_with_is_not_begun_with_again(tmp_path, flag):
+    folder = tmp_path / "save"
+    folder.mkdir()
+    begin = save(tmp_path, "pretrained.pt", 100)
+    cfg = config(folder, **{flag: begin})
+    assert checkpoint_to_load(cfg) == begin
+    saved = save(folder, "checkpoint_1_4.pt", 4)
+    assert checkpoint_to_load(cfg) == saved
+    assert (cfg.restore_file, getattr(cfg, flag)) == (saved, None)
+    # A file of the same folder was chosen with the others in sight.
+    shutil.copy(begin, folder / "checkpoint_best.pt")
+    cfg = config(folder, **{flag: str(folder / "checkpoint_best.pt")})
+    assert checkpoint_to_load(cfg) == str(folder / "checkpoint_best.pt")
+    assert cfg.restore_file == "checkpoint_last.pt"
+
+
+def test_a_checkpoint_that_is_named_is_taken(tmp_path):
+    save(tmp_path, "checkpoint_1_4.pt", 4)
+    older = save(tmp_path, "checkpoint_1_2.pt", 2)
+    assert checkpoint_to_load(config(tmp_path, restore_file=older)) == older
+    last = save(tmp_path, "checkpoint_last.pt", 1)
+    assert checkpoint_to_load(config(tmp_path)) == last
+
+
+@pytest.mark.parametrize("others", [[], ["averaged.pt"], ["checkpoint_averaged.pt"]])
+def test_an_empty_folder_is_begun_in(tmp_path, caplog, others):
+    for name in others:
+        save(tmp_path, name, 3)
+    assert checkpoint_to_load(config(tmp_path)) is None
+    assert checkpoint_to_load(config(tmp_path / "nowhere")) is None
+    assert ("starts from the beginning" in caplog.text) == (others == ["checkpoint_averaged.pt"])

@@ -1,0 +1,121 @@
+"""The look at the checkpoint that a training goes on from: one rank reads a file that several share.
+
+Covered: one file for all ranks, copies of which one is damaged, one rank; who is told. Ranks are threads.
+"""
+
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fairseq_tutel.checkpoint import files
+from fairseq_tutel.plugin import resume
+from fairseq_tutel.ranks import first
+
+SECONDS = 60
+
+
+class _Ranks:
+    """What is used of torch.distributed, for threads."""
+
+    def __init__(self, world_size):
+        self.world_size, self.told = world_size, [None] * world_size
+        self.barrier = threading.Barrier(world_size)
+        self.of_thread = threading.local()
+
+    def is_available(self):
+        return self.world_size > 1
+
+    is_initialized = is_available
+
+    def get_world_size(self):
+        return self.world_size
+
+    def get_rank(self):
+        return self.of_thread.rank
+
+    def all_gather_object(self, out, own):
+        self.told[self.get_rank()] = own
+        self.barrier.wait(SECONDS)
+        out[:] = self.told
+        self.barrier.wait(SECONDS)
+
+
+@pytest.fixture
+def look(monkeypatch):
+    """Return a function from every rank's path to (files that were read, what each was told)."""
+
+    def of(paths):
+        ranks, read = _Ranks(len(paths)), []
+        monkeypatch.setattr(resume, "dist", ranks)
+        monkeypatch.setattr(
+            resume,
+            "is_whole",
+            lambda path: read.append(os.path.basename(path)) or files.is_whole(path),
+        )
+
+        def on(rank):
+            ranks.of_thread.rank = rank
+            try:
+                return resume._found_by_all(str(paths[rank]))
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(paths)) as pool:
+            found = list(pool.map(on, range(len(paths))))
+        return sorted(read), found
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return of
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1  # among the numbers
+    path.write_bytes(data)
+
+
+def test_one_of_the_ranks_that_share_a_file_reads_it(look, saved):
+    read, found = look([saved] * 3)
+    assert read == ["a.pt"] and found == [[files.identity(str(saved))] * 3] * 3
+    damage(saved)
+    read, found = look([saved] * 3)
+    assert read == ["a.pt"] and all(resume.TORN in told for told in found)
+
+
+def test_every_copy_is_read(look, saved, tmp_path):
+    copies = [saved, saved, tmp_path / "b.pt"]
+    shutil.copy2(saved, copies[2])
+    read, found = look(copies)
+    assert read == ["a.pt", "b.pt"] and resume.TORN not in found[0]
+    damage(copies[2])
+    read, found = look(copies)
+    assert read == ["a.pt", "b.pt"] and all(resume.TORN in told for told in found)
+
+
+def test_a_rank_that_is_alone_reads_its_own(look, saved):
+    assert look([saved])[0] == ["a.pt"]
+    assert look([saved.with_name("none.pt")]) == ([], [[resume.NOTHING]])
+
+
+def test_ranks_wait_for_a_long_reading_no_longer_than_for_each_other(look, saved, monkeypatch):
+    monkeypatch.setattr(first, "PAUSE_SECONDS", 0.01)
+    slow = files.is_whole
+    monkeypatch.setattr(files, "is_whole", lambda path: time.sleep(0.3) or slow(path))
+    gathered = []
+    gather = _Ranks.all_gather_object
+    monkeypatch.setattr(
+        _Ranks, "all_gather_object", lambda *a: gathered.append(a[0].get_rank()) or gather(*a)
+    )
+    assert look([saved] * 2)[0] == ["a.pt"]
+    assert gathered.count(0) == gathered.count(1) > 4

@@ -1,0 +1,113 @@
+"""What is done before fairseq's main, and how it ends.
+
+Covered: what a process reads of torchrun's environment on a GPU that is not here, for ranks that see all
+GPUs of their node, and for ranks that see their own alone, as under Slurm; who reads a checkpoint; a
+wrapper that experts do not survive; refusals and other errors; the format of the log.
+"""
+
+import sys
+from types import FunctionType, SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from fairseq_tutel import train
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.plugin import wrapped
+from fairseq_tutel.plugin.startup import join_torchrun
+
+
+@pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0)])
+def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, device):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("WORLD_SIZE", "8"), ("RANK", "7"),
+        ("LOCAL_RANK", "3"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    cfg = OmegaConf.create(
+        {
+            "common": {"cpu": False},
+            # As stock has it by then: no method was found, and the world is what one node sees.
+            "distributed_training": {
+                "distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "pytorch_ddp",
+            },
+        }
+    )  # fmt: skip
+    join_torchrun(cfg)
+    joined = cfg.distributed_training
+    assert taken == [joined.device_id] == [device]
+    assert (joined.distributed_rank, joined.distributed_world_size) == (7, 8)
+    assert joined.ddp_backend == "pytorch_ddp"
+
+
+def _training(**model):
+    """Return as much of a FairseqConfig as is looked at before a training on two ranks."""
+    return OmegaConf.create(
+        {
+            "common": {"cpu": True, "tpu": False, "bf16": False},
+            "common_eval": {"path": None},
+            "checkpoint": {"load_checkpoint_on_all_dp_ranks": False},
+            "distributed_training": {
+                "distributed_init_method": "tcp://localhost:1", "distributed_world_size": 2,
+                "distributed_no_spawn": False, "ddp_backend": "legacy_ddp",
+            },
+            "model": model,
+            "task": {},
+        }
+    )  # fmt: skip
+
+
+def _called(cfg, original):
+    return wrapped.call_main(original)(cfg, print)
+
+
+def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():
+    seen = []
+    _called(_training(), lambda cfg, main: seen.append(cfg.checkpoint))
+    assert seen[0].load_checkpoint_on_all_dp_ranks
+
+
+def test_a_sharding_wrapper_is_refused_for_experts_before_stock_looks_for_its_package():
+    cfg = _training(moe_freq=2)
+    cfg.distributed_training.ddp_backend = "fully_sharded"
+    with pytest.raises(SystemExit, match="error: --ddp-backend is fully_sharded, which would "):
+        _called(cfg, pytest.fail)
+    del cfg.model.moe_freq
+    assert _called(cfg, lambda *_: "stock's own affair") == "stock's own affair"
+
+
+def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
+    with pytest.raises(SystemExit) as end:
+        _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
+    assert str(end.value).startswith("error: top_k (--moe-top-k) is 5 but there are 4 experts")
+    with pytest.raises(ValueError, match="invalid literal"):
+        _called(_training(), lambda *_: int("many"))
+
+    def mistaken(*_):  # as if it were code of the package
+        _first, _second = (1, 2, 3)
+
+    mistaken = FunctionType(mistaken.__code__, {"__name__": "fairseq_tutel.anywhere"})
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        _called(_training(), mistaken)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [((), "train"), (("--config-name", "tiny_lm"), "hydra_train")]
+)
+def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeypatch):
+    """Of the modules of fairseq's commands the first to be imported sets it."""
+    imported = []
+
+    def import_module(name):
+        imported.append(name)
+        return SimpleNamespace(cli_main=lambda: None)
+
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    monkeypatch.setattr(train, "importlib", SimpleNamespace(import_module=import_module))
+    train.main()
+    assert imported == [f"fairseq_cli.{command}"]

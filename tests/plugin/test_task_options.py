@@ -1,0 +1,110 @@
+"""Any task has the system options and trains by the run's configuration, with a dataclass or without.
+
+Covered: flags, hydra keys and defaults of every registered task; --seed reaches the experts of a task that
+has the plain command line, and what opens a model in a training is none; dense models.
+"""
+
+import argparse
+import pickle
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf, merge_with_parent
+from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, setup_task
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+
+from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.flags import SystemOptions, defaults
+from fairseq_tutel.plugin.run_config import KeepRoot, is_training, root_of
+
+register()
+
+
+@pytest.mark.parametrize("name", TASK_REGISTRY)
+def test_every_task_has_the_system_options(name):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    TASK_REGISTRY[name].add_args(parser)
+    actions = {action.dest: action.default for action in parser._actions}
+    assert {key: actions[key] for key in defaults(SystemOptions)} == defaults(SystemOptions)
+    if name not in TASK_DATACLASS_REGISTRY:
+        return
+    assert ConfigStore.instance().load(f"task/{name}.yaml").node.moe_zero_stage == 0
+    given = DictConfig({"_name": name, "moe_zero_stage": 2})
+    cfg = merge_with_parent(TASK_DATACLASS_REGISTRY[name](), given)
+    assert (cfg.moe_zero_stage, cfg._name) == (2, name)
+
+
+def _ranking(folder, *extra):
+    """Return the configuration of a stock task that has no dataclass."""
+    for part in ("input0", "label"):
+        (folder / part).mkdir(exist_ok=True)
+        Dictionary().save(str(folder / part / "dict.txt"))
+    parser = options.get_training_parser()
+    words = [
+        str(folder), "--task", "sentence_ranking", "--num-classes", "2", "--arch", "moe_roberta_base",
+        "--criterion", "sentence_ranking", "--optimizer", "adam", "--encoder-layers", "2",
+        "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "2",
+        "--moe-expert-count", "4", "--max-positions", "16", "--batch-size", "2", "--cpu",
+    ]  # fmt: skip
+    args = options.parse_args_and_arch(parser, [*words, *extra])
+    return convert_namespace_to_omegaconf(args)
+
+
+def _experts(cfg):
+    """Return a layer's experts as a training builds them, and what the task knew of it then."""
+    facts = []
+
+    def main(cfg):
+        task = setup_task(cfg.task)
+        weight = (
+            task.build_model(cfg.model).encoder.sentence_encoder.layers[1].fc1.experts.fc1_weight
+        )
+        facts.extend((weight.detach().clone(), root_of(task), is_training(task)))
+
+    distributed_utils.call_main(cfg, main)
+    return facts
+
+
+def test_a_task_that_has_the_plain_command_line_trains_by_the_run_s_configuration(tmp_path):
+    cfg = _ranking(tmp_path, "--moe-zero-stage", "0", "--moe-comm-timeout", "77")
+    assert isinstance(cfg.task, argparse.Namespace)
+    assert cfg.task.moe_comm_timeout == 77
+    weight, root, training = _experts(cfg)
+    assert training
+    assert root is cfg
+    assert cfg.optimizer._name == "moe_adam"
+    other, *_ = _experts(_ranking(tmp_path, "--seed", "5"))
+    same, *_ = _experts(_ranking(tmp_path))
+    assert torch.equal(weight, same)
+    assert not torch.isclose(weight, other).any()
+
+
+def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairseq_spawns(tmp_path):
+    task = argparse.Namespace(args=argparse.Namespace())
+    assert root_of(task) is None
+    cfg = _ranking(tmp_path)
+
+    def load_model_ensemble_and_task():
+        return is_training(task)
+
+    def main(cfg):
+        return root_of(task), is_training(task), load_model_ensemble_and_task()
+
+    assert KeepRoot(main)(cfg) == (cfg, True, False)
+    assert root_of(task) is None
+    assert pickle.loads(pickle.dumps(KeepRoot(setup_task))).main is setup_task
+
+
+@pytest.mark.parametrize(
+    ("arch", "warned"),
+    [("roberta_base", ["--moe-zero-stage 1 has no effect"]), ("moe_roberta_base", [])],
+)
+def test_a_dense_model_s_training_says_what_has_no_effect(arch, warned, tmp_path, caplog):
+    cfg = _ranking(tmp_path, "--moe-zero-stage", "1")
+    cfg.model._name = arch
+    KeepRoot(lambda cfg: None)(cfg)
+    assert [r.message.split(":")[0] for r in caplog.records if "no effect" in r.message] == warned

@@ -1,0 +1,134 @@
+"""The wrappers: each refuses a fairseq it was not written for, copies and files are whole or absent."""
+
+import errno
+import hashlib
+import inspect
+import os
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+
+from fairseq_tutel import plugin
+from fairseq_tutel.checkpoint import files
+from fairseq_tutel.plugin import wrapped
+
+plugin.register()
+
+
+def test_a_function_of_another_signature_is_refused():
+    def newer(self, everything):
+        pass
+
+    with pytest.raises(ImportError, match="takes \\('self', 'everything'\\), expected"):
+        wrapped._guard(newer, ("self",), "")
+
+
+def test_a_function_that_reads_otherwise_is_said(caplog):
+    def newer(self):
+        return self
+
+    digest = hashlib.sha256(inspect.getsource(newer).encode()).hexdigest()[:12]
+    wrapped._guard(newer, ("self",), digest)
+    assert not caplog.records
+    wrapped._guard(newer, ("self",), "another")
+    assert "newer is not that of fairseq-fixed 0.12.3.1" in caplog.text
+
+
+def test_all_six_wrappers_are_installed_once():
+    from fairseq.distributed import utils
+    from fairseq.optim import FP16Optimizer
+    from fairseq.trainer import Trainer
+
+    wrapped_functions = (
+        Trainer.consolidate_optimizer, checkpoint_utils.load_checkpoint_to_cpu, PathManager.copy,
+        utils.call_main, FP16Optimizer.build_optimizer, checkpoint_utils.torch_persistent_save,
+    )  # fmt: skip
+    for function in wrapped_functions:
+        assert not hasattr(function.__wrapped__, "__wrapped__")
+
+
+def test_a_copy_replaces_its_destination_at_once(tmp_path):
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    a.write_bytes(b"new")
+    b.write_bytes(b"old")
+    assert PathManager.copy(str(a), str(b), overwrite=True)
+    assert b.read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
+
+
+def test_a_copy_goes_where_a_link_leads(tmp_path):
+    (tmp_path / "disk").mkdir()
+    a, b, there = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "disk" / "b.pt"
+    a.write_bytes(b"new")
+    there.write_bytes(b"old")
+    b.symlink_to(there)
+    assert PathManager.copy(str(a), str(b), overwrite=True)
+    assert b.is_symlink() and there.read_bytes() == b"new"
+    assert os.listdir(tmp_path / "disk") == ["b.pt"]
+
+
+def test_a_copy_shares_its_bytes_where_the_disk_can(tmp_path, monkeypatch):
+    """This disk may not: what the call would do is done for it."""
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    a.write_bytes(b"new")
+    calls = []
+
+    def share(written, call, source):
+        calls.append((call, os.fstat(source).st_ino))
+        written.write(b"shared")
+
+    monkeypatch.setattr("fcntl.ioctl", share)
+    assert PathManager.copy(str(a), str(b), overwrite=True)
+    assert b.read_bytes() == b"shared"
+    assert calls == [(files.FICLONE, a.stat().st_ino)]
+
+
+def test_a_copy_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    a, b, happened = tmp_path / "a.pt", tmp_path / "b.pt", []
+    a.write_bytes(b"new")
+    stock = os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: happened.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "replace", lambda x, y: happened.append("named") or stock(x, y))
+    PathManager.copy(str(a), str(b), overwrite=True)
+    assert happened == [3, "named"]
+
+
+def test_a_failed_copy_leaves_the_destination_as_it_was(tmp_path):
+    b = tmp_path / "b.pt"
+    b.write_bytes(b"old")
+    with pytest.raises(FileNotFoundError):
+        PathManager.copy(str(tmp_path / "missing.pt"), str(b), overwrite=True)
+    assert b.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["b.pt"]
+
+
+def test_a_copy_on_a_full_disk_says_which_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    a.write_bytes(b"new")
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match=r"b\.pt could not be written: No space left .* MB are free"):
+        PathManager.copy(str(a), str(b), overwrite=True)
+
+
+def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
+    """Stock goes on behind the half that is there, and gives that file the checkpoint's name."""
+    original, tries = torch.save, []
+
+    def fails_once(content, file):
+        tries.append(file)
+        if len(tries) == 1:
+            file.write(b"half a checkpoint")
+            raise OSError(errno.EIO, "Input/output error")
+        original(content, file)
+
+    monkeypatch.setattr(torch, "save", fails_once)
+    monkeypatch.setattr(files, "PAUSE_SECONDS", 0)
+    checkpoint_utils.torch_persistent_save({"x": torch.ones(3)}, str(tmp_path / "a.pt"))
+    assert len(tries) == 2
+    assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))
+    assert os.listdir(tmp_path) == ["a.pt"]

@@ -1,0 +1,91 @@
+"""Every tensor that a collective is given lies where the parameters are: NCCL sees no host memory.
+
+Covered: gradients of experts reduced, their norm and an overflow spread, with and without a gradient here;
+balance biases; ZeRO's gradients, norm, and state that is kept in host memory; experts gathered everywhere.
+Parameters are on the meta device and collectives are stand-ins that refuse all that is not.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.ranks import gradients
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.zero import transfer
+from fairseq_tutel.zero.partition import Bucket, Piece, Share
+from fairseq_tutel.zero.reduce import GradientReducer, sharded_grad_norm
+
+
+class Group:
+    """A stand-in of a process group."""
+
+
+GROUP = Group()
+PLACE = Topology(
+    world_size=4, rank=0, expert_parallel_size=2, expert_group=GROUP, replica_group=GROUP
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return the names of the collectives that were called."""
+    called: list[str] = []
+
+    def stand_in(name):
+        def collective(*arguments, **_):
+            for given in arguments:
+                for tensor in given if isinstance(given, list) else [given]:
+                    assert not isinstance(tensor, Tensor) or tensor.is_meta, f"{name}: {tensor}"
+            called.append(name)
+            return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+        return collective
+
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(dist, name, stand_in(name))
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(transfer, name, stand_in(name))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    return called
+
+
+def expert(*shape: int, with_gradient: bool = True) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(shape, device="meta"))
+    gradients.mark_expert(parameter)
+    parameter.grad = torch.empty_like(parameter) if with_gradient else None
+    return parameter
+
+
+@pytest.mark.parametrize("with_gradient", (True, False))
+def test_gradients_of_experts_their_norm_and_overflow(calls, with_gradient):
+    parameters = [expert(2, 3, with_gradient=with_gradient)]
+    assert gradients.global_grad_norm(parameters, PLACE).is_meta
+    gradients.reduce_expert_gradients(parameters, PLACE)
+    gradients.spread_overflow(parameters, PLACE)
+    assert calls == ["all_reduce"] * 3
+
+
+def test_balance_biases_and_experts_gathered_everywhere(calls):
+    config = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, balance_bias=True)
+    layer = MoELayer(config, PLACE, seed=1).to("meta")
+    update_biases(layer)
+    experts.gather_everywhere(layer, PLACE)
+    assert calls == ["all_reduce"] + ["all_gather"] * len(layer.experts.expert_parameters())
+
+
+def test_zero_s_gradients_and_norm_and_state_in_host_memory(calls):
+    parameters = [nn.Parameter(torch.empty(5, device="meta")) for _ in range(2)]
+    share = Share(size=4, divisor=4)
+    bucket = Bucket([Piece(parameter, share, offload=False) for parameter in parameters])
+    parameters[0].grad = torch.empty(5, device="meta")  # the other was not used
+    GradientReducer([bucket], 4, eager=False).reduce()
+    assert sharded_grad_norm([bucket], PLACE).is_meta
+    transfer.gather_weights(bucket).finish()
+    assert transfer.whole_of(torch.ones(2), bucket.pieces[0]).is_meta
+    assert calls == ["_reduce_scatter", "all_reduce", "_all_gather", "_all_gather"]

@@ -1,0 +1,72 @@
+"""The README's tables are those of the code, and what it names exists."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _make_tables():
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "docs" / "make_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_up_to_date():
+    text = (ROOT / "README.md").read_text()
+    assert _make_tables().filled_in(text) == text
+
+
+def test_every_flag_and_file_that_the_readme_names_exists():
+    from fairseq import options
+    from fairseq.dataclass.utils import gen_parser_from_dataclass
+
+    from fairseq_tutel.criterions.gate_loss import GateLossOptions
+    from fairseq_tutel.models.moe_transformer_lm import MoETransformerLanguageModelConfig
+    from fairseq_tutel.plugin import flags
+
+    _make_tables().tables()
+    parser = options.get_training_parser()
+    for made in (
+        MoETransformerLanguageModelConfig, flags.EncoderDecoderOptions, flags.SystemOptions,
+        GateLossOptions,
+    ):  # fmt: skip
+        gen_parser_from_dataclass(parser, made())
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    texts = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in texts:
+        for flag in set(re.findall(r"(?<![\w-])--(?:no-)?moe-[a-z0-9-]+", path.read_text())):
+            assert flag.rstrip("-") in known, f"{path.name} names {flag}"
+        for link in re.findall(r"\]\(((?!http)[^)#]+)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+def test_the_ten_line_example_runs():
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(example.strip().splitlines()) <= 10
+    done = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size" in done.stdout
+
+
+def test_every_yes_of_the_routing_table_is_shown_by_a_test_that_exists():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "routing.md").read_text().splitlines()
+        if line.startswith("| ") and line.count("|") == 14
+    ]
+    header, rows = rows[0], [row for row in rows[1:] if not set(row[0]) <= set("-")]
+    assert header[-2:] == ["here", "shown by"] and len(rows) > 30
+    for row in rows:
+        shown = re.findall(r"`(tests/[^`]+)`", row[-1])
+        assert bool(shown) == (row[-2] == "Y"), row[0]
+        for test in shown:
+            path, name = test.split("::")
+            assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{row[0]}: {test}"

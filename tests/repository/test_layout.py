@@ -1,0 +1,128 @@
+"""One direction between folders, and who may import what from outside.
+
+Covered: a folder imports only those above it; fairseq at the edge alone, Triton in kernels/ alone, no torch
+in planning/; nobody imports `kernels` by itself; the package works where neither fairseq nor Triton can be
+imported; what else it imports, a user's installation brings.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
+
+# From the top down; folders of one row stand side by side. "" is the root.
+CORE = (
+    {"kernels", "planning", "ranks"},
+    {"comm"},
+    {"zero"},
+    {"moe"},
+    {"tutel"},
+    {"checkpoint"},
+    {"inference"},
+)
+EDGE = ({"optim"}, {"plugin"}, {"criterions"}, {"models"}, {"tasks"})
+ORDER = (*CORE, *EDGE, {"tools"}, {""})
+LEVEL = {folder: level for level, folders in enumerate(ORDER) for folder in folders}
+
+# The edge beyond its folders: the commands.
+COMMANDS = {"train.py", "run.py"}
+
+
+def folder_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imported_names(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+# pathlib does not look behind the link to kernels/ in every Python.
+FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")})
+IMPORTS = {path: imported_names(path) for path in FILES}
+
+
+def top_names(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in IMPORTS[path]}
+
+
+def own_folders(path: Path) -> set[str]:
+    """The folders that a file imports from; the root is asked for its version by everyone."""
+    own = {name for name in IMPORTS[path] if name.split(".")[0] == "fairseq_tutel"}
+    own.discard("fairseq_tutel.__version__")
+    return {part if (part := name.split(".")[1]) in LEVEL else "" for name in own}
+
+
+def against(path: Path) -> set[str]:
+    here = folder_of(path)
+    return {there for there in own_folders(path) - {here} if LEVEL[there] >= LEVEL[here]}
+
+
+def test_every_folder_has_its_place():
+    assert {folder_of(path) for path in FILES} == set(LEVEL)
+
+
+def test_a_folder_imports_only_those_above_it():
+    assert {str(path.relative_to(PACKAGE)): against(path) for path in FILES if against(path)} == {}
+
+
+def test_the_core_never_imports_fairseq():
+    core = {*set().union(*CORE), ""}
+    edge = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
+    found = {path.name for path in FILES if folder_of(path) in core and top_names(path) & edge}
+    assert found <= COMMANDS
+
+
+def test_triton_is_imported_in_kernels_alone():
+    assert {folder_of(path) for path in FILES if "triton" in top_names(path)} == {"kernels"}
+
+
+def test_planning_needs_no_torch():
+    planning = [path for path in FILES if folder_of(path) == "planning"]
+    assert [path.name for path in planning if "torch" in top_names(path)] == []
+
+
+def test_nobody_imports_kernels_by_itself():
+    assert [path for path in FILES if "kernels" in top_names(path)] == []
+
+
+WITHOUT = """
+import sys
+sys.modules["fairseq"] = sys.modules["triton"] = sys.modules["safetensors"] = None
+import torch
+import fairseq_tutel as ft
+layer = ft.MoELayer(ft.MoEConfig(model_dim=4, hidden_dim=8, num_experts=2))
+y, output = layer(torch.ones(3, 4))
+(y.sum() + output.balance_loss).backward()
+assert "omegaconf" not in sys.modules
+"""
+
+
+def test_the_core_works_with_torch_and_numpy_alone():
+    result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# What fairseq brings along.
+BROUGHT = {"fairseq_cli", "hydra", "omegaconf"}
+
+
+def test_what_is_imported_stands_in_what_users_install():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"test", "dev"})]
+    named = {re.match(r"[\w-]+", entry)[0] for entries in lists for entry in entries}
+    imported = set().union(*map(top_names, FILES)) - sys.stdlib_module_names
+    assert imported - BROUGHT - {"fairseq", "fairseq_tutel"} <= named
+    assert "fairseq-fixed" in named

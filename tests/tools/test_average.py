@@ -1,0 +1,295 @@
+"""`python -m fairseq_tutel average`: which files it takes, their mean, what it keeps and refuses.
+
+Covered: bits of the mean in every dtype; epoch, update and best files with an upper bound; everything
+but the weights is the first file's; tied tensors; a write that fails; every refusal.
+"""
+
+import argparse
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from tool_in_process import convert, tool
+
+from fairseq_tutel.checkpoint import files as whole_files
+from fairseq_tutel.checkpoint.shards import ShardedTensor
+from fairseq_tutel.tools.average import average, mean
+
+
+def save(path, seed=0, **changes):
+    """Write what a fairseq checkpoint holds, with experts; `changes` replace top-level entries."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(5, 4, generator=generator)
+    state = {
+        "args": None,
+        "cfg": {"model": argparse.Namespace(arch="moe"), "checkpoint": {}},
+        "model": {
+            "embed.weight": shared,
+            "output.weight": shared,
+            "fc1.experts.fc1_weight": torch.randn(3, 6, 4, generator=generator),
+            "norm.weight": torch.randn(4, generator=generator).half(),
+            "version": torch.tensor([seed]),
+        },
+        "extra_state": {"epoch": seed},
+        "last_optimizer_state": {"state": {0: torch.full((2,), float(seed))}},
+        **changes,
+    }
+    torch.save(state, path)
+    return path
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
+def test_the_mean_of_copies_is_the_tensor_bit_for_bit(dtype, copies):
+    tensor = (torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
+    found = mean([tensor] * copies)
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor)
+
+
+def test_the_mean_is_rounded_once_and_integers_round_down():
+    # In float32 the ones would be lost beside 2^24, in float16 the sum would be infinite.
+    assert mean([torch.tensor([2.0**24]), torch.ones(1), torch.ones(1)]).item() == pytest.approx(
+        (2**24 + 2) / 3, rel=1e-7
+    )
+    assert mean([torch.tensor([60000.0]).half()] * 3).item() == 60000
+    assert mean([torch.tensor([3, -3, 255]), torch.tensor([4, -4, 255])]).tolist() == [3, -4, 255]
+
+
+def test_weights_are_averaged_and_all_else_is_the_first_file_s(tmp_path):
+    files = [save(tmp_path / f"{seed}.pt", seed) for seed in (4, 1, 2)]
+    tool("average", "--inputs", *files, "--output", tmp_path / "mean.pt")
+    found, states = load(tmp_path / "mean.pt"), [load(file) for file in files]
+    for key, weight in found["model"].items():
+        expected = sum(state["model"][key].double() for state in states) / 3
+        if key == "version":
+            expected = expected.floor()
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-3, atol=1e-5, msg=key)
+        assert weight.dtype == states[0]["model"][key].dtype
+    assert list(found["model"]) == list(states[0]["model"])
+    assert found["extra_state"] == {"epoch": 4}
+    assert found["last_optimizer_state"]["state"][0].tolist() == [4, 4]
+    assert found["cfg"]["model"].arch == "moe"
+    shared, tied = found["model"]["embed.weight"], found["model"]["output.weight"]
+    assert shared.data_ptr() == tied.data_ptr()
+    assert not (tmp_path / "mean.pt.tmp").exists()
+
+
+EPOCHS = [f"checkpoint{n}.pt" for n in (1, 2, 9, 10, 11)]
+UPDATES = [f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 500), (1, 90), (2, 1000))]
+BESTS = [f"checkpoint.best_loss_{value}.pt" for value in ("2.0001", "10.5000", "9.1231")]
+
+
+@pytest.fixture(scope="module")
+def save_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("save")
+    for seed, name in enumerate([*EPOCHS, *UPDATES, *BESTS, "checkpoint_last.pt"]):
+        save(folder / name, seed)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--num-epoch-checkpoints", 3), ["checkpoint11.pt", "checkpoint10.pt", "checkpoint9.pt"]),
+        (
+            ("--num-epoch-checkpoints", 2, "--checkpoint-upper-bound", 9),
+            ["checkpoint9.pt", "checkpoint2.pt"],
+        ),
+        (("--num-update-checkpoints", 2), ["checkpoint_2_1000.pt", "checkpoint_1_500.pt"]),
+        (
+            ("--num-update-checkpoints", 2, "--checkpoint-upper-bound", 500),
+            ["checkpoint_1_500.pt", "checkpoint_1_90.pt"],
+        ),
+        (("--num-best-checkpoints", 2), [BESTS[0], BESTS[2]]),
+    ],
+)
+def test_a_folder_s_last_or_best_files_are_taken(save_dir, tmp_path, flags, expected):
+    printed = tool("average", "--inputs", save_dir, "--output", tmp_path / "mean.pt", *flags)
+    first, *taken, last = printed.splitlines()
+    assert (first, last) == ("averaging", f"wrote {tmp_path / 'mean.pt'}")
+    assert [line.strip() for line in taken] == [str(save_dir / name) for name in expected]
+    whole = [load(save_dir / name)["model"]["fc1.experts.fc1_weight"] for name in expected]
+    found = load(tmp_path / "mean.pt")["model"]["fc1.experts.fc1_weight"]
+    torch.testing.assert_close(found, sum(whole) / len(whole))
+
+
+def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_path):
+    cfg = {"checkpoint": {"maximize_best_checkpoint_metric": True}}
+    names = [f"checkpoint.best_bleu_{value}.pt" for value in ("9.1000", "30.2001", "28.0000")]
+    files = [save(tmp_path / name, cfg=cfg) for name in names]
+    out = tmp_path / "mean.pt"
+    printed = tool("average", "--inputs", *files, "--output", out, "--num-best-checkpoints", 2)
+    taken = printed.splitlines()[1:-1]
+    assert [line.split("_")[-1] for line in taken] == ["30.2001.pt", "28.0000.pt"]
+
+
+REFUSED = {
+    "missing": (("FOLDER/none.pt",), "--inputs names FOLDER/none.pt, which does not exist."),
+    "torn": (("GOOD", "FOLDER/torn.pt"), "FOLDER/torn.pt, which is torn or no checkpoint; leave it out"),
+    "empty": (("FOLDER/empty.pt",), "names FOLDER/empty.pt, which is torn or no checkpoint; leave it out"),
+    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is torn or no checkpoint; leave it out"),
+    "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),
+    "fewer weights": (
+        ("GOOD", "FOLDER/fewer.pt"),
+        "GOOD holds the weight norm.weight and FOLDER/fewer.pt does not",
+    ),
+    "more weights": (
+        ("FOLDER/fewer.pt", "GOOD"),
+        "GOOD holds the weight norm.weight and FOLDER/fewer.pt does not",
+    ),
+    "more experts": (
+        ("GOOD", "FOLDER/wider.pt"),
+        "fc1.experts.fc1_weight has the shape (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
+    ),
+    "a folder alone": (("FOLDER",), "--inputs names the folder FOLDER; add --num-epoch-checkpoints"),
+    "too few": (
+        ("FOLDER", "--num-epoch-checkpoints", 3),
+        "--num-epoch-checkpoints is 3, but --inputs holds only 0 files checkpointEPOCH.pt; lower it",
+    ),
+    "too few up to the bound": (
+        ("FOLDER", "--num-update-checkpoints", 1, "--checkpoint-upper-bound", 5),
+        "is 1, but --inputs holds only 0 files checkpoint_EPOCH_UPDATE.pt up to 5; lower it",
+    ),
+    "too few best": (
+        ("FOLDER", "--num-best-checkpoints", 3),
+        "is 3, but --inputs holds only 2 files checkpoint.best_METRIC_VALUE.pt; lower it",
+    ),
+    "files for a folder": (
+        ("GOOD", "--num-update-checkpoints", 1),
+        "--num-update-checkpoints needs --inputs to be one folder; it is GOOD",
+    ),
+    "no number": (("FOLDER", "--num-epoch-checkpoints", 0), "--num-epoch-checkpoints is 0; give"),
+    "bound of nothing": (
+        ("GOOD", "--checkpoint-upper-bound", 3),
+        "--checkpoint-upper-bound is 3, which needs --num-epoch-checkpoints or --num-update",
+    ),
+    "bound of the best": (
+        ("FOLDER", "--num-best-checkpoints", 1, "--checkpoint-upper-bound", 3),
+        "--checkpoint-upper-bound is 3, which needs --num-epoch-checkpoints or --num-update",
+    ),
+    "best of other names": (
+        ("GOOD", "--num-best-checkpoints", 1),
+        "--num-best-checkpoints needs files named checkpoint.best_METRIC_VALUE.pt; GOOD is none",
+    ),
+    "best of two metrics": (
+        ("FOLDER/checkpoint.best_loss_1.00.pt", "FOLDER/checkpoint.best_bleu_9.00.pt",
+         "--num-best-checkpoints", 2),
+        "--num-best-checkpoints found the metrics bleu and loss, whose values do not compare",
+    ),
+    "output is an input": (
+        ("GOOD", "--output", "FOLDER/link.pt"),
+        "--output is FOLDER/link.pt, which would overwrite the input GOOD; give another name",
+    ),
+    "temporary name is an input": (
+        ("FOLDER/sum.pt.tmp", "--output", "FOLDER/sum.pt"),
+        "--output is FOLDER/sum.pt, which would overwrite the input FOLDER/sum.pt.tmp",
+    ),
+    "output is a device": (
+        ("GOOD", "--output", "/dev/null"),
+        "--output is /dev/null, which is no ordinary file; give another name",
+    ),
+    "folder that is not there": (
+        ("FOLDER/nowhere", "--num-epoch-checkpoints", 2),
+        "--inputs is FOLDER/nowhere, which does not exist; give a folder",
+    ),
+    "output with a slash": (
+        ("GOOD", "--output", "FOLDER/new/"),
+        "--output is FOLDER/new/; give the name of a file, without / at its end",
+    ),
+    "no ordinary file": (("/dev/null",), "--inputs names /dev/null, which is no ordinary file"),
+    "output in no folder": (
+        ("GOOD", "--output", "FOLDER/none/mean.pt"),
+        "--output is FOLDER/none/mean.pt; give the name of a file in an existing folder",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", [("sharded", "sharded"), ("full", "sharded")])
+def test_experts_in_shards_are_averaged_one_tensor_at_a_time(tmp_path, monkeypatch, kinds):
+    files, state = [], {0: {"exp_avg": torch.ones(3, 6, 4)}}
+    for seed, kind in enumerate(kinds):
+        whole = save(tmp_path / f"whole{seed}.pt", seed, last_optimizer_state={"state": state})
+        files.append(tmp_path / f"{kind}{seed}.pt")
+        convert(kind, "--input", whole, "--output", files[-1])
+    expected = average([tmp_path / f"whole{seed}.pt" for seed in range(2)])
+    read, stock = [], ShardedTensor.read
+    monkeypatch.setattr(ShardedTensor, "read", lambda *a: read.append(1) or stock(*a))
+    found = average(files)
+    assert found["model"].keys() == expected["model"].keys()
+    for key, weight in expected["model"].items():
+        assert torch.equal(found["model"][key], weight), key
+    # Of all files but the first the optimizer state is not read.
+    assert len(read) == kinds.count("sharded") + (kinds[0] == "sharded")
+    assert torch.equal(found["last_optimizer_state"]["state"][0]["exp_avg"], torch.ones(3, 6, 4))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_averaged_is_refused_in_one_sentence(tmp_path, case):
+    good = save(tmp_path / "good.pt")
+    (tmp_path / "link.pt").symlink_to(good)
+    (tmp_path / "torn.pt").write_bytes(good.read_bytes()[:2000])
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("some text\n")
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    model = load(good)["model"]
+    save(tmp_path / "fewer.pt", model={k: v for k, v in model.items() if k != "norm.weight"})
+    wider = {**model, "fc1.experts.fc1_weight": torch.ones(8, 6, 4)}
+    save(tmp_path / "wider.pt", model=wider)
+    for name in ("checkpoint.best_loss_1.00.pt", "checkpoint.best_bleu_9.00.pt", "sum.pt.tmp"):
+        (tmp_path / name).write_bytes(good.read_bytes())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def filled(word):
+        return str(word).replace("FOLDER", str(tmp_path)).replace("GOOD", str(good))
+
+    words, sentence = REFUSED[case]
+    with pytest.raises(SystemExit) as end:
+        tool("average", "--output", tmp_path / "mean.pt", "--inputs", *map(filled, words))
+    message = end.value.code
+    assert message.startswith("error: ")
+    assert filled(sentence) in message
+    assert "\n" not in message
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_flags_of_two_kinds_of_files_exclude_each_other(save_dir, tmp_path, capsys):
+    kinds = ("--num-epoch-checkpoints", 1, "--num-update-checkpoints", 1)
+    with pytest.raises(SystemExit):
+        tool("average", "--inputs", save_dir, "--output", tmp_path / "mean.pt", *kinds)
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_a_disk_to_read_from_alone_ends_in_one_sentence(tmp_path, monkeypatch):
+    """It refuses to remove, too, whatever is there."""
+    good = save(tmp_path / "good.pt")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(whole_files, "write", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another place"):
+        tool("average", "--inputs", good, good, "--output", tmp_path / "mean.pt")
+
+
+def test_a_write_that_fails_leaves_the_older_output(tmp_path, monkeypatch):
+    good, output = save(tmp_path / "good.pt"), tmp_path / "mean.pt"
+    output.write_text("older")
+
+    def fail(_, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(SystemExit, match=r"written \(No space left on device\); make room"):
+        tool("average", "--inputs", good, good, "--output", output, "--overwrite")
+    assert output.read_text() == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good.pt", "mean.pt"]

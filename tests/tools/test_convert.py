@@ -1,0 +1,189 @@
+"""`convert`: what all kinds of it do.
+
+Covered: none runs code that a file brings; none makes a valid file of a damaged one, nor does `average`;
+none replaces a file unasked; all that take ours read shards; what cannot be written, for whatever
+reason, is not there.
+"""
+
+import os
+import resource
+from unittest import mock
+
+import pytest
+import torch
+from moe_files import E, save
+from tool_in_process import convert, refusal, tool
+
+
+class Hostile:
+    """Unpickled without care, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+FILES = {"meta": "x-shared.pt", "to-meta": "x.pt", "tutel": "x0-of-1", "to-tutel": "x.pt"}
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["zip", "before zip"])
+@pytest.mark.parametrize("kind", FILES)
+def test_convert_runs_no_code_of_a_file(kind, older, tmp_path):
+    state = {"model": {"decoder.version": torch.ones(1)}, "cfg": Hostile(tmp_path / "made")}
+    torch.save(state, tmp_path / FILES[kind], _use_new_zipfile_serialization=not older)
+    words = {
+        "meta": ("--input", tmp_path / "x"),
+        "to-meta": ("--input", tmp_path / "x.pt", "--ranks", 1),
+        "tutel": ("--input-prefix", tmp_path / "x", "--input-size", 1),
+        "to-tutel": ("--input", tmp_path / "x.pt", "--ranks", 1),
+    }
+    message = refusal(kind, *words[kind], "--output", tmp_path / "out")
+    assert str(tmp_path / FILES[kind]) in message
+    assert "which is torn or no checkpoint" in message and "mkdir" in message
+    assert [path.name for path in tmp_path.iterdir()] == [FILES[kind]]
+
+
+WRITTEN = {
+    "sharded": (),
+    "full": (),
+    "merge": ("--moe-expert-count", 2),
+}
+
+
+@pytest.fixture
+def small_disk():
+    """Let no file grow beyond 2000 bytes; the system then says something else than of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def everything(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_path, request):
+    save(tmp_path / "a.pt", hidden_dim=64)
+    (tmp_path / "b.pt").write_text("older")
+    before = everything(tmp_path)
+    request.getfixturevalue("small_disk")
+    words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *WRITTEN[kind])
+    words = (*words, "--overwrite")
+    place = (
+        f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another place."
+    )
+    assert refusal(kind, *words) == place
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", ["fairseq_tutel.tools.convert.sharded.digest", "torch.save"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_convert_sharded_that_is_cut_off_leaves_nothing(where, error, tmp_path):
+    """Before the folder has its name, and after; a training's own in the same place stay."""
+    save(tmp_path / "a.pt")
+    for name in ("writing", "0123456789abcdef"):
+        (tmp_path / "experts" / name).mkdir(parents=True)
+        (tmp_path / "experts" / name / "half").write_text("of a training")
+    (tmp_path / "other").mkdir()
+    before = everything(tmp_path)
+    for folder in (tmp_path, tmp_path / "other"):
+        words = ("--input", tmp_path / "a.pt", "--output", folder / "b.pt")
+        with mock.patch(where, side_effect=error), pytest.raises((SystemExit, KeyboardInterrupt)):
+            convert("sharded", *words)
+        assert everything(tmp_path) == before
+
+
+def test_convert_sharded_keeps_a_folder_that_another_checkpoint_names(tmp_path):
+    save(tmp_path / "a.pt")
+    convert("sharded", "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt")
+    before = everything(tmp_path)
+    with mock.patch("torch.save", side_effect=OSError(28, "No space left on device")):
+        words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "c.pt")
+        message = refusal("sharded", *words)
+    assert message.endswith("(No space left on device); make room, or give another place.")
+    assert everything(tmp_path) == before
+
+
+def test_convert_says_that_the_system_lets_nobody_read_a_file(tmp_path):
+    path = save(tmp_path / "a.pt")
+    with mock.patch("torch.load", side_effect=PermissionError(13, "Permission denied")):
+        message = refusal("full", "--input", path, "--output", tmp_path / "b.pt")
+    assert "a.pt, which cannot be read (Permission denied); see to that, or give another" in message
+
+
+FROM_OURS = {
+    "to-tutel": ("--ranks", E),
+    "to-meta": ("--ranks", E),
+    "merge": ("--moe-expert-count", 2),
+    "prune": ("--drop", 0),
+    "dense": ("--experts", 0),
+    "full": (),
+    "sharded": (),
+}
+
+
+@pytest.mark.parametrize("kind", FROM_OURS)
+def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path):
+    """Of the same bits, files, and what is printed but their names."""
+    (tmp_path / "in").mkdir()
+    save(tmp_path / "in" / "whole.pt")
+    shards = ("--input", tmp_path / "in" / "whole.pt", "--output", tmp_path / "in" / "shards.pt")
+    convert("sharded", *shards)
+    made = {}
+    for name in ("whole", "shards"):
+        (tmp_path / name).mkdir()
+        words = ("--input", tmp_path / "in" / f"{name}.pt", "--output", tmp_path / name / "out.pt")
+        printed = convert(kind, *words, *FROM_OURS[kind]).replace(f"/{name}/", "/")
+        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        assert files
+        content = [
+            path.read_bytes() if path.suffix == ".safetensors" else flat(torch.load(path))
+            for path in files
+        ]
+        made[name] = printed, [path.relative_to(tmp_path / name) for path in files], content
+    assert made["whole"] == made["shards"]
+
+
+def flat(tree):
+    """Return nested dictionaries with lists in place of tensors, which compare."""
+    if isinstance(tree, dict):
+        return {key: flat(value) for key, value in tree.items()}
+    return tree.tolist() if torch.is_tensor(tree) else tree
+
+
+OUTPUTS = {"to-tutel": ("b", "b2-of-4"), "to-meta": ("b", "b-rank-2.pt")}
+
+
+@pytest.mark.parametrize("kind", [*FROM_OURS, "average"])
+def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
+    path, (output, written) = save(tmp_path / "a.pt"), OUTPUTS.get(kind, ("b.pt", "b.pt"))
+    (tmp_path / written).write_text("older")
+    flag = "--inputs" if kind == "average" else "--input"
+    words = (*FROM_OURS.get(kind, ()), flag, path, "--output", tmp_path / output)
+    words = (*(() if kind == "average" else ("convert",)), kind, *words)
+    before = everything(tmp_path)
+    with pytest.raises(
+        SystemExit, match=rf"{written} exists; give another name, or add --overwrite"
+    ):
+        tool(*words)
+    assert everything(tmp_path) == before
+    tool(*words, "--overwrite")
+    assert (tmp_path / written).read_bytes() != b"older"
+
+
+@pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
+def test_no_tool_makes_a_valid_file_of_a_damaged_one(kind, tmp_path):
+    path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
+    weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]
+    content = bytearray(path.read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 3] ^= 1
+    path.write_bytes(content)
+    flag = "--inputs" if kind == "average" else "--input"
+    words = (*FROM_OURS.get(kind, ()), flag, path, "--output", tmp_path / "b.pt")
+    with pytest.raises(SystemExit, match=r"a\.pt, which is torn \(cut off .*\); .* another"):
+        tool(*(() if kind == "average" else ("convert",)), kind, *words)
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,507 @@
+"""`convert meta` and `convert to-meta`: every weight, moment and option; what is refused, and how.
+
+Covered: fewer and more ranks than experts; names of sharded trainings; the options' table both ways; round
+trips bit for bit; optimizer states that cannot be kept; missing, torn, mixed, hostile and flattened
+files; a full disk.
+"""
+
+import meta_format
+import pytest
+import torch
+from meta_format import D, H, Meta
+from tool_in_process import convert, refusal
+
+from fairseq_tutel.tools.convert.meta_options import from_meta, to_meta
+
+WORDS = 24
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def converted(folder, meta=None, **fields):
+    """Write a checkpoint of Meta's and convert it; returns what the tool printed and the new file."""
+    meta = meta or Meta(WORDS, **fields)
+    meta_format.write(meta, folder / "best")
+    printed = convert("meta", "--input", folder / "best.pt", "--output", folder / "ours.pt")
+    return printed, load(folder / "ours.pt")
+
+
+def expected_weight(meta, name):
+    """Return a weight of ours by name, from Meta's."""
+    layer, found, rest = name.partition(".fc1.")
+    shapes = dict(meta.names())
+    if not found or layer not in meta.moe_layers():
+        return meta_format.weight(meta, name, shapes[name])
+    if rest == "gate.weight":
+        key = f"{layer}.moe_layer.gate.wg.weight"
+        return meta_format.weight(meta, key, (meta.num_experts, D))
+    tensor = rest.removeprefix("experts.").replace("_", ".")
+    shape = dict(meta_format.ffn("x"))[f"x.{tensor}"]
+    experts = [f"{layer}.moe_layer.experts.{e}.{tensor}" for e in range(meta.num_experts)]
+    return torch.stack([meta_format.drawn(key, shape) for key in experts])
+
+
+SIZES = {
+    "4 experts on 2 ranks": {},
+    "4 on 4": {"ranks": 4},
+    "4 on 1": {"ranks": 1},
+    "2 on 4, every other layer": {"num_experts": 2, "ranks": 4, "moe_freq": 2},
+    "translation": {"translates": True},
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_convert_meta_keeps_every_weight_and_moment(case, tmp_path):
+    meta = Meta(WORDS, **SIZES[case])
+    _, state = converted(tmp_path, meta)
+    for name, tensor in state["model"].items():
+        assert torch.equal(tensor, expected_weight(meta, name)), name
+    layers = {name.partition(".fc1.")[0] for name in state["model"] if ".fc1.gate." in name}
+    assert layers == set(meta.moe_layers())
+    optimizer = state["last_optimizer_state"]
+    tied = ("decoder.output_projection.weight", *["decoder.embed_tokens.weight"] * meta.translates)
+    names = [n for n in state["model"] if not n.endswith(("version", "_float_tensor", *tied))]
+    assert optimizer["param_groups"][0]["params"] == list(range(len(names)))
+    assert optimizer["param_groups"][0]["betas"] == (0.9, 0.98)
+    assert optimizer["state"].keys() == set(range(len(names)))
+    for i, name in enumerate(names):
+        assert torch.equal(optimizer["state"][i]["exp_avg"], state["model"][name] * 2), name
+        assert torch.equal(optimizer["state"][i]["exp_avg_sq"], state["model"][name] ** 2), name
+        assert optimizer["state"][i]["step"] == 7
+    (history,) = state["optimizer_history"]
+    assert history["optimizer_name"] == "MoEFairseqAdam"
+    assert history["num_updates"] == 7
+    place = state["extra_state"]["train_iterator"]
+    assert (place["order_shards"], place["global_batches"]) == (meta.ranks, 3 * meta.ranks)
+
+
+def test_convert_meta_gives_names_and_options_of_ours(tmp_path):
+    _, state = converted(tmp_path)
+    names = {
+        part: state["cfg"][part]["_name"] for part in ("model", "task", "criterion", "optimizer")
+    }
+    assert names == {
+        "model": "moe_transformer_lm_gpt",
+        "task": "moe_language_modeling",
+        "criterion": "moe_cross_entropy",
+        "optimizer": "moe_adam",
+    }
+    options = state["cfg"]["model"]
+    assert options["moe_expert_count"] == "4"
+    assert options["moe_expert_ffn_dim"] == 0
+    assert options["decoder_ffn_embed_dim"] == H
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["cfg", "args"])
+def test_convert_meta_of_translation_names_every_copy_of_an_option(alone, tmp_path):
+    _, state = converted(tmp_path, translates=True, args_alone=alone)
+    flat = vars(state["args"] if alone else state["cfg"]["model"])
+    assert (flat["arch"], flat["task"], flat["optimizer"]) == (
+        "moe_transformer", "moe_translation", "moe_adam",
+    )  # fmt: skip
+    assert (flat["moe_freq"], flat["encoder_moe_freq"], flat["decoder_moe_freq"]) == (1, 1, 1)
+
+
+OPTIONS = [
+    ({}, {"moe_top_k": 2, "moe_capacity_factor": 1.0, "moe_balance_loss": "gshard:1"}),
+    ({"moe_top1_expert": True}, {"moe_top_k": 1, "moe_top1_expert": True}),
+    ({"moe_gating_use_fp32": True}, {"no_moe_gating_use_fp32": False}),
+    ({"moe_gating_use_fp32": False}, {"no_moe_gating_use_fp32": True}),
+    ({"moe_normalize_gate_prob_before_dropping": True}, {"moe_normalize_gate": "before"}),
+    ({"moe_normalize_gate_prob_before_dropping": False}, {"moe_normalize_gate": "after"}),
+    ({"moe_eval_capacity_token_fraction": 0.05}, {"moe_eval_capacity_token_fraction": 0.05}),
+    ({"moe_eval_capacity_token_fraction": None}, {"moe_eval_capacity_token_fraction": 0.25}),
+    ({"moe_eval_capacity_token_fraction": 0.0}, {"moe_eval_capacity_token_fraction": -1.0}),
+    ({"moe_eval_capacity_token_fraction": -1.0}, {"moe_eval_capacity_token_fraction": -1.0}),
+    ({"moe_batch_prioritized_routing": True}, {"moe_batch_prioritized_routing": True}),
+    (
+        {"moe_batch_prioritized_routing": True, "moe_top1_expert": True},
+        {"moe_batch_prioritized_routing": False},
+    ),
+    ({"moe_normalize_expert_grad": "world_size"}, {"moe_normalize_expert_grad": "world_size"}),
+    (
+        {"moe_normalize_expert_grad": "sqrt_num_experts"},
+        {"moe_normalize_expert_grad": "sqrt_world_size"},
+    ),
+    ({"decoder_ffn_embed_dim": 64}, {"moe_expert_ffn_dim": H}),
+    ({"moe_eom": 0.2, "moe_fom": 0.5}, {"moe_routed_scaling_factor": pytest.approx(0.4)}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), OPTIONS, ids=str)
+def test_convert_meta_translates_options(given, expected):
+    options = Meta(WORDS, options=given).model_options()
+    from_meta(options, 4, {"decoder": H})
+    assert expected.items() <= options.items()
+
+
+NOTED = {
+    "moe_second_expert_policy sampling": (
+        {"moe_second_expert_policy": "sampling"},
+        "--moe-second-expert-policy sampling: Meta draws in evaluation too",
+    ),
+    "moe_eom": ({"moe_eom": 0.2}, "--moe-eom 0.2 became --moe-routed-scaling-factor 0.8"),
+    "moe_local_drop": ({"moe_local_drop": 0.1}, "--moe-local-drop 0.1 has no counterpart"),
+    "unknown": ({"moe_of_tomorrow": 3}, "--moe-of-tomorrow 3 is not known here"),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_convert_meta_says_what_is_different(case, tmp_path):
+    given, sentence = NOTED[case]
+    printed, _ = converted(tmp_path, options=given)
+    assert f"note: {sentence}" in printed
+
+
+def test_convert_meta_says_nothing_where_nothing_is_different(tmp_path):
+    printed, _ = converted(tmp_path, ranks=4)
+    assert printed == f"wrote {tmp_path / 'ours.pt'}\n"
+
+
+def test_convert_meta_says_that_padding_is_not_routed(tmp_path):
+    assert "note: without --use-moe-pad-mask" in converted(tmp_path, translates=True)[0]
+
+
+@pytest.mark.parametrize("name", ["best", "best.pt", "best-shared.pt", "best-rank-1.pt"])
+def test_convert_meta_finds_the_files_by_any_of_their_names(name, tmp_path):
+    meta_format.write(Meta(WORDS), tmp_path / "best")
+    printed = convert("meta", "--input", tmp_path / name, "--output", tmp_path / "ours.pt")
+    assert "wrote" in printed
+
+
+def test_convert_meta_reads_the_names_of_sharded_training(tmp_path):
+    _, plain = converted(tmp_path)
+    for path in tmp_path.glob("best-*.pt"):
+        state = load(path)
+        state["model"] = {
+            key.replace("experts.", "experts._fsdp_wrapped_module.").replace(
+                "layers.1.", "layers.1._fsdp_wrapped_module._fpw_module."
+            ): tensor
+            for key, tensor in state["model"].items()
+        }
+        torch.save(state, path)
+    convert("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "again.pt")
+    same(load(tmp_path / "again.pt"), plain)
+
+
+def same(found, expected, what="state"):
+    """Fail unless two trees are the same, tensors bit for bit."""
+    if torch.is_tensor(expected):
+        assert torch.equal(found, expected) and found.dtype == expected.dtype, what
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key, value in expected.items():
+            same(found[key], value, f"{what}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), what
+        for i, value in enumerate(expected):
+            same(found[i], value, f"{what}[{i}]")
+    else:
+        assert found == expected, what
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_convert_to_meta_and_back_is_the_same_bit_for_bit(case, tmp_path):
+    meta = Meta(WORDS, **SIZES[case])
+    _, ours = converted(tmp_path, meta)
+    convert(
+        "to-meta", "--input", tmp_path / "ours.pt", "--output", tmp_path / "again", "--ranks", meta.ranks
+    )  # fmt: skip
+    for path in tmp_path.glob("best-*.pt"):
+        theirs, again = load(path), load(path.with_name(path.name.replace("best", "again")))
+        for part in ("model", "last_optimizer_state", "optimizer_history"):
+            same(again[part], theirs[part], f"{path.name}[{part!r}]")
+        assert list(again["model"]) == list(theirs["model"])
+    convert("meta", "--input", tmp_path / "again", "--output", tmp_path / "back.pt")
+    back = load(tmp_path / "back.pt")
+    for part in ("model", "last_optimizer_state", "extra_state"):
+        same(back[part], ours[part], part)
+
+
+def test_convert_to_meta_restores_meta_s_options(tmp_path):
+    given = {"moe_eval_capacity_token_fraction": 0.05, "moe_batch_prioritized_routing": True}
+    meta = Meta(WORDS, options={**given, "moe_eom": 0.25})
+    converted(tmp_path, meta)
+    convert(
+        "to-meta", "--input", tmp_path / "ours.pt", "--output", tmp_path / "again", "--ranks", 2
+    )
+    found = load(tmp_path / "again-shared.pt")["cfg"]
+    expected = meta.model_options()
+    for key in expected:
+        if key not in ("moe_expert_ffn_dim", "use_moe_pad_mask", "record_a2a_perf_stats"):
+            assert found["model"][key] == expected[key], key
+    names = [found[part]["_name"] for part in ("model", "task", "optimizer")]
+    assert names == ["transformer_lm_gpt", "language_modeling", "adam"]
+    assert not [key for key in found["model"] if key.startswith("moe_") and key not in expected]
+
+
+def test_convert_to_meta_leaves_out_what_meta_s_loader_does_not_know(tmp_path):
+    converted(tmp_path)
+    state = load(tmp_path / "ours.pt")
+    off = dict.fromkeys(("scale_fc", "scale_attn", "scale_heads", "scale_resids"), False)
+    state["cfg"]["model"] |= {**off, "decoder_xformers_att_config": None}
+    torch.save(state, tmp_path / "ours.pt")
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 1)
+    convert("to-meta", *words)
+    options = load(tmp_path / "x-shared.pt")["cfg"]["model"]
+    assert not [key for key in options if key.startswith("scale_") or "xformers" in key]
+
+
+def test_convert_to_meta_drops_nothing_in_evaluation_where_ours_drops_nothing(tmp_path):
+    converted(tmp_path)
+    state = load(tmp_path / "ours.pt")
+    state["cfg"]["model"] |= {"moe_eval_capacity_token_fraction": 0.0, "moe_capacity_factor": 0.0}
+    torch.save(state, tmp_path / "ours.pt")
+    printed = convert(
+        "to-meta", "--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 1
+    )
+    assert "--moe-capacity-factor 0.0 has no counterpart in Meta's branch" in printed
+    options = load(tmp_path / "x-rank-0.pt")["cfg"]["model"]
+    assert options["moe_eval_capacity_token_fraction"] == 1.0
+
+
+ONLY_OURS = {
+    "moe_top_k": 3, "moe_gate_type": "cosine", "moe_score_function": "sigmoid", "moe_choice": "experts",
+    "moe_shared_experts": 1, "moe_residual": True, "moe_expert_type": "glu", "moe_balance_bias": True,
+    "moe_normalize_gate": "none", "moe_eval_capacity_factor": 2.0, "moe_expert_count": "4,8",
+    "moe_routed_scaling_factor": 2.5, "moe_prescore": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ONLY_OURS)
+def test_convert_to_meta_refuses_what_meta_s_layer_cannot_compute(key):
+    options = Meta(WORDS).model_options()
+    from_meta(options, 4, {"decoder": H})
+    options |= {"moe_eval_capacity_token_fraction": 0.0, key: ONLY_OURS[key]}
+    with pytest.raises(
+        ValueError, match=rf"--{key.replace('_', '-')}.* {ONLY_OURS[key]}, which Meta"
+    ):
+        to_meta(options, {"decoder": H})
+
+
+def test_convert_to_meta_refuses_experts_of_another_width_than_the_dense_layers(tmp_path):
+    converted(tmp_path, options={"decoder_ffn_embed_dim": 64})
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 2)
+    assert f"--moe-expert-ffn-dim {H}" in refusal("to-meta", *words)
+    assert not list(tmp_path.glob("x-*"))
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 6])
+def test_convert_to_meta_refuses_ranks_that_cannot_hold_the_experts(ranks, tmp_path):
+    converted(tmp_path)
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", ranks)
+    assert f"--ranks is {ranks}, but the model has 4 experts" in refusal("to-meta", *words)
+
+
+def test_convert_to_meta_refuses_a_side_without_experts(tmp_path):
+    converted(tmp_path, translates=True)
+    state = load(tmp_path / "ours.pt")
+    state["cfg"]["model"].encoder_moe_freq = 0
+    torch.save(state, tmp_path / "ours.pt")
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 2)
+    assert "--encoder-moe-freq 0" in refusal("to-meta", *words)
+
+
+# What is done to (shared, ranks), and what is said.
+OPTIMIZERS = {
+    "none": (
+        lambda shared, ranks: ranks[1].pop("last_optimizer_state"),
+        "it is not in all files",
+    ),
+    "gathered from a sharded training": (
+        lambda shared, ranks: shared["last_optimizer_state"].update(param_id_map={}),
+        "it is of a sharded training",
+    ),
+    "flattened": (
+        lambda shared, ranks: shared["last_optimizer_state"]["param_groups"][0].update(params=[0]),
+        "it is of 1 tensors where the model has",
+    ),
+    "another shape": (
+        lambda shared, ranks: shared["last_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3)),
+        "exp_avg has the shape (3,)",
+    ),
+    "other steps": (
+        lambda shared, ranks: [
+            moments.update(step=8) for moments in ranks[1]["last_optimizer_state"]["state"].values()
+        ],
+        "its step differs between experts",
+    ),
+    "another optimizer": (
+        lambda shared, ranks: shared["cfg"]["optimizer"].update(_name="adam8bit"),
+        "--optimizer adam8bit has no twin here",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_convert_meta_leaves_out_an_optimizer_state_that_cannot_be_the_same(case, tmp_path):
+    change, reason = OPTIMIZERS[case]
+    files = meta_format.write(Meta(WORDS), tmp_path / "best")
+    states = {path: load(path) for path in files}
+    ranks = [state for path, state in states.items() if "rank" in path.name]
+    change(states[tmp_path / "best-shared.pt"], ranks)
+    for path, state in states.items():
+        torch.save(state, path)
+    printed = convert("meta", "--input", tmp_path / "best", "--output", tmp_path / "ours.pt")
+    assert f"note: the optimizer state is left out ({reason}" in printed
+    assert "--finetune-from-model" in printed
+    assert "last_optimizer_state" not in load(tmp_path / "ours.pt")
+
+
+def test_convert_meta_keeps_half_moments_with_a_scale_for_each_expert(tmp_path):
+    files = meta_format.write(Meta(WORDS), tmp_path / "best")
+    for path in files:
+        state = load(path)
+        for i, moments in state["last_optimizer_state"]["state"].items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments |= {key: moments[key].half(), f"{key}_scale": torch.tensor(float(i))}
+        torch.save(state, path)
+    convert("meta", "--input", tmp_path / "best", "--output", tmp_path / "ours.pt")
+    state = load(tmp_path / "ours.pt")["last_optimizer_state"]["state"]
+    scales = {tuple(s["exp_avg_scale"].shape) for s in state.values()}
+    assert scales == {(), (4, 1), (4, 1, 1)}
+    convert(
+        "to-meta", "--input", tmp_path / "ours.pt", "--output", tmp_path / "again", "--ranks", 2
+    )
+    for path in files:
+        again = load(path.with_name(path.name.replace("best", "again")))
+        same(again["last_optimizer_state"]["state"], load(path)["last_optimizer_state"]["state"])
+
+
+def test_convert_meta_says_when_copies_of_an_expert_differ(tmp_path):
+    meta_format.write(Meta(WORDS, num_experts=2, ranks=4), tmp_path / "best")
+    state = load(tmp_path / "best-rank-3.pt")
+    state["model"]["decoder.layers.1.moe_layer.experts.0.fc1.bias"] += 1
+    torch.save(state, tmp_path / "best-rank-3.pt")
+    printed = convert("meta", "--input", tmp_path / "best", "--output", tmp_path / "ours.pt")
+    first, last = tmp_path / "best-rank-1.pt", tmp_path / "best-rank-3.pt"
+    assert f"note: {last} and {first} hold one expert with different weights" in printed
+
+
+def changed(path, change):
+    state = load(path)
+    change(state)
+    torch.save(state, path)
+
+
+def model_changed(name, change):
+    """Return what changes the weights in a file of the folder."""
+    return lambda folder: changed(folder / name, lambda state: change(state["model"]))
+
+
+def option_changed(**options):
+    return lambda folder: [
+        changed(path, lambda state: state["cfg"]["model"].update(options))
+        for path in folder.glob("best-*.pt")
+    ]
+
+
+EXPERT = "decoder.layers.1.moe_layer.experts.0.fc1.bias"
+REFUSED = {
+    "no shared file": (
+        lambda folder: (folder / "best-shared.pt").unlink(),
+        "--input names FOLDER/best-shared.pt, which does not exist",
+    ),
+    "a rank's file is missing": (
+        lambda folder: (folder / "best-rank-0.pt").unlink(),
+        "--input names FOLDER/best-rank-0.pt, which does not exist",
+    ),
+    "the last rank's file is missing": (
+        lambda folder: (folder / "best-rank-1.pt").unlink(),
+        "--input names FOLDER/best-rank-1.pt, which does not exist: decoder.layers.0 has 4 experts, 2",
+    ),
+    "torn": (
+        lambda folder: (folder / "best-rank-1.pt").write_bytes(b"PK half"),
+        "--input names FOLDER/best-rank-1.pt, which is torn or no checkpoint",
+    ),
+    "no checkpoint": (
+        lambda folder: torch.save(torch.ones(2), folder / "best-rank-1.pt"),
+        "--input names FOLDER/best-rank-1.pt, which holds no model",
+    ),
+    "flattened": (
+        model_changed("best-shared.pt", lambda m: m.update({"decoder.flat_param_0": torch.ones(2)})),
+        "which holds flattened weights (decoder.flat_param_0) of a sharded training; save it from",
+    ),
+    "a weight is missing": (
+        model_changed("best-rank-1.pt", lambda m: m.pop(EXPERT)),
+        f"--input names FOLDER/best-rank-1.pt, which lacks {EXPERT}",
+    ),
+    "a weight has another shape": (
+        model_changed("best-rank-1.pt", lambda m: m.update({EXPERT: torch.ones(3)})),
+        f"FOLDER/best-rank-1.pt, whose {EXPERT} has the shape (3,) and not ({H},)",
+    ),
+    "a weight of another model": (
+        model_changed("best-shared.pt", lambda m: m.update({"decoder.layers.0.alpha2": torch.ones(3)})),
+        "FOLDER/best-shared.pt, which has the weight decoder.layers.0.alpha2, that no model here has",
+    ),
+    "an unknown weight of an expert": (
+        model_changed("best-rank-0.pt", lambda m: m.update({EXPERT.replace("fc1", "fc9"): torch.ones(3)})),
+        "FOLDER/best-rank-0.pt, which has the weight",
+    ),
+    "a dense model": (
+        model_changed(
+            "best-shared.pt", lambda m: [m.pop(k) for k in list(m) if "moe_layer" in k]
+        ),
+        "FOLDER/best-shared.pt, which has no experts",
+    ),
+    "layers that the options do not say": (
+        option_changed(moe_freq=2),
+        "--input has experts in the decoder layers [0, 1], but its options say [1] (--moe-freq 2)",
+    ),
+    "another architecture": (
+        option_changed(_name="bart_large"),
+        "--input has the architecture bart_large, which has no twin here",
+    ),
+    "conditional routing": (option_changed(moe_cmr=True), "the model was trained with --moe-cmr True"),
+    "a norm within the dense layers": (option_changed(scale_fc=True), "--scale-fc True"),
+    "scaled heads": (option_changed(scale_heads=True), "--scale-heads True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_convert_meta_refuses_in_one_sentence(case, tmp_path):
+    change, sentence = REFUSED[case]
+    meta_format.write(Meta(WORDS, optimizer=False), tmp_path / "best")
+    change(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    message = refusal("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "ours.pt")
+    assert sentence.replace("FOLDER", str(tmp_path)) in message
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_convert_refuses_to_overwrite_its_input(tmp_path):
+    files = list(meta_format.write(Meta(WORDS), tmp_path / "best"))
+    for path in files:
+        message = refusal("meta", "--input", tmp_path / "best", "--output", path)
+        assert "which would overwrite the input" in message
+    converted(tmp_path)
+    (tmp_path / "x-rank-1.pt").symlink_to(tmp_path / "ours.pt")
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 2)
+    assert "which would overwrite the input" in refusal("to-meta", *words)
+
+
+def test_a_convert_that_fails_in_the_middle_leaves_no_file_and_the_older_ones(
+    tmp_path, monkeypatch
+):
+    converted(tmp_path)
+    older = tmp_path / "x-rank-0.pt"
+    older.write_text("older")
+    names = {path.name for path in tmp_path.iterdir()}
+    save, calls = torch.save, []
+
+    def fails_second(state, path):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", fails_second)
+    words = ("--input", tmp_path / "ours.pt", "--output", tmp_path / "x", "--ranks", 2)
+    message = refusal("to-meta", *words, "--overwrite")
+    assert f"--output {tmp_path / 'x-rank-1.pt'} could not be written" in message
+    assert "No space left on device" in message and "make room" in message
+    assert older.read_text() == "older"
+    assert {path.name for path in tmp_path.iterdir()} == names

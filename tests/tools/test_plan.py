@@ -1,0 +1,405 @@
+"""`python -m fairseq_tutel plan` and `tune`: what they print, write and refuse.
+
+Covered: the ranking and its parts against the model; presets, files and single links; files and pictures;
+tune on one rank, on two of a node, and on two nodes of two; what it writes is what plan reads; the tables
+of docs/scaling.md.
+"""
+
+import builtins
+import importlib.util
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+
+import forkserver
+import pytest
+from ports import free_port
+from tool_in_process import tool
+from workers import Workers
+
+from fairseq_tutel.__main__ import main
+from fairseq_tutel.planning.cost import Cluster, Work, exchange_seconds, memory_bytes, step_seconds
+from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.planning.strategy import How
+
+CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
+MODEL = (
+    "--layers",
+    6,
+    "--model-dim",
+    2048,
+    "--hidden-dim",
+    8192,
+    "--experts",
+    16,
+    "--tokens",
+    4096,
+)
+
+
+def tables(text):
+    """Return the rows of every table as lists of cells, headers first."""
+    blocks = [block for block in text.split("\n\n") if block.startswith("|")]
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        for block in blocks
+    ]
+
+
+def test_the_plans_are_the_model_s_ranked_and_taken_apart(tmp_path):
+    text = tool("plan", *CLUSTER, *MODEL, "--top", 5, "--json", tmp_path / "plans.json")
+    assert text.startswith("256 x H100 on 32 node(s); 6 MoE layer(s) of 16 experts, ")
+    ranking, parts, memory = tables(text.split("wrote")[0])
+    assert ranking[0] == ["P", "r", "d", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"]
+    assert len(ranking) == 2 + 5
+    steps = [float(row[4]) for row in ranking[2:]]
+    assert steps == sorted(steps)
+    size, r, d, algorithm, step, speed, gigabytes, fits = ranking[2]
+    work = Work(
+        tokens=4096, model_dim=2048, hidden_dim=8192, experts=16, layers=6,
+        dense_parameters=4 * 6 * 2048**2,
+    )  # fmt: skip
+    cluster = Cluster(nodes=32, local=8, expert_parallel_size=int(size))
+    how = How(adaptive_r=int(r), overlap=int(d), algorithm=algorithm)
+    seconds = step_seconds(work, PRESETS["h100"], cluster, how)
+    assert float(step) == pytest.approx(1e3 * seconds, abs=0.006)
+    assert int(speed.replace(",", "")) == pytest.approx(256 * 4096 / seconds, rel=1e-3)
+    assert float(gigabytes) == pytest.approx(
+        sum(memory_bytes(work, cluster, how).values()) / 1e9, abs=0.006
+    )
+    assert fits == "yes"
+    assert sum(float(row[1]) for row in parts[2:]) == pytest.approx(float(step), abs=0.05)
+    assert sum(float(row[1]) for row in memory[2:]) == pytest.approx(float(gigabytes), abs=0.05)
+    written = json.loads((tmp_path / "plans.json").read_text())
+    assert [1e3 * plan["seconds"] for plan in written["plans"]] == pytest.approx(steps, abs=0.006)
+    assert written["work"]["experts"] == 16
+    assert len({(plan[0], plan[1]) for plan in ranking[2:]}) == 5
+
+
+def test_more_experts_than_one_gpu_holds_are_marked():
+    huge = ("--hidden-dim", 32768, "--model-dim", 8192, "--experts", 512, "--gpus-per-node", 8)
+    (*_, last) = tables(tool("plan", *huge))[0]
+    assert last[-1] == "no"
+
+
+def test_zero_and_offload_make_room():
+    def gigabytes(*words):
+        ranking, _, memory = tables(tool("plan", *CLUSTER, *MODEL, *words))
+        return float(ranking[2][6]), {row[0] for row in memory[2:]}
+
+    stages = [gigabytes("--zero-stage", stage)[0] for stage in (0, 1, 2)]
+    assert stages == sorted(stages, reverse=True)
+    smallest, kinds = gigabytes("--zero-stage", 2, "--offload-optimizer")
+    assert smallest < stages[2]
+    assert "optimizer state, in host memory" in kinds
+
+
+def test_links_of_the_command_line_count():
+    def best_step(*words):
+        return float(tables(tool("plan", *CLUSTER, *MODEL, *words))[0][2][4])
+
+    stock = best_step()
+    assert best_step("--inter-gb-s", 400) < stock < best_step("--inter-gb-s", 5)
+    assert best_step("--alpha-us", 100) > stock
+    assert best_step("--intra-gb-s", 1) > stock
+    assert best_step("--gpu", "a100") > stock > best_step("--top-k", 1)
+    assert best_step("--dtype", "fp32") > stock
+    assert best_step("--glu") > stock
+
+
+def test_a_machine_s_file_gives_its_plans(tmp_path):
+    PRESETS["h100"].to_json(tmp_path / "machine.json")
+    from_file = tool("plan", *CLUSTER[:4], *MODEL, "--machine", tmp_path / "machine.json")
+    assert from_file == tool("plan", *CLUSTER, *MODEL)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_plot_shows_every_plan_and_part(tmp_path, ending):
+    path = tmp_path / f"plans.{ending}"
+    text = tool("plan", *CLUSTER, *MODEL, "--top", 4, "--plot", path)
+    assert text.endswith(f"wrote {path}\n")
+    content = path.read_bytes()
+    assert 5_000 < len(content) < 150_000
+    if ending == "png":
+        assert content.startswith(b"\x89PNG")
+
+
+REFUSED = {
+    "nodes": (("--nodes", 0), "--nodes is 0; give a number of at least 1."),
+    "layers": (("--layers", -2), "--layers is -2; give a number of at least 1."),
+    "top-k": (("--top-k", 65), "--top-k is 65 of 64 --experts; give no more than these."),
+    "gpu": (
+        ("--gpu", "v100"),
+        "--gpu is v100; give one of a100, h100, h200, mi250, or a --machine",
+    ),
+    "dtype": (("--dtype", "fp8"), "--dtype is fp8; give one of fp32, fp16, bf16."),
+    "intra": (("--intra-gb-s", 0), "--intra-gb-s is 0; give GB/s above 0."),
+    "inter": (("--inter-gb-s", "nan"), "--inter-gb-s is nan; give GB/s above 0."),
+    "alpha": (("--alpha-us", -1), "--alpha-us is -1; give microseconds from 0."),
+    "dense": (("--dense-parameters", -1), "--dense-parameters is -1; give a number from 0."),
+    "zero": (("--zero-stage", 3), "--zero-stage is 3; give 0, 1 or 2."),
+    "machine": (("--machine", "FOLDER/none.json"), "FOLDER/none.json can not be read as a machine"),
+    "json": (("--json", "FOLDER/none/plan.json"), "--json is FOLDER/none/plan.json; give the name"),
+    "plot": (("--plot", "FOLDER/plan.txt"), "--plot is FOLDER/plan.txt; end it in one of .png, "),
+    "plot's folder": (("--plot", "FOLDER"), "--plot is FOLDER; give the name of a file in"),
+    "device": (
+        ("--json", "/dev/full"),
+        "--json is /dev/full, which can not be written: No space left on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_values_are_refused_in_one_sentence(tmp_path, case):
+    words, sentence = REFUSED[case]
+    with pytest.raises(SystemExit) as end:
+        tool("plan", *(str(word).replace("FOLDER", str(tmp_path)) for word in words))
+    message = end.value.code
+    assert message.startswith("error: " + sentence.replace("FOLDER", str(tmp_path)))
+    assert "\n" not in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("plan",), ("tune", "--measure")])
+def test_without_tabulate_it_says_what_to_install(monkeypatch, words):
+    import_it = builtins.__import__
+
+    def import_all_but_it(name, *rest):
+        if name == "tabulate":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return import_it(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", import_all_but_it)
+    with pytest.raises(SystemExit) as end:
+        tool(*words)
+    needs = f"error: {words[0]} needs tabulate, which is not installed; pip install tabulate."
+    assert end.value.code == needs
+
+
+SMALL = (
+    "tune", "--tokens", 64, "--model-dim", 64, "--hidden-dim", 128, "--repeats", 3,
+    "--max-mib", 32,
+)  # fmt: skip
+
+
+def test_one_rank_measures_all_but_links(tmp_path):
+    path = tmp_path / "machine.json"
+    text = tool(*SMALL, "--json", path)
+    assert "No links are measured, on one rank" in text
+    machine = Machine.from_json(path)
+    assert 1e8 < machine.memory_bytes_per_s < 1e12
+    assert 1e8 < machine.flops_per_s < 1e13
+    assert machine.inter_shared
+    assert "x " + machine.name in tool("plan", "--machine", path, "--nodes", 2, "--dtype", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--repeats", 0), "--repeats is 0; give a number of at least 1."),
+        (("--dtype", "int8"), "--dtype is int8; give one of fp32, fp16, bf16."),
+        (("--json", "/nowhere/m.json"), "--json is /nowhere/m.json; give the name of a file in an"),
+    ],
+)
+def test_bad_values_of_tune_are_refused_in_one_sentence(words, sentence):
+    with pytest.raises(SystemExit, match="^error: " + sentence):
+        tool(*SMALL, *words)
+
+
+def become_rank(rank, world, local, port):
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
+    }
+
+
+def tune(*words):
+    """Run the tool as one rank; return what it printed and how it ended."""
+    sys.argv = ["fairseq_tutel", *map(str, words)]
+    printed = StringIO()
+    try:
+        with redirect_stdout(printed):
+            main()
+    except SystemExit as end:
+        return printed.getvalue(), end.code
+    return printed.getvalue(), None
+
+
+def run_ranks(world, local, *words):
+    """Return every rank's print and end."""
+    ranks = Workers(world, become_rank, lambda: (world, local, free_port()), forkserver.context())
+    try:
+        return ranks.run(tune, *words)
+    finally:
+        ranks.close()
+
+
+def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
+    path = tmp_path / "machine.json"
+    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
+    assert ended is None
+    assert others == [("", None)] * 3
+    _, exchanges = tables(printed)
+    assert {tuple(row[:3]) for row in exchanges[2:]} == {
+        ("2", "2", "linear"), ("2", "2", "2dh"), ("1", "2", "linear"), ("2", "1", "linear"),
+    }  # fmt: skip
+    machine = Machine.from_json(path)
+    assert machine.inter.bytes_per_s > 1e6
+    assert machine.inter_shared and machine.reduce_scatter_as_all_reduce
+    assert "off in the median" in printed
+
+
+def test_one_node_says_that_links_between_nodes_are_not_measured():
+    (printed, ended), _ = run_ranks(2, 2, *SMALL)
+    assert ended is None
+    assert "Links between nodes are not measured, on one node" in printed
+    assert {tuple(row[:3]) for row in tables(printed)[1][2:]} == {("1", "2", "linear")}
+
+
+def test_experts_that_no_ranks_share_are_refused():
+    for printed, ended in run_ranks(2, 2, *SMALL, "--experts", 3):
+        assert printed == ""
+        assert ended.startswith("error: --experts is 3, which has no divisor in common with the 2")
+
+
+@pytest.fixture(scope="module")
+def make_scaling():
+    """The script that writes docs/scaling.md."""
+    path = Path(__file__).parents[2] / "docs" / "make_scaling.py"
+    spec = importlib.util.spec_from_file_location("make_scaling", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_the_page_are_those_of_the_model(make_scaling):
+    page = make_scaling.PAGE.read_text()
+    assert make_scaling.filled_in(page) == page
+
+
+def test_measured_all_to_alls_become_a_row_of_the_page(make_scaling, tmp_path):
+    cluster = Machine(
+        name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
+        flops_per_s=1e9, gate_flops_per_s=1e9, memory_bytes=1e9, launch_s=2e-4, inter_shared=True,
+    )  # fmt: skip
+    for nodes, local in ((2, 2), (3, 2), (2, 4)):
+        rows = [
+            {"nodes": nodes, "local": local, "algorithm": a, "bytes_per_rank": 1024 * kib,
+             "seconds": exchange_seconds(1024 * kib, cluster, nodes, local, a), "seconds_min": 0}
+            for a in ("linear", "2dh")
+            for kib in (16, 64, 256, 1024)
+        ]  # fmt: skip
+        content = {"config": {"rate_mbit": 200, "delay_us": 1000}, "a2a": rows, "links": [{}]}
+        (tmp_path / f"cluster_{nodes}x{local}.json").write_text(json.dumps(content))
+    ((_, _, row),) = tables(make_scaling.cluster_table(sorted(tmp_path.iterdir())))
+    assert row == [
+        "200", "200", "1000", "1000", "200", "2x2, 3x2, 2x4", "24", "0%, 0%, 0%", "0%, 0%, 0%",
+        "12 of 12", "1 of 12",
+    ]  # fmt: skip
+    assert make_scaling.cluster_table([]).startswith("Not measured yet")
+
+
+EMULATED = Machine(
+    name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
+    flops_per_s=2e9, gate_flops_per_s=8e10, memory_bytes=1e9, inter_shared=True,
+    reduce_scatter_as_all_reduce=True,
+)  # fmt: skip
+# The experts' rate of EMULATED: 4 * 64 * 32 operations a row.
+CONFIG = {
+    "nodes": 2, "local": 2, "rate_mbit": 200, "delay_us": 0, "model_dim": 64, "hidden_dim": 32,
+    "overlap_hidden_dim": 64, "experts": 2, "expert_ms_per_row": 1e3 * 4 * 64 * 32 / 2e9,
+}  # fmt: skip
+
+
+def emulated_steps(slower, nodes=2):
+    """What an emulated cluster would have measured: all-to-alls, and steps of sleeping experts.
+
+    Args:
+        slower: factor on the steps of a choice.
+        nodes: of two ranks.
+    """
+    cluster = Cluster(nodes=nodes, local=2, expert_parallel_size=2 * nodes)
+    content = {"config": CONFIG | {"nodes": nodes}, "a2a": [], "static": []}
+    for algorithm in ("linear", "2dh"):
+        for size in (2**12, 2**16, 2**20):
+            seconds = exchange_seconds(size, EMULATED, nodes, 2, algorithm)
+            content["a2a"].append(
+                {"nodes": nodes, "local": 2, "algorithm": algorithm, "bytes_per_rank": size,
+                 "seconds": seconds}
+            )  # fmt: skip
+    choices = [How(adaptive_r=0), How(adaptive_r=1), How(adaptive_r=2), How(overlap=2)]
+    for tokens in (8, 512):
+        work = Work(
+            tokens=tokens, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4
+        )
+        for how in choices:
+            seconds = step_seconds(work, EMULATED, cluster, how) * slower(how)
+            row = {"form": "sleep", "tokens": tokens, **asdict(how), "seconds": seconds}
+            content["static"].append(row)
+    return content
+
+
+def test_measured_steps_are_held_against_the_model(make_scaling, tmp_path):
+    path = tmp_path / "cluster_2x2.json"
+    path.write_text(json.dumps(emulated_steps(lambda how: 1.0)))
+    steps = make_scaling.measured_steps([path])
+    ((_, _, none, others),) = tables(make_scaling.steps_table(steps))
+    assert none == ["r = 0", "2x2, 200 Mbit/s", "sleep", "2", "0%, 0%, 0%", "1.00", "-"]
+    assert others[3:] == ["6", "0%, 0%, 0%", "1.00", "-"]
+    ((_, _, choice),) = tables(make_scaling.choices_table(steps))
+    assert choice[:5] == ["2x2, 200 Mbit/s", "sleep", "2", "2, 2, 2; 0%", "-"]
+
+    best = min(steps, key=lambda step: step.seconds).how
+    path.write_text(json.dumps(emulated_steps(lambda how: 4.0 if how == best else 2.0)))
+    steps = make_scaling.measured_steps([path])
+    # Half of what was measured, and the model's choice of few tokens is no longer the best.
+    assert {step.how: step.own / step.seconds for step in steps if step.tokens == 8} == {
+        step.how: pytest.approx(0.25 if step.how == best else 0.5) for step in steps
+    }
+    ((_, _, choice),) = tables(make_scaling.choices_table(steps))
+    assert choice[3] != "2, 2, 2; 0%"
+
+
+def test_links_of_other_shapes_predict_a_step_too(make_scaling, tmp_path):
+    for nodes, slower in ((2, 1.0), (4, 2.0)):
+        content = emulated_steps(lambda how, slower=slower: slower, nodes)
+        (tmp_path / f"cluster_{nodes}x2.json").write_text(json.dumps(content))
+    steps = make_scaling.measured_steps(sorted(tmp_path.iterdir()))
+    _, _, *rows = tables(make_scaling.steps_table(steps))[0]
+    assert {(row[1], row[4], row[6]) for row in rows} == {
+        ("2x2, 200 Mbit/s", "0%, 0%, 0%", "0%, 0%, 0%"),
+        ("4x2, 200 Mbit/s", "50%, 50%, 50%", "50%, 50%, 50%"),
+    }
+    _, _, *rows = tables(make_scaling.choices_table(steps))[0]
+    assert [row[3:5] for row in rows] == [["2, 2, 2; 0%"] * 2] * 2
+
+
+def test_a_link_speed_without_all_to_alls_takes_those_of_another(make_scaling, tmp_path):
+    content = emulated_steps(lambda how: 1.0)
+    half = {"config": CONFIG | {"rate_mbit": 100}, "static": content["static"]}
+    for name, found in (
+        ("a", content),
+        ("b", half),
+        ("c", half | {"config": CONFIG | {"nodes": 4}}),
+    ):
+        (tmp_path / f"cluster_{name}.json").write_text(json.dumps(found))
+    by_cluster = {}
+    for step in make_scaling.measured_steps(sorted(tmp_path.iterdir())):
+        by_cluster.setdefault(step.cluster, []).append(step)
+    # The third has no all-to-alls of its own shape.
+    assert list(by_cluster) == ["2x2, 200 Mbit/s", "2x2, 100 Mbit/s"]
+    slow = replace(EMULATED, inter=Link(1e-3, 12.5e6))
+    work = Work(tokens=512, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
+    cluster = Cluster(nodes=2, local=2, expert_parallel_size=4)
+    (found,) = (s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.how == How())
+    assert found.own == pytest.approx(step_seconds(work, slow, cluster, How()), rel=1e-3)
+    assert make_scaling.steps_table([]).startswith("Not measured yet")
+    assert make_scaling.choices_table([]).startswith("Not measured yet")

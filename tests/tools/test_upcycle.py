@@ -1,0 +1,295 @@
+"""`convert upcycle`, layer by layer: what copies compute, what is drawn, what becomes of moments.
+
+Covered: that the tool says exactly of those options that the layer computes what the dense step did for
+which it does; gates as a training draws them; parts of a step; noise and units drawn anew; moments by
+parameter, in the model's order; what no copies can be.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.tools.convert.layers import layers_of
+from fairseq_tutel.tools.convert.upcycle_layer import (
+    Variation,
+    copies,
+    differences,
+    moe_tensors,
+    trained_tensors,
+)
+from fairseq_tutel.tools.convert.upcycle_optimizer import copied_state
+
+D, H, E = 8, 24, 6
+PLAIN = {"model_dim": D, "hidden_dim": H, "num_experts": E, "activation": "gelu"}
+SAME = Variation(seed=3)
+
+
+def dense_step(layer_norm=False, seed=0):
+    """Return a dense step's tensors as a checkpoint has them."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"fc1.weight": (H, D), "fc1.bias": (H,), "fc2.weight": (D, H), "fc2.bias": (D,)}
+    if layer_norm:
+        shapes |= {"ffn_layernorm.weight": (H,), "ffn_layernorm.bias": (H,)}
+    return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+
+
+def dense_output(ffn, x):
+    hidden = F.gelu(F.linear(x, ffn["fc1.weight"], ffn["fc1.bias"]))
+    if "ffn_layernorm.weight" in ffn:
+        hidden = F.layer_norm(hidden, (H,), ffn["ffn_layernorm.weight"], ffn["ffn_layernorm.bias"])
+    return F.linear(hidden, ffn["fc2.weight"], ffn["fc2.bias"])
+
+
+def moe_output(config, tensors, x):
+    layer = MoELayer(config, seed=0)
+    layer.load_state_dict(tensors)
+    return layer.eval()(x, token_ids=torch.arange(len(x)))[0]
+
+
+# Options of the experts and of the tool, which of them leave the output what it was, and which do not.
+EQUAL = {
+    "top-2": {},
+    "as many as there are": {"top_k": E, "normalize_gate": "none"},
+    "one expert, no choice": {"num_experts": 1, "top_k": 1},
+    "normalised after dropping": {"normalize_gate": "after", "top_k": 3},
+    "sigmoid": {"score_function": "sigmoid"},
+    "cosine": {"gate_type": "cosine"},
+    "hash": {"gate_type": "hash", "top_k": 1},
+    "two gates": {"gate_type": "linear,cosine", "gate_index": 1},
+    "groups of experts": {"expert_groups": 3, "groups_per_token": 2},
+    "bias": {"balance_bias": True, "score_function": "sigmoid"},
+    "capacity in training": {"capacity_factor": 1.0, "eval_capacity_token_fraction": 0.0},
+    "shared": {"shared_experts": 2},
+    "residual": {"residual": True},
+    "residual, hash": {"residual": True, "gate_type": "hash", "top_k": 1},
+    "layer norm": {"hidden_layer_norm": True},
+    "layer norm, residual": {"hidden_layer_norm": True, "residual": True},
+    "two parts": {"hidden_dim": H // 2},
+    "three parts": {"hidden_dim": H // 3, "top_k": 3},
+    "three parts, all": {"hidden_dim": H // 3, "top_k": 6},
+    "two parts, cosine": {"hidden_dim": H // 2, "gate_type": "cosine"},
+    "two parts, groups": {"hidden_dim": H // 2, "num_experts": 12, "expert_groups": 3},
+    "two parts, shared": {"hidden_dim": H // 2, "shared_experts": 3},
+    "scaled gate": {"gate_scale": 0.01},
+}
+UNEQUAL = {
+    "top-1": {"top_k": 1},
+    "top-1, one expert, sigmoid": {"num_experts": 1, "top_k": 1, "score_function": "sigmoid"},
+    "top-1, scaled": {"top_k": 1, "routed_scaling_factor": 3.0},
+    "top-2, not normalised": {"normalize_gate": "none"},
+    "scaled": {"routed_scaling_factor": 2.5},
+    "prescored": {"prescore": True},
+    "experts choose": {"choice": "experts"},
+    "capacity": {"eval_capacity_factor": 0.5},
+    "capacity as in training": {"capacity_factor": 0.5, "eval_capacity_token_fraction": -1.0},
+    "noise": {"perturb": 0.1},
+    "units drawn anew": {"reinitialize": 0.5},
+}
+
+
+def case(options):
+    """Return a case's configuration and variation."""
+    names = {item.name for item in dataclasses.fields(Variation)}
+    how = dataclasses.replace(SAME, **{k: v for k, v in options.items() if k in names})
+    config = MoEConfig(**{**PLAIN, **{k: v for k, v in options.items() if k not in names}})
+    return config, how
+
+
+@pytest.mark.parametrize("name", [*EQUAL, *UNEQUAL])
+def test_upcycle_says_whether_the_layer_computes_what_the_dense_step_did(name):
+    config, how = case({**EQUAL, **UNEQUAL}[name])
+    ffn = dense_step(config.hidden_layer_norm)
+    x = torch.randn(40, D, generator=torch.Generator().manual_seed(5))
+    expected = dense_output(ffn, x)
+    found = moe_output(config, moe_tensors(ffn, config, "decoder.layers.1.fc1", how), x)
+    is_same = torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert is_same == (name in EQUAL)
+    assert (differences(config, how) == []) == (name in EQUAL)
+
+
+def test_upcycle_with_one_expert_of_weight_1_is_within_a_few_hundredths_where_the_gate_is_small():
+    config, how = case({"top_k": 1, "routed_scaling_factor": float(E), "gate_scale": 0.01})
+    ffn, x = dense_step(), F.layer_norm(torch.randn(40, D), (D,))
+    found = moe_output(config, moe_tensors(ffn, config, "a", how), x)
+    ratio = found / dense_output(ffn, x)
+    assert (ratio - 1).abs().max() < 0.03
+    assert not torch.allclose(ratio, torch.ones(()), atol=1e-4)
+
+
+def test_upcycle_draws_gates_as_a_training_does_and_every_layer_its_own():
+    config = MoEConfig(**PLAIN, gate_type="linear,cosine", residual=True)
+    made = moe_tensors(dense_step(), config, "decoder.layers.1.fc1", SAME)
+    drawn = MoELayer(config, seed=3, name="decoder.layers.1.fc1").state_dict()
+    assert list(made) == list(drawn)
+    for key in drawn:
+        assert made[key].shape == drawn[key].shape
+        if "gate" in key or "mix" in key:
+            assert torch.equal(made[key], drawn[key]), key
+    other = moe_tensors(dense_step(), config, "decoder.layers.3.fc1", SAME)
+    assert not torch.equal(made["gate.weight"], other["gate.weight"])
+
+
+def test_upcycle_gives_a_part_s_experts_one_gate_row_and_others_another():
+    config = MoEConfig(**{**PLAIN, "hidden_dim": H // 3, "top_k": 3})
+    made = moe_tensors(dense_step(), config, "a", SAME)
+    rows = made["gate.weight"]
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    assert torch.equal(rows[3], rows[5]) and not torch.equal(rows[0], rows[3])
+    stack = made["experts.fc1_weight"]
+    assert torch.equal(stack[4], dense_step()["fc1.weight"][H // 3 : 2 * H // 3])
+
+
+def test_upcycle_draws_a_share_of_each_expert_s_units_anew_by_their_statistics():
+    wide = {"fc1.weight": torch.randn(400, 50) * 0.3 + 1, "fc1.bias": torch.randn(400) * 2}
+    wide |= {"fc2.weight": torch.randn(50, 400) * 0.1 - 2, "fc2.bias": torch.randn(50)}
+    config = MoEConfig(model_dim=50, hidden_dim=400, num_experts=3, top_k=2)
+    made = moe_tensors(wide, config, "a", Variation(reinitialize=0.25))
+    changed = []
+    for e in range(3):
+        rows = (made["experts.fc1_weight"][e] != wide["fc1.weight"]).any(dim=1)
+        columns = (made["experts.fc2_weight"][e] != wide["fc2.weight"]).any(dim=0)
+        assert rows.sum() == 100 and torch.equal(rows, columns)
+        assert torch.equal(rows, made["experts.fc1_bias"][e] != wide["fc1.bias"])
+        drawn = made["experts.fc1_weight"][e][rows]
+        assert drawn.mean().item() == pytest.approx(1, abs=0.02)
+        assert drawn.std().item() == pytest.approx(0.3, rel=0.05)
+        assert made["experts.fc2_weight"][e][:, rows].mean().item() == pytest.approx(-2, abs=0.02)
+        changed.append(rows)
+    assert not torch.equal(changed[0], changed[1])
+    assert torch.equal(made["experts.fc2_bias"], wide["fc2.bias"].expand(3, 50))
+
+
+def test_upcycle_adds_noise_of_a_size_relative_to_the_matrix_other_in_each_expert():
+    wide = {"fc1.weight": torch.randn(200, 50) * 3, "fc1.bias": torch.zeros(200)}
+    wide |= {"fc2.weight": torch.randn(50, 200) * 0.1, "fc2.bias": torch.zeros(50)}
+    config = MoEConfig(model_dim=50, hidden_dim=200, num_experts=3, top_k=2)
+    made = moe_tensors(wide, config, "a", Variation(perturb=0.2))
+    for key, size in (("fc1", 3), ("fc2", 0.1)):
+        noise = made[f"experts.{key}_weight"] - wide[f"{key}.weight"]
+        assert noise.std().item() == pytest.approx(0.2 * size, rel=0.03)
+        assert not torch.equal(noise[0], noise[1])
+    assert not made["experts.fc1_bias"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_upcycle_keeps_the_dtype_of_the_weights(dtype):
+    ffn = {key: tensor.to(dtype) for key, tensor in dense_step().items()}
+    made = moe_tensors(ffn, MoEConfig(**PLAIN), "a", Variation(perturb=0.1, reinitialize=0.5))
+    assert {t.dtype for key, t in made.items() if "experts" in key} == {dtype}
+    assert made["gate.weight"].dtype == torch.float32
+
+
+REFUSED = {
+    "glu": ({"expert_type": "glu"}, r"--moe-expert-type\) is 'glu', but a dense .* leave it out"),
+    "no part": ({"hidden_dim": 7}, r"--moe-expert-ffn-dim\) is 7, but the dense step is 24 wide"),
+    "wider": ({"hidden_dim": 48}, "is 48, but the dense step is 24 wide; give a whole part"),
+    "experts": (
+        {"hidden_dim": 12, "num_experts": 5},
+        r"into 2 parts, but num_experts \(--moe-expert-count\) is 5; give a multiple of 2",
+    ),
+    "top-k": ({"hidden_dim": 12, "top_k": 3}, r"top_k \(--moe-top-k\) is 3; give a multiple of 2"),
+    "groups": ({"hidden_dim": 12, "expert_groups": 2}, "leaves groups of 3; give a multiple of 2"),
+    "hash": ({"hidden_dim": 12, "gate_type": "hash"}, "gate-type.* hash would not keep together"),
+    "residual": ({"hidden_dim": 12, "residual": True}, "residual.* would not keep together"),
+    "choice": ({"hidden_dim": 12, "choice": "experts"}, "choice.* would not keep together"),
+    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "--scale-fc normalises the step"),
+    "gate": (
+        {"gate_type": "cosine", "gate_scale": 0.5},
+        r"--gate-scale is 0.5, for which gate_type \(--moe-gate-type\) cosine has no use",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_upcycle_refuses_what_no_copies_can_be(name):
+    options, sentence = REFUSED[name]
+    config, how = case(options)
+    with pytest.raises(ValueError, match=sentence):
+        moe_tensors(dense_step(config.hidden_layer_norm), config, "a", how)
+
+
+CASES = ({}, {"gate_type": "linear,cosine", "gate_index": 1}, {"residual": True, "shared_experts": 1},
+         {"gate_type": "hash", "balance_bias": False}, {"hidden_layer_norm": True})  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_upcycle_knows_the_parameters_that_a_training_has_and_their_order(options):
+    config = MoEConfig(**PLAIN, **options)
+    layer = MoEFeedForward(config, Topology(), 1, "decoder.layers.1.fc1")
+    expected = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
+    assert trained_tensors(config, "decoder.layers.1.fc1") == expected
+
+
+def dense_model():
+    """Return a state dict of two layers, its parameters' names, and Adam's state of them."""
+    model = {"decoder.version": torch.ones(1), "decoder.embed_tokens.weight": torch.randn(5, D)}
+    for i in range(2):
+        model |= {f"decoder.layers.{i}.{key}": t for key, t in dense_step(seed=i).items()}
+        model[f"decoder.layers.{i}.final_layer_norm.weight"] = torch.ones(D)
+    model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
+    names = [name for name in model if "version" not in name and "output" not in name]
+    state = {
+        i: {"step": 7, "exp_avg": torch.randn_like(model[name]), "fp32_master": model[name]}
+        for i, name in enumerate(names)
+    }
+    group = {"lr": 0.1, "params": list(range(len(names)))}
+    return model, names, {"state": state, "param_groups": [group], "loss_scale": 4.0}
+
+
+def test_upcycle_copies_moments_to_every_expert_and_leaves_what_is_new_without():
+    dense, names, optimizer = dense_model()
+    layer = layers_of(dense)[1]
+    config = MoEConfig(**{**PLAIN, "hidden_dim": H // 2})
+    moe = {}
+    for name, tensor in dense.items():
+        if name == f"{layer.name}.fc1.weight":
+            made = moe_tensors(dense_step(seed=1), config, layer.step, SAME)
+            moe |= {f"{layer.step}.{key}": value for key, value in made.items()}
+        elif name.removeprefix(f"{layer.name}.") not in dense_step():
+            moe[name] = tensor
+    found = copied_state(dense, optimizer, moe, {layer: config})
+    new_names = [name for name in moe if "version" not in name and "output" not in name]
+    assert found["loss_scale"] == 4
+    assert found["param_groups"] == [{"lr": 0.1, "params": list(range(len(new_names)))}]
+    for i, name in enumerate(new_names):
+        if name.endswith("gate.weight"):
+            assert i not in found["state"]
+        elif ".experts." not in name:
+            assert found["state"][i] == optimizer["state"][names.index(name)]
+        else:
+            assert set(found["state"][i]) == {"step", "exp_avg"}
+            assert found["state"][i]["step"] == 7
+    of_step = {
+        key: optimizer["state"][names.index(f"{layer.name}.{key}")]["exp_avg"]
+        for key in dense_step()
+    }
+    for key, moment in copies(of_step, config).items():
+        assert torch.equal(
+            found["state"][new_names.index(f"{layer.step}.{key}")]["exp_avg"], moment
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda s: None, "--input holds no optimizer state; leave --copy-optimizer-state out"),
+        (lambda s: s | {"param_groups": s["param_groups"] * 2}, "several groups of parameters"),
+        (
+            lambda s: s | {"param_groups": [{"params": [0]}], "state": {}},
+            "it is of 1 tensors where the model has 11; leave --copy-optimizer-state out",
+        ),
+        (
+            lambda s: s | {"state": {0: {"exp_avg": torch.ones(3)}}},
+            r"exp_avg has the shape \(3,\) where its parameter has \(5, 8\)",
+        ),
+    ],
+)
+def test_upcycle_refuses_to_copy_a_state_that_is_not_by_parameter(change, sentence):
+    dense, _, optimizer = dense_model()
+    with pytest.raises(ValueError, match=sentence):
+        copied_state(dense, change(optimizer), dense, {})
