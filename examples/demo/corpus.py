@@ -37,7 +37,6 @@ SKIPPED_FOLDERS = {
 def build(folder: Path) -> None:
     """Write `train.bpe`, `valid.bpe`, `test.bpe` and the tokenizer's `bpe.model` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    print("A corpus from the sources of Python's standard library:", flush=True)
     files = _source_files()
     for split, wanted_chars in SPLIT_CHARS.items():
         with open(folder / f"{split}.txt", "w", encoding="utf-8") as text:

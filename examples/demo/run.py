@@ -14,7 +14,7 @@ from time import monotonic
 
 import corpus
 import steps
-from recipes import DENSE, MOE
+from recipes import DENSE, MOE, UPDATES
 
 
 def main() -> None:
@@ -28,11 +28,23 @@ def main() -> None:
     # fairseq would resume the checkpoints of an earlier run.
     shutil.rmtree(steps.OUT, ignore_errors=True)
 
+    def begin(step: str) -> None:
+        print(f"\n== {step} (after {(monotonic() - started) / 60:.0f} min)", flush=True)
+
+    print("Seven steps, about 8 minutes on two cores that nobody else uses.", flush=True)
+    begin("1 of 7: a corpus of text and code, from this Python's own library")
     corpus.build(steps.CORPUS)
+    begin("2 of 7: binarise it")
     steps.preprocess(corpus.SPLIT_CHARS)
-    dense_speed, moe_speed = steps.train(DENSE), steps.train(MOE)
+    begin(f"3 of 7: train the dense model, {UPDATES} updates, about 3 minutes")
+    dense_speed = steps.train(DENSE)
+    begin(f"4 of 7: train the MoE model, {UPDATES} updates, about 3 minutes")
+    moe_speed = steps.train(MOE)
+    begin("5 of 7: evaluate both")
     dense_ppl, moe_ppl = steps.evaluate(DENSE), steps.evaluate(MOE)
+    begin("6 of 7: let the MoE model write")
     steps.generate(MOE)
+    begin("7 of 7: draw both trainings")
     page = steps.report([DENSE, MOE])
 
     result = {
