@@ -32,7 +32,7 @@ from fairseq_tutel.planning.cost import (
 )
 from fairseq_tutel.planning.links import Errors, Row, errors_of, fit_machine, relative_errors
 from fairseq_tutel.planning.machine import CPU, PRESETS, Machine
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.tools.report.figures import COLORS
 
 DOCS = Path(__file__).resolve().parent
@@ -125,11 +125,13 @@ def algorithms_table() -> str:
     return page.table(rows, ["A100s", *(f"{_size(size)} a rank" for size in SIZES_MIB)])
 
 
-def choices(work: Work, gpus: int) -> dict[How, float]:
+def choices(work: Work, gpus: int) -> dict[Strategy, float]:
     """Return the seconds of every way to run a layer whose experts are over all GPUs."""
     cluster = Cluster(nodes=gpus // LOCAL, local=LOCAL, expert_parallel_size=gpus)
-    hows = {how for c, how in candidates(work, gpus // LOCAL, LOCAL) if c == cluster}
-    return {how: step_seconds(work, A100, cluster, how) for how in hows}
+    strategies = {
+        strategy for c, strategy in candidates(work, gpus // LOCAL, LOCAL) if c == cluster
+    }
+    return {strategy: step_seconds(work, A100, cluster, strategy) for strategy in strategies}
 
 
 def gains(work: Work, gpus: int) -> dict[str, float]:
@@ -138,13 +140,13 @@ def gains(work: Work, gpus: int) -> dict[str, float]:
     The first lets r alone change, at d = 1 and linear; the second leaves r at 1.
     """
     times = choices(work, gpus)
-    plain = {r: times[How(adaptive_r=r)] for r in {how.adaptive_r for how in times}}
-    overlapped = [s for how, s in times.items() if how.adaptive_r == 1]
+    plain = {r: times[Strategy(adaptive_r=r)] for r in {strategy.adaptive_r for strategy in times}}
+    overlapped = [s for strategy, s in times.items() if strategy.adaptive_r == 1]
     return {
         "over r = 1": plain[1] / min(plain.values()),
         "over r = 0": plain[0] / min(plain.values()),
         "over r = s": plain[max(plain)] / min(plain.values()),
-        "over d = 1, linear": times[How()] / min(overlapped),
+        "over d = 1, linear": times[Strategy()] / min(overlapped),
     }
 
 
@@ -252,7 +254,7 @@ class Step(NamedTuple):
         section: "static" for r, d and algorithm, "overlap" for d alone.
         form: of the experts, "sleep" or "compute".
         tokens: of a rank.
-        how: the choice.
+        strategy: the choice.
         seconds: measured.
         own: predicted by links that were fitted to this shape's all-to-alls.
         others: predicted by links that were fitted to other shapes' alone; None if there are none.
@@ -262,7 +264,7 @@ class Step(NamedTuple):
     section: str
     form: str
     tokens: int
-    how: How
+    strategy: Strategy
     seconds: float
     own: float
     others: float | None
@@ -296,7 +298,7 @@ def measured_steps(files: list[Path]) -> list[Step]:
                         section=section,
                         form=row["form"],
                         tokens=row["tokens"],
-                        how=_how_of(row),
+                        strategy=_strategy_of(row),
                         seconds=row["seconds"],
                         own=predicted[0],
                         others=predicted[1] if others else None,
@@ -310,7 +312,7 @@ def steps_table(steps: list[Step]) -> str:
     groups: dict[tuple[str, str, str], list[Step]] = defaultdict(list)
     for step in steps:
         kind = "d alone" if step.section == "overlap" else "r, d, algorithm"
-        if step.how.adaptive_r == 0:
+        if step.strategy.adaptive_r == 0:
             kind = "r = 0"
         groups[kind, step.cluster, step.form].append(step)
     rows = []
@@ -339,19 +341,19 @@ def choices_table(steps: list[Step]) -> str:
 
     Beside it the same of one choice for all cells of a line, the one that costs least in the mean.
     """
-    cells: dict[tuple[str, str], dict[int, dict[How, Step]]] = defaultdict(
+    cells: dict[tuple[str, str], dict[int, dict[Strategy, Step]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     for step in steps:
         if step.section == "static":
-            cells[step.cluster, step.form][step.tokens][step.how] = step
+            cells[step.cluster, step.form][step.tokens][step.strategy] = step
     rows = []
     for (cluster, form), by_tokens in cells.items():
         found = list(by_tokens.values())
         columns = [_regrets(found, lambda step: step.own)]
         if all(step.others is not None for cell in found for step in cell.values()):
             columns.append(_regrets(found, lambda step: step.others))
-        fixed = {how: [_regret(cell, how) for cell in found] for how in found[0]}
+        fixed = {strategy: [_regret(cell, strategy) for cell in found] for strategy in found[0]}
         columns.append(min(fixed.values(), key=sum))
         shown = [_within(regrets) for regrets in columns]
         shown[1:1] = ["-"] * (3 - len(shown))
@@ -387,10 +389,10 @@ def draw_sizes(path: Path) -> None:
     curves: dict[str, list[float]] = defaultdict(list)
     for gpus in GPUS:
         times = choices(LAYER, gpus)
-        curves["P = W, static: r = 1, d = 1, linear"].append(times[How()])
-        two_levels = How(algorithm="2dh")
-        curves["P = W, static: r = 1, d = 1, 2DH"].append(times.get(two_levels, times[How()]))
-        curves["P = W, static: r = 0"].append(times[How(adaptive_r=0)])
+        curves["P = W, static: r = 1, d = 1, linear"].append(times[Strategy()])
+        two_levels = Strategy(algorithm="2dh")
+        curves["P = W, static: r = 1, d = 1, 2DH"].append(times.get(two_levels, times[Strategy()]))
+        curves["P = W, static: r = 0"].append(times[Strategy(adaptive_r=0)])
         curves["P = W, adaptive: best r, d, algorithm"].append(min(times.values()))
         curves["best P, r, d, algorithm"].append(best(LAYER, A100, gpus // LOCAL, LOCAL)[0].seconds)
     with matplotlib.rc_context({"font.size": 9}):
@@ -413,7 +415,7 @@ def draw_parallelism(path: Path) -> None:
                 lost = []
                 for tokens in TOKENS:
                     times = choices(replace(LARGE_LAYER, tokens=tokens), gpus)
-                    static = min(s for how, s in times.items() if how.adaptive_r == r)
+                    static = min(s for strategy, s in times.items() if strategy.adaptive_r == r)
                     lost.append(static / min(times.values()))
                 axes.plot(TOKENS, lost, color=color, marker=".", label=f"r = {r}")
             axes.set(title=f"{gpus:,} A100s, s = {slices}", xlabel="tokens of a rank")
@@ -459,9 +461,9 @@ def _experts_rate(row: dict[str, Any], section: str, content: dict[str, Any]) ->
     return flops / alone[0]["experts_seconds"]
 
 
-def _how_of(row: dict[str, Any]) -> How:
+def _strategy_of(row: dict[str, Any]) -> Strategy:
     """Return the choice of a row; where d alone changes, the rest is as by default."""
-    return How(
+    return Strategy(
         adaptive_r=row.get("adaptive_r", 1),
         overlap=row["overlap"],
         algorithm=row.get("algorithm", "linear"),
@@ -482,19 +484,19 @@ def _predicted_step(
         bytes_per_element=4,
     )
     cluster = Cluster(nodes=config["nodes"], local=config["local"], expert_parallel_size=world)
-    return step_seconds(work, machine, cluster, _how_of(row))
+    return step_seconds(work, machine, cluster, _strategy_of(row))
 
 
 def _regrets(
-    cells: list[dict[How, Step]], predicted: Callable[[Step], float | None]
+    cells: list[dict[Strategy, Step]], predicted: Callable[[Step], float | None]
 ) -> list[float]:
     """Return for every cell what the choice of the least predicted time costs."""
     return [_regret(cell, min(cell, key=lambda h, c=cell: predicted(c[h]))) for cell in cells]
 
 
-def _regret(cell: dict[How, Step], how: How) -> float:
+def _regret(cell: dict[Strategy, Step], strategy: Strategy) -> float:
     """Return the measured time of a choice over that of the best, less one."""
-    return cell[how].seconds / min(step.seconds for step in cell.values()) - 1
+    return cell[strategy].seconds / min(step.seconds for step in cell.values()) - 1
 
 
 def _within(regrets: list[float]) -> str:

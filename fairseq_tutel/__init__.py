@@ -12,7 +12,7 @@ from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import routing_metrics
 from fairseq_tutel.moe.routing import Routing, route
 from fairseq_tutel.moe.update_tuner import UpdateTuner
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.plugin.allocator import keep_freed_memory
 from fairseq_tutel.ranks.groups import Topology, make_topology
 
@@ -22,12 +22,15 @@ from fairseq_tutel.tutel.layer import moe_layer
 
 __version__ = "0.1.0"
 
+How = Strategy  # its former name
+
 __all__ = [
     "How",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
     "Routing",
+    "Strategy",
     "Topology",
     "UpdateTuner",
     "combine",

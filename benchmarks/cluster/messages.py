@@ -10,7 +10,7 @@ import fairseq_tutel as ft
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
 from fairseq_tutel.comm import exchange
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 ROW_FLOATS = 256
 ROW_KIB = ROW_FLOATS * 4 / 1024  # float32
@@ -83,15 +83,15 @@ def all_to_alls(settings: Settings) -> Iterator[dict[str, Any]]:
 def _there_and_back(
     rows: torch.Tensor, counts: torch.Tensor, topology: ft.Topology, algorithm: str
 ) -> Step:
-    plan = exchange.ExchangePlan(
+    options = exchange.ExchangeOptions(
         group=topology.expert_group,
         grid=topology.grid,
-        how=How(algorithm=algorithm),
+        strategy=Strategy(algorithm=algorithm),
         padded=True,
     )
 
     def step() -> None:
         with torch.no_grad():
-            exchange.run(rows, counts, lambda received, _: received, plan)
+            exchange.run(rows, counts, lambda received, _: received, options)
 
     return step

@@ -20,7 +20,7 @@ from benchmarks.cluster.layers import (
 )
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 # Sleeping experts that are faster and slower than the option says, to either side of the exchange.
 COSTS = {"compute": (1.0,), "sleep": (0.5, 1.0, 2.0)}
@@ -85,7 +85,7 @@ def _with_overlap(layer: Any, x_TD: torch.Tensor, overlap: int) -> Step:
     plain = step_of(layer, x_TD)
 
     def step() -> None:
-        layer.how = How(overlap=overlap)
+        layer.strategy = Strategy(overlap=overlap)
         plain()
 
     return step

@@ -89,7 +89,7 @@ def _static(rows: list[Row]) -> str:
     by_form: dict[str, dict[int, dict[str, Row]]] = {}
     for row in rows:
         cell = by_form.setdefault(row["form"], {}).setdefault(row["tokens"], {})
-        cell[_how(row)] = row
+        cell[_strategy(row)] = row
     return "\n\n".join(_static_of(form, cells) for form, cells in by_form.items())
 
 
@@ -112,9 +112,9 @@ def _tuners(rows: list[Row]) -> str:
         {
             "experts": [row["form"] for row in rows],
             "tokens a rank": [row["tokens"] for row in rows],
-            "tuner's choice": [_how(row) for row in rows],
+            "tuner's choice": [_strategy(row) for row in rows],
             "ms": [f"{1e3 * row['seconds']:.1f}" for row in rows],
-            "best static": [_how(row["best"]) for row in rows],
+            "best static": [_strategy(row["best"]) for row in rows],
             "best, ms": [f"{1e3 * row['best_seconds']:.1f}" for row in rows],
             "regret": [f"{100 * row['regret']:+.1f} %" for row in rows],
             "measured again": [row["measured_again"] for row in rows],
@@ -143,9 +143,9 @@ def _trainings(rows: list[Row]) -> str:
     return _table(
         {
             "tokens a rank": [row["tokens"] for row in rows],
-            "--moe-adaptive auto": [_how(row) for row in rows],
+            "--moe-adaptive auto": [_strategy(row) for row in rows],
             "ms an update": [_ms(row) for row in rows],
-            "best static": [_how(row["best"]) for row in rows],
+            "best static": [_strategy(row["best"]) for row in rows],
             "best, ms": [f"{1e3 * row['best_seconds']:.1f}" for row in rows],
             "slower by": [f"{100 * row['regret']:+.1f} %" for row in rows],
             "over worst of all": [f"{row['gain_over_worst']:.2f}x" for row in rows],
@@ -163,7 +163,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 }
 
 
-def _how(row: Row) -> str:
+def _strategy(row: Row) -> str:
     if row["adaptive_r"] == 0:
         return "r=0"
     return f"r={row['adaptive_r']} d={row['overlap']} {row['algorithm']}"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
 from benchmarks.cluster.tuning import FINAL_REPEATS, canonical, static_choices
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, SENTENCES, LAYERS = 1000, 8, 2
@@ -34,15 +34,15 @@ def _of(settings: Settings, tokens: int, folder: str) -> Iterator[dict[str, Any]
         update()
         if tuner.tuner.best:
             break
-    (chosen,) = {canonical(how) for how in tuner.tuner.best.values()} or {How()}
+    (chosen,) = {canonical(strategy) for strategy in tuner.tuner.best.values()} or {Strategy()}
     steps: dict[Any, Step] = {
-        how: _static(trainer, how, update) for how in static_choices(settings)
+        strategy: _static(trainer, strategy, update) for strategy in static_choices(settings)
     }
     took = interleaved(steps, settings.repeats)
     cell = {"tokens": tokens}
-    for how, times in took.items():
-        yield {"section": "training_static", **cell, **asdict(how), **summary(times)}
-    best = min(took, key=lambda how: median(took[how]))
+    for strategy, times in took.items():
+        yield {"section": "training_static", **cell, **asdict(strategy), **summary(times)}
+    best = min(took, key=lambda strategy: median(took[strategy]))
     # Anew and in turns: the least of many medians flatters itself.
     both = {"auto": _tuned(trainer, tuner, update), "best": steps[best]}
     again = interleaved(both, FINAL_REPEATS * settings.repeats)
@@ -60,7 +60,7 @@ def _of(settings: Settings, tokens: int, folder: str) -> Iterator[dict[str, Any]
     }
 
 
-def _static(trainer: Any, how: How, update: Step) -> Step:
+def _static(trainer: Any, strategy: Strategy, update: Step) -> Step:
     from fairseq_tutel.plugin.feed_forward import moe_layers
 
     layers = moe_layers(trainer.get_model())
@@ -68,7 +68,7 @@ def _static(trainer: Any, how: How, update: Step) -> Step:
     def step() -> None:
         trainer.task.moe_tuner = None
         for layer in layers:
-            layer.how = how
+            layer.strategy = strategy
         update()
 
     return step

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.cluster.layers import FORMS, make_layer, rows_of, step_of
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, seconds_of, summary
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.planning.tuner import Tuner
 
 # More than any search over the choices here takes; a tuner that never settles is reported, not awaited.
@@ -23,21 +23,21 @@ FINAL_REPEATS, FEWEST_REPEATS = 4, 2
 CLOSE, MOST_CLOSE = 1.15, 6
 
 
-def static_choices(settings: Settings) -> list[How]:
+def static_choices(settings: Settings) -> list[Strategy]:
     """Return every choice; where no row travels, d and algorithm choose nothing."""
     travelling = [
-        How(adaptive_r=r, overlap=d, algorithm=algorithm)
+        Strategy(adaptive_r=r, overlap=d, algorithm=algorithm)
         for r in settings.degrees
         if r > 0
         for d in settings.overlaps
         for algorithm in settings.algorithms
     ]
-    return [How(adaptive_r=0), *travelling]
+    return [Strategy(adaptive_r=0), *travelling]
 
 
-def canonical(how: How) -> How:
+def canonical(strategy: Strategy) -> Strategy:
     """Return the one of `static_choices` that a choice is the same as."""
-    return How(adaptive_r=0) if how.adaptive_r == 0 else how
+    return Strategy(adaptive_r=0) if strategy.adaptive_r == 0 else strategy
 
 
 def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -49,38 +49,40 @@ def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
         )
         for tokens in settings.tokens:
             plain = step_of(layer, rows_of(settings, tokens, dist.get_rank()))
-            steps = {how: _with(layer, how, plain) for how in static_choices(settings)}
+            steps = {
+                strategy: _with(layer, strategy, plain) for strategy in static_choices(settings)
+            }
             took = interleaved(steps, settings.repeats)
             cell = {"form": form, "tokens": tokens}
-            for how, times in took.items():
-                yield {"section": "static", **cell, **asdict(how), **summary(times)}
+            for strategy, times in took.items():
+                yield {"section": "static", **cell, **asdict(strategy), **summary(times)}
             result = _tuned(tuner, f"{tokens} tokens", layer, plain, took, settings.repeats)
             yield {"section": "tuner", **cell, **result}
 
 
-def _with(layer: Any, how: How, plain: Step) -> Step:
+def _with(layer: Any, strategy: Strategy, plain: Step) -> Step:
     def step() -> None:
-        layer.how = how
+        layer.strategy = strategy
         plain()
 
     return step
 
 
 def _tuned(
-    tuner: Tuner, key: str, layer: Any, plain: Step, took: dict[How, list[float]], repeats: int
+    tuner: Tuner, key: str, layer: Any, plain: Step, took: dict[Strategy, list[float]], repeats: int
 ) -> dict[str, Any]:
     """Let the tuner search, then compare its choice with the good static ones, again and in turns."""
     num_steps = 0
     while not tuner.settled(key) and num_steps < MOST_STEPS:
-        how = tuner.choose(key)
-        tuner.record(key, how, 1000 * seconds_of(_with(layer, how, plain)))
+        strategy = tuner.choose(key)
+        tuner.record(key, strategy, 1000 * seconds_of(_with(layer, strategy, plain)))
         num_steps += 1
     chosen = canonical(tuner.choose(key))
-    static = {how: median(times) for how, times in took.items()}
+    static = {strategy: median(times) for strategy, times in took.items()}
     finalists = dict.fromkeys((chosen, *close_to_best(static)))
-    again = {how: _with(layer, how, plain) for how in finalists}
+    again = {strategy: _with(layer, strategy, plain) for strategy in finalists}
     times = interleaved(again, repeats_of(len(again)) * repeats)
-    fresh = {how: median(taken) for how, taken in times.items()}
+    fresh = {strategy: median(taken) for strategy, taken in times.items()}
     best = min(fresh, key=fresh.__getitem__)
     halves = [median(times[best][start::2]) for start in (0, 1)]
     return {
@@ -102,11 +104,11 @@ def _tuned(
     }
 
 
-def close_to_best(static: dict[How, float]) -> list[How]:
+def close_to_best(static: dict[Strategy, float]) -> list[Strategy]:
     """Return the choices whose seconds are within CLOSE of the least, best first, MOST_CLOSE at most."""
     ranked = sorted(static, key=static.__getitem__)
     limit = CLOSE * static[ranked[0]]
-    return [how for how in ranked[:MOST_CLOSE] if static[how] <= limit]
+    return [strategy for strategy in ranked[:MOST_CLOSE] if static[strategy] <= limit]
 
 
 def repeats_of(number: int) -> int:
@@ -114,15 +116,15 @@ def repeats_of(number: int) -> int:
     return max(FEWEST_REPEATS, 2 * FINAL_REPEATS // number)
 
 
-def _gain(static: dict[How, float], chosen: How, fixed: tuple[str, ...]) -> float:
+def _gain(static: dict[Strategy, float], chosen: Strategy, fixed: tuple[str, ...]) -> float:
     """Return the time of the worst choice that is `chosen` in the fixed fields, over that of `chosen`.
 
     r = 0 has neither d nor algorithm, so it is in reach of every choice.
     """
     alike = [
         seconds
-        for how, seconds in static.items()
-        if all(getattr(how, name) == getattr(chosen, name) for name in fixed)
-        or (how.adaptive_r == 0 and "adaptive_r" not in fixed)
+        for strategy, seconds in static.items()
+        if all(getattr(strategy, name) == getattr(chosen, name) for name in fixed)
+        or (strategy.adaptive_r == 0 and "adaptive_r" not in fixed)
     ]
     return max(alike) / static[chosen]

@@ -20,20 +20,20 @@ from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.comm.trip import Counts, Trip
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Grid
 
 ExpertFn = Callable[[Tensor, Groups], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangePlan:
+class ExchangeOptions:
     """How rows travel.
 
     Attributes:
         group: ranks that exchange them; None: they stay.
         grid: the nodes of the group, which 2dh needs.
-        how: adaptive_r (at least 1 within a group), overlap and algorithm.
+        strategy: adaptive_r (at least 1 within a group), overlap and algorithm.
         slices: s, ranks of one expert.
         padded: every expert's rows are as many on every rank.
         wire: see comm/wire.py.
@@ -45,7 +45,7 @@ class ExchangePlan:
 
     group: dist.ProcessGroup | None = None
     grid: Grid | None = None
-    how: How = field(default_factory=How)
+    strategy: Strategy = field(default_factory=Strategy)
     slices: int = 1
     padded: bool = False
     wire: str = "same"
@@ -62,101 +62,101 @@ class ExchangePlan:
     @property
     def hops(self) -> Grid | None:
         """The grid over which rows go in two hops, if they do."""
-        return self.grid if self.how.algorithm == "2dh" else None
+        return self.grid if self.strategy.algorithm == "2dh" else None
 
 
-def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, plan: ExchangePlan) -> Tensor:
+def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, options: ExchangeOptions) -> Tensor:
     """Send, regroup by expert, apply `expert_fn`, regroup back, return.
 
     Args:
-        rows_RD: [R, D] expert-major rows: compact, or E * C for a padded plan.
+        rows_RD: [R, D] expert-major rows: compact, or E * C for padded ones.
         counts_E: [E] int64, kept rows of each expert.
         expert_fn: maps rows of the local experts, expert-major.
-        plan: see ExchangePlan.
+        options: see ExchangeOptions.
 
     Returns:
         [R', D] in the order of the input; compact rows without their unused tail.
     """
-    if plan.group is None:
+    if options.group is None:
         return expert_fn(rows_RD, Groups.of_tensor(counts_E))
     capacity = rows_RD.shape[0] // counts_E.shape[0]
-    if plan.padded:
+    if options.padded:
         counts_E = torch.full_like(counts_E, capacity)
-    degree = plan.how.adaptive_r
-    device, host = _counts(counts_E, capacity, plan)
+    degree = options.strategy.adaptive_r
+    device, host = _counts(counts_E, capacity, options)
     num_rows = int(host.leaving_PE.sum()) // degree
     rows_RD = rows_RD[:num_rows]
     if degree == 1:
-        return _run(rows_RD, device, host, expert_fn, plan)
+        return _run(rows_RD, device, host, expert_fn, options)
     repeated = repeat_blocks(rows_RD, counts_E, num_rows, degree)
-    return repeated.summed(_run(repeated.rows_RD, device, host, expert_fn, plan))
+    return repeated.summed(_run(repeated.rows_RD, device, host, expert_fn, options))
 
 
-def agreed_capacity(counts_E: Tensor, plan: ExchangePlan) -> int:
+def agreed_capacity(counts_E: Tensor, options: ExchangeOptions) -> int:
     """Return the places per expert that suffice on every rank: the largest count, at least 1.
 
     One small exchange, and the one host read of a padded forward. A capacity factor would bound this
     rank's need by its own tokens; how many the others have, only they know.
     """
-    assert plan.group is not None
-    need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(plan.group), 1)
-    own_PX = plan.stamp.beside(need_P1)
-    came_PX = even_exchange(own_PX, plan.group, "the agreement on the size of buffers").cpu()
-    compare(came_PX[:, 0], plan.operation, plan.group)
+    assert options.group is not None
+    need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
+    own_PX = options.stamp.beside(need_P1)
+    came_PX = even_exchange(own_PX, options.group, "the agreement on the size of buffers").cpu()
+    compare(came_PX[:, 0], options.operation, options.group)
     return int(came_PX[:, 1].max())
 
 
-def _counts(counts_E: Tensor, capacity: int, plan: ExchangePlan) -> tuple[Counts, Counts]:
+def _counts(counts_E: Tensor, capacity: int, options: ExchangeOptions) -> tuple[Counts, Counts]:
     """Return the counts of all blocks on the device and on the host; collective unless padded."""
-    assert plan.group is not None
-    if plan.padded:
+    assert options.group is not None
+    if options.padded:
         # The same on every rank, so nobody need be told; made in both places rather than copied.
-        host = _even_counts(torch.full(counts_E.shape, capacity), plan)
-        return (_even_counts(counts_E, plan) if counts_E.is_cuda else host), host
-    leaving_PE = _leaving(counts_E, plan)
-    if plan.hops is None:
-        device = all_to_all.exchange_counts(leaving_PE, plan.group, plan.stamp)
+        host = _even_counts(torch.full(counts_E.shape, capacity), options)
+        return (_even_counts(counts_E, options) if counts_E.is_cuda else host), host
+    leaving_PE = _leaving(counts_E, options)
+    if options.hops is None:
+        device = all_to_all.exchange_counts(leaving_PE, options.group, options.stamp)
     else:
-        device = hierarchical.exchange_counts(leaving_PE, plan.hops, plan.stamp)
+        device = hierarchical.exchange_counts(leaving_PE, options.hops, options.stamp)
     host = device.to_host()
     assert host.stamps_P is not None
-    compare(host.stamps_P, plan.operation, plan.group)
+    compare(host.stamps_P, options.operation, options.group)
     return device, host
 
 
-def _leaving(counts_E: Tensor, plan: ExchangePlan) -> Tensor:
-    counts = destinations(counts_E, plan.slices, plan.how.adaptive_r)
-    return counts.view(dist.get_world_size(plan.group), -1)
+def _leaving(counts_E: Tensor, options: ExchangeOptions) -> Tensor:
+    counts = destinations(counts_E, options.slices, options.strategy.adaptive_r)
+    return counts.view(dist.get_world_size(options.group), -1)
 
 
-def _even_counts(counts_E: Tensor, plan: ExchangePlan) -> Counts:
+def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
     """Return the counts where every rank sends alike: what comes is what this rank sends itself."""
-    leaving_PE = _leaving(counts_E, plan)
-    rank = dist.get_rank(plan.group)
+    leaving_PE = _leaving(counts_E, options)
+    rank = dist.get_rank(options.group)
     arriving_PE = leaving_PE[rank].expand_as(leaving_PE)
-    if plan.hops is None:
+    if options.hops is None:
         return Counts(leaving_PE, arriving_PE)
-    nodes, local = plan.hops.nodes, plan.hops.local
+    nodes, local = options.hops.nodes, options.hops.local
     for_my_rail = leaving_PE.view(nodes, local, -1)[:, rank % local]
     return Counts(leaving_PE, arriving_PE, for_my_rail.expand(local, -1, -1))
 
 
-def _trip(device: Counts, host: Counts, plan: ExchangePlan) -> Trip:
-    assert plan.group is not None
-    options = {"wire": plan.wire, "timer": plan.timer, "name": plan.operation}
-    if plan.hops is None:
-        return LinearTrip.of(host, plan.group, **options)
-    return HierarchicalTrip.of(device, host, plan.hops, plan.backend, **options)
+def _trip(device: Counts, host: Counts, options: ExchangeOptions) -> Trip:
+    assert options.group is not None
+    common = {"wire": options.wire, "timer": options.timer, "name": options.operation}
+    if options.hops is None:
+        return LinearTrip.of(host, options.group, **common)
+    return HierarchicalTrip.of(device, host, options.hops, options.backend, **common)
 
 
 def _run(
-    rows_RD: Tensor, device: Counts, host: Counts, expert_fn: ExpertFn, plan: ExchangePlan
+    rows_RD: Tensor, device: Counts, host: Counts, expert_fn: ExpertFn, options: ExchangeOptions
 ) -> Tensor:
     """Send the rows in as many chunks as asked for, each block of rows cut in that many parts."""
-    number = plan.how.overlap
+    number = options.strategy.overlap
     hosts = [host.chunk(i, number) for i in range(number)]
     devices = hosts if device is host else [device.chunk(i, number) for i in range(number)]
-    trips = [_trip(*both, plan) for both in zip(devices, hosts, strict=True)]
+    trips = [_trip(*both, options) for both in zip(devices, hosts, strict=True)]
 
     def stage(i: int, received_RD: Tensor) -> Tensor:
         per_expert = hosts[i].arriving_PE.sum(0).tolist()

@@ -9,20 +9,20 @@ from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.planning.cost import faster_algorithm
 from fairseq_tutel.planning.machine import Machine, typical
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
 TOKENS = 4096  # of a rank's micro-batch, where nobody says
 WIRE_BYTES = {"bf16": 2, "fp8": 1}  # of an element
 
 
-def static_how(
+def static_strategy(
     config: MoEConfig,
     topology: Topology,
     tokens: int = TOKENS,
     machine: Machine | None = None,
     element_bytes: int = 4,
-) -> How:
+) -> Strategy:
     """Return how a layer of this configuration runs.
 
     Args:
@@ -48,7 +48,7 @@ def static_how(
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         known = machine or typical(gpu)
         algorithm = faster_algorithm(known, grid.nodes, grid.local, num_bytes)
-    return How(adaptive_r=degree, overlap=overlap, algorithm=algorithm)
+    return Strategy(adaptive_r=degree, overlap=overlap, algorithm=algorithm)
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:

@@ -26,7 +26,7 @@ from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.moe.experts import Experts, build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_logits, reset_gate
-from fairseq_tutel.moe.initial_strategy import static_how
+from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.shared_experts import Beside
 from fairseq_tutel.ranks.groups import Topology
 
@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
         # May be set anew between two steps, alike on all ranks.
-        self.how = static_how(config, self.topology)
+        self.strategy = static_strategy(config, self.topology)
         has_beside = config.shared_experts > 0 or config.residual
         self.beside = Beside(config) if has_beside else None
         self.balance_bias = (
@@ -122,6 +122,9 @@ class MoELayer(nn.Module):
         self.busiest: Tensor | None = None
         self.counts_load = True  # off in a recompute, which is no new micro-batch
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
+
+    # The former name of `strategy`.
+    how = property(lambda self: self.strategy, lambda self, value: setattr(self, "strategy", value))
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Set what every forward goes by, of the layer and of each gate; what is built stays."""
@@ -194,11 +197,11 @@ class MoELayer(nn.Module):
             sentences=_sentences(x, time_first),
         )
         assignment, gate = self._route(x_TD, batch, call)
-        plan = self._plan()
-        decision = routing.lay_out(assignment, self._buffer_capacity(assignment.counts_E, plan))
+        options = self._exchange_options()
+        decision = routing.lay_out(assignment, self._buffer_capacity(assignment.counts_E, options))
         if not torch.is_autocast_enabled(x.device.type):
             x_TD = x_TD.to(self.experts.dtype)
-        y_TD = self._mixed(x_TD, decision, plan)
+        y_TD = self._mixed(x_TD, decision, options)
         if self.beside is not None:
             y_TD = self.beside(x_TD, y_TD, batch.real_T)
         return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
@@ -217,15 +220,15 @@ class MoELayer(nn.Module):
 
         The layer keeps no trace of it.
         """
-        plan = dataclasses.replace(self._plan(), timer=None)
+        options = dataclasses.replace(self._exchange_options(), timer=None)
         device = next(self.experts.parameters()).device
         counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
-        capacity = self._buffer_capacity(counts_E, plan) or 0
+        capacity = self._buffer_capacity(counts_E, options) or 0
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
-        tensors = self._tensors(plan, device)
+        tensors = self._tensors(options, device)
         exchange.run(
-            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), plan
+            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), options
         )
 
     def _route(
@@ -274,16 +277,16 @@ class MoELayer(nn.Module):
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index], self.rules[index]
 
-    def _plan(self) -> exchange.ExchangePlan:
+    def _exchange_options(self) -> exchange.ExchangeOptions:
         """Return how the rows of a new call travel."""
         slices = self.topology.slices(self.config.num_experts)
-        degree = nearest_degree(self.how.adaptive_r, slices, self.config.hidden_layer_norm)
+        degree = nearest_degree(self.strategy.adaptive_r, slices, self.config.hidden_layer_norm)
         # Experts that are all here, for good or for this forward, need nobody else.
         here = self.experts.everywhere is not None or degree == 0
-        return exchange.ExchangePlan(
+        return exchange.ExchangeOptions(
             group=None if here else self.topology.expert_group,
             grid=self.topology.grid,
-            how=dataclasses.replace(self.how, adaptive_r=degree),
+            strategy=dataclasses.replace(self.strategy, adaptive_r=degree),
             slices=slices,
             padded=self.config.exchange == "padded",
             wire=self.config.a2a_dtype,
@@ -294,20 +297,20 @@ class MoELayer(nn.Module):
         )
 
     def _mixed(
-        self, x_TD: Tensor, decision: routing.Routing, plan: exchange.ExchangePlan
+        self, x_TD: Tensor, decision: routing.Routing, options: exchange.ExchangeOptions
     ) -> Tensor:
         """Dispatch, exchange, run the experts and combine; in one node where no row leaves."""
-        config, experts, tensors = self.config, self.experts, self._tensors(plan, x_TD.device)
-        stays = plan.group is None and not config.prescore
+        config, experts, tensors = self.config, self.experts, self._tensors(options, x_TD.device)
+        stays = options.group is None and not config.prescore
         if stays and isinstance(experts, Experts) and experts.is_one_node:
             return experts(x_TD, Groups.of_tensor(decision.counts_E), tensors, decision)
         rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
         rows_RD = exchange.run(
-            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, tensors), plan
+            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, tensors), options
         )
         return combine(rows_RD, decision, config.backend, config.prescore)
 
-    def _tensors(self, plan: exchange.ExchangePlan, device: torch.device) -> Tensors | None:
+    def _tensors(self, options: exchange.ExchangeOptions, device: torch.device) -> Tensors | None:
         """Return the tensors that this rank's experts compute with in this forward; None for their own."""
         if self.topology.expert_parallel_size == 1 or self.experts.everywhere is not None:
             return None
@@ -317,15 +320,15 @@ class MoELayer(nn.Module):
                 f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
                 "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
             )
-        degree = plan.how.adaptive_r
-        gathered = gather_weights(self.experts, self.topology, degree, plan.stamp)
+        degree = options.strategy.adaptive_r
+        gathered = gather_weights(self.experts, self.topology, degree, options.stamp)
         return self.experts.prepared(gathered, device)
 
     @staticmethod
-    def _buffer_capacity(counts_E: Tensor, plan: exchange.ExchangePlan) -> int | None:
-        if plan.group is None or not plan.padded:
+    def _buffer_capacity(counts_E: Tensor, options: exchange.ExchangeOptions) -> int | None:
+        if options.group is None or not options.padded:
             return None
-        return exchange.agreed_capacity(counts_E, plan)
+        return exchange.agreed_capacity(counts_E, options)
 
     def _output(self, decision: routing.Routing, gate: losses.GateOutput) -> MoEOutput:
         named = losses.balance_losses(self.balance_weights, decision, gate)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.planning.cost import OVERLAPS
-from fairseq_tutel.planning.strategy import ALGORITHMS, How
+from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 from fairseq_tutel.planning.tuner import Tuner
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.launcher import ranks_per_node
@@ -75,13 +75,13 @@ class UpdateTuner:
             )
         if algorithms is None:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
-        self.static, self.conditions = first.how, dict(conditions or {})
+        self.static, self.conditions = first.strategy, dict(conditions or {})
         self._pairs = tuple(overlaps), tuple(algorithms)
         # Made when the model is where it is trained, and all of its memory was taken once.
         self._tuner: Tuner | None = None
         self._room: float | None = None  # bytes that this rank had left in the last update
-        # Of the last update: its key and How, if it was chosen; milliseconds on this rank.
-        self._last: tuple[str, How] | None = None
+        # Of the last update: its key and strategy, if it was chosen; milliseconds on this rank.
+        self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._micro_batches = [0]  # tokens of each on this rank
         self._updates, self._warm, self._recorded, self._said_unwritten = 0, 0, 0, False
@@ -96,7 +96,7 @@ class UpdateTuner:
             self._load()
         return self._tuner
 
-    def begin(self, num_tokens: int) -> How:
+    def begin(self, num_tokens: int) -> Strategy:
         """Choose how this update runs, by the tokens of its first micro-batch on the busiest rank.
 
         Collective over all ranks. Where the last update did not `end` on every rank, its time does not
@@ -109,20 +109,20 @@ class UpdateTuner:
             self._warm += 1
             if self._last is not None:
                 self._record(milliseconds, of_update)
-        how, self._last = self.static, None
+        strategy, self._last = self.static, None
         if self._warm >= WARM_UPDATES:
             key = self.key(tokens, busiest / of_last * tokens if of_last else 0.0)
-            how = self.tuner.choose(key, self._best_beside(key))
-            self._last = key, how
+            strategy = self.tuner.choose(key, self._best_beside(key))
+            self._last = key, strategy
         for layer in self.layers:
-            layer.how = how
+            layer.strategy = strategy
         self._micro_batches, self._milliseconds = [num_tokens], math.nan
         self._updates += 1
         settled = self._last is not None and self.tuner.settled(self._last[0])
         self._is_timed = not settled or self._updates % WATCH_EVERY == 0
         self._wait_for_gpu()
         self._started = time.perf_counter()
-        return how
+        return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
         """Count a further micro-batch of an update, whose time is taken for each of all its tokens."""
@@ -160,7 +160,7 @@ class UpdateTuner:
         """What the keys of this capacity factor begin with."""
         return f"capacity factor {self.layers[0].config.capacity_factor:g}, "
 
-    def _best_beside(self, key: str) -> How | None:
+    def _best_beside(self, key: str) -> Strategy | None:
         """Return what is best in the settled bucket that is nearest to one, if there is any."""
 
         def low(key: str) -> int:
@@ -172,10 +172,10 @@ class UpdateTuner:
 
     def _record(self, milliseconds: float, tokens: float) -> None:
         assert self._last is not None
-        key, how = self._last
+        key, strategy = self._last
         known = self.tuner.settled(key)
         # Per token, since updates of one bucket differ in those.
-        self.tuner.record(key, how, 1000 * milliseconds / max(tokens, 1))
+        self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
         self._recorded += not known
         if known and not self.tuner.settled(key) and _is_first_rank():
             logger.info(
@@ -190,7 +190,7 @@ class UpdateTuner:
     def _say(self, key: str) -> None:
         if not _is_first_rank():
             return
-        costs = {how: median(c) for how, c in self.tuner.costs[key].items()}
+        costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
         best = self.tuner.best[key]
         gain = ""
         if self.static in costs:

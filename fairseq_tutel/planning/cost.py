@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fairseq_tutel.planning.machine import PRESETS, Machine
 from fairseq_tutel.planning.memory import Held, held_bytes
-from fairseq_tutel.planning.strategy import ALGORITHMS, How
+from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 
 OVERLAPS = (1, 2, 4, 8)
 _COUNT_BYTES = 8
@@ -123,7 +123,7 @@ def exchange_seconds(
         machine: the links.
         nodes: N.
         local: L.
-        algorithm: of `how.ALGORITHMS`.
+        algorithm: of `strategy.ALGORITHMS`.
         on_link: as in `all_gather_seconds`.
     """
     ranks = nodes * local
@@ -217,18 +217,18 @@ def all_reduce_seconds(
 
 
 def experts_seconds(
-    work: Work, machine: Machine, cluster: Cluster, how: How, *, backward: bool = False
+    work: Work, machine: Machine, cluster: Cluster, strategy: Strategy, *, backward: bool = False
 ) -> float:
     """Return the time of one chunk of rows through a layer's experts.
 
     The slower of arithmetic, and of reading the weights and rows. The backward computes twice as much,
     and writes gradients of weights and rows.
     """
-    chunk = work.rows / how.overlap
-    copies = max(1, how.adaptive_r)  # of a row, each with hidden_dim / copies
+    chunk = work.rows / strategy.overlap
+    copies = max(1, strategy.adaptive_r)  # of a row, each with hidden_dim / copies
     flops = 2 * chunk * work.expert_parameters
     width = 2 * copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
-    num_bytes = _computed_parameters(work, cluster, how) + chunk * width
+    num_bytes = _computed_parameters(work, cluster, strategy) + chunk * width
     seconds = max(
         flops / machine.flops_per_s,
         num_bytes * work.bytes_per_element / machine.memory_bytes_per_s,
@@ -236,7 +236,9 @@ def experts_seconds(
     return 2 * seconds if backward else seconds
 
 
-def step_parts(work: Work, machine: Machine, cluster: Cluster, how: How) -> dict[str, float]:
+def step_parts(
+    work: Work, machine: Machine, cluster: Cluster, strategy: Strategy
+) -> dict[str, float]:
     """Return the seconds of every part of a step, forward and backward of all layers.
 
     "exchange" is what of the exchanges is not hidden behind the experts.
@@ -244,20 +246,20 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, how: How) -> dict
     Raises:
         ValueError: these experts can not be shared out so; see `refuse`.
     """
-    refuse(work, cluster, how)
+    refuse(work, cluster, strategy)
     layer = {
         "gate": _gate_seconds(work, machine),
-        "dispatch and combine": _local_seconds(work, machine, cluster, how),
-        "counts": _counts_seconds(work, machine, cluster, how),
+        "dispatch and combine": _local_seconds(work, machine, cluster, strategy),
+        "counts": _counts_seconds(work, machine, cluster, strategy),
         "exchange": 0.0,
         "experts": 0.0,
-        "gather weights": _gather_seconds(work, machine, cluster, how),
+        "gather weights": _gather_seconds(work, machine, cluster, strategy),
     }
-    trip = _trip_seconds(work, machine, cluster, how)
+    trip = _trip_seconds(work, machine, cluster, strategy)
     for backward in (False, True):
-        chunk = experts_seconds(work, machine, cluster, how, backward=backward)
-        layer["experts"] += how.overlap * chunk
-        layer["exchange"] += _pipelined(trip, chunk, how.overlap) - how.overlap * chunk
+        chunk = experts_seconds(work, machine, cluster, strategy, backward=backward)
+        layer["experts"] += strategy.overlap * chunk
+        layer["exchange"] += _pipelined(trip, chunk, strategy.overlap) - strategy.overlap * chunk
     dense = work.dense_parameters
     return {
         **{part: work.layers * seconds for part, seconds in layer.items()},
@@ -269,27 +271,27 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, how: How) -> dict
     }
 
 
-def step_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
     """Return the time of a step, without optimizer and data."""
-    return sum(step_parts(work, machine, cluster, how).values())
+    return sum(step_parts(work, machine, cluster, strategy).values())
 
 
-def memory_bytes(work: Work, cluster: Cluster, how: How) -> dict[str, float]:
+def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the bytes of every kind that a rank's device holds, as if all of them at once.
 
     Activations are those of the MoE layers alone. The optimizer is Adam.
     """
-    refuse(work, cluster, how)
+    refuse(work, cluster, strategy)
     size = work.bytes_per_element
     stored = _stored_parameters(work, cluster)
     held = _held(work, cluster)
-    gathered = _computed_parameters(work, cluster, how) - stored
-    copies = max(1, how.adaptive_r)
+    gathered = _computed_parameters(work, cluster, strategy) - stored
+    copies = max(1, strategy.adaptive_r)
     rows_bytes = copies * work.rows * work.model_dim * size
     saved = work.tokens * work.model_dim + work.rows * (
         (copies + 1) * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
     )
-    buffers = (2 if how.algorithm == "linear" else 3) if _travels(cluster, how) else 0
+    buffers = (2 if strategy.algorithm == "linear" else 3) if _travels(cluster, strategy) else 0
     return {
         "parameters": held.weights,
         "gradients": held.gradients,
@@ -306,7 +308,7 @@ def host_bytes(work: Work, cluster: Cluster) -> int:
     return _held(work, cluster).host
 
 
-def refuse(work: Work, cluster: Cluster, how: How) -> None:
+def refuse(work: Work, cluster: Cluster, strategy: Strategy) -> None:
     """Refuse what no layer can do.
 
     Raises:
@@ -318,14 +320,14 @@ def refuse(work: Work, cluster: Cluster, how: How) -> None:
             f"expert_parallel_size is {size} for {experts} experts; one must divide the other."
         )
     slices = cluster.slices(experts)
-    if how.adaptive_r and slices % how.adaptive_r:
+    if strategy.adaptive_r and slices % strategy.adaptive_r:
         raise ValueError(
-            f"adaptive_r is {how.adaptive_r}, which is neither 0 nor a divisor of the {slices} rank(s) "
-            "that share an expert; give one that is."
+            f"adaptive_r is {strategy.adaptive_r}, which is neither 0 nor a divisor of the {slices} "
+            "rank(s) that share an expert; give one that is."
         )
 
 
-def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, How]]:
+def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
     """Yield every way to run the layers: P, and for each r, d and algorithm.
 
     P is a part of a node or whole nodes, and divides E or is a multiple of it.
@@ -337,14 +339,14 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Ho
             continue
         cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
         if size == 1:  # all experts are here: nothing to gather, nothing travels
-            yield cluster, How()
+            yield cluster, Strategy()
             continue
-        yield cluster, How(adaptive_r=0)
+        yield cluster, Strategy(adaptive_r=0)
         two_levels = cluster.group_nodes > 1 and cluster.group_local > 1
         for copies in _divisors(cluster.slices(work.experts)):
             for overlap in OVERLAPS:
                 for algorithm in ALGORITHMS if two_levels else ALGORITHMS[:1]:
-                    yield cluster, How(adaptive_r=copies, overlap=overlap, algorithm=algorithm)
+                    yield cluster, Strategy(adaptive_r=copies, overlap=overlap, algorithm=algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +354,7 @@ class Plan:
     """A candidate with what it costs a rank: seconds of a step, bytes on device and host; does it fit?"""
 
     cluster: Cluster
-    how: How
+    strategy: Strategy
     parts: dict[str, float]
     memory: dict[str, float]
     host: int
@@ -372,13 +374,13 @@ class Plan:
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Plan]:
     """Return all candidates, those that fit in memory first, each kind from fast to slow."""
     plans = []
-    for cluster, how in candidates(work, nodes, local):
-        memory = memory_bytes(work, cluster, how)
+    for cluster, strategy in candidates(work, nodes, local):
+        memory = memory_bytes(work, cluster, strategy)
         plans.append(
             Plan(
                 cluster=cluster,
-                how=how,
-                parts=step_parts(work, machine, cluster, how),
+                strategy=strategy,
+                parts=step_parts(work, machine, cluster, strategy),
                 memory=memory,
                 host=host_bytes(work, cluster),
                 fits=sum(memory.values()) <= machine.memory_bytes,
@@ -397,12 +399,12 @@ def _stored_parameters(work: Work, cluster: Cluster) -> float:
     return work.experts * work.expert_parameters / cluster.expert_parallel_size
 
 
-def _computed_parameters(work: Work, cluster: Cluster, how: How) -> float:
+def _computed_parameters(work: Work, cluster: Cluster, strategy: Strategy) -> float:
     """Return the weights that a rank computes with, gathered ones included."""
-    if how.adaptive_r == 0:
+    if strategy.adaptive_r == 0:
         return work.experts * work.expert_parameters
     slices = cluster.slices(work.experts)
-    return _stored_parameters(work, cluster) * slices / how.adaptive_r
+    return _stored_parameters(work, cluster) * slices / strategy.adaptive_r
 
 
 def _gate_seconds(work: Work, machine: Machine) -> float:
@@ -410,38 +412,40 @@ def _gate_seconds(work: Work, machine: Machine) -> float:
     return 3 * flops / machine.gate_flops_per_s
 
 
-def _travels(cluster: Cluster, how: How) -> bool:
+def _travels(cluster: Cluster, strategy: Strategy) -> bool:
     """Whether rows go to other ranks."""
-    return how.adaptive_r > 0 and cluster.expert_parallel_size > 1
+    return strategy.adaptive_r > 0 and cluster.expert_parallel_size > 1
 
 
-def _local_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+def _local_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
     """Rows that are read or written by dispatch, regroup and combine, forward and backward."""
-    copies = max(1, how.adaptive_r)
+    copies = max(1, strategy.adaptive_r)
     dispatch = (1 + copies) * work.rows
-    regroup = 4 * copies * work.rows if _travels(cluster, how) else 0
+    regroup = 4 * copies * work.rows if _travels(cluster, strategy) else 0
     combine = copies * work.rows + work.tokens
     # The backward is their mirror, and reads the rows twice more for the gradient of the gate.
     touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 
 
-def _counts_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+def _counts_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
     """The exchange of every expert's rows, and their host read; the backward knows them."""
-    if not _travels(cluster, how):
+    if not _travels(cluster, strategy):
         return 0.0
     size = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
     nodes, local = cluster.group_nodes, cluster.group_local
-    return exchange_seconds(size, machine, nodes, local, how.algorithm) + machine.launch_s
+    return exchange_seconds(size, machine, nodes, local, strategy.algorithm) + machine.launch_s
 
 
-def _trip_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+def _trip_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
     """One chunk's exchange, there or back."""
-    if not _travels(cluster, how):
+    if not _travels(cluster, strategy):
         return 0.0
-    size = how.adaptive_r * work.rows * work.model_dim * work.bytes_per_element / how.overlap
+    size = (
+        strategy.adaptive_r * work.rows * work.model_dim * work.bytes_per_element / strategy.overlap
+    )
     nodes, local = cluster.group_nodes, cluster.group_local
-    return exchange_seconds(size, machine, nodes, local, how.algorithm)
+    return exchange_seconds(size, machine, nodes, local, strategy.algorithm)
 
 
 def _pipelined(trip: float, experts: float, chunks: int) -> float:
@@ -456,13 +460,13 @@ def _pipelined(trip: float, experts: float, chunks: int) -> float:
     )
 
 
-def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, how: How) -> float:
+def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
     """The gathering of one layer's weights, and the backward's reduce-scatter of their gradients.
 
     Every matrix and every bias is a collective of its own.
     """
     slices = cluster.slices(work.experts)
-    ranks = slices // how.adaptive_r if how.adaptive_r else cluster.expert_parallel_size
+    ranks = slices // strategy.adaptive_r if strategy.adaptive_r else cluster.expert_parallel_size
     tensors = 2 * work.matrices
     size = _stored_parameters(work, cluster) * work.bytes_per_element / tensors
     local = min(ranks, cluster.local)

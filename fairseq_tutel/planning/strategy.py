@@ -6,7 +6,7 @@ ALGORITHMS = ("linear", "2dh")
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class Strategy:
     """One way to run the same layer; results are equal but for rounding.
 
     Attributes:

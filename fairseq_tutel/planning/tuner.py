@@ -1,4 +1,4 @@
-"""The tuner: finds the fastest How for each capacity bucket by measuring real steps.
+"""The tuner: finds the fastest strategy for each capacity bucket by measuring real steps.
 
 For each key a search of its own: r first, by a unimodal search, since its cost is the sum of a rising term
 (rows sent r times) and a falling one (weights gathered); then all pairs (overlap, algorithm) at that r;
@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 TRIALS = 3  # measurements of a candidate; their median counts
 CLOSE = 1.1  # candidates within this factor of the best meet in the run-off
@@ -28,9 +28,9 @@ RUN_OFF = 2  # times as many measurements as before
 WATCHED = 5  # costs of a settled best, whose median tells a drift
 DRIFTED = 1.2  # times the cost that it was settled at, or by that much less
 
-Costs = dict[How, list[float]]
+Costs = dict[Strategy, list[float]]
 # Yields what to run next, is sent its cost, fills a dictionary of costs; the whole search returns the best.
-Search = Generator[How, float, Any]
+Search = Generator[Strategy, float, Any]
 
 
 class Tuner:
@@ -52,13 +52,13 @@ class Tuner:
     ) -> None:
         self.rs, self.overlaps = tuple(sorted(set(rs))), tuple(overlaps)
         self.algorithms, self.trials = tuple(algorithms), trials
-        self.best: dict[str, How] = {}
+        self.best: dict[str, Strategy] = {}
         self.costs: dict[str, Costs] = {}
-        self._searches: dict[str, tuple[Search, How]] = {}
-        self._warm: set[tuple[str, How]] = set()
+        self._searches: dict[str, tuple[Search, Strategy]] = {}
+        self._warm: set[tuple[str, Strategy]] = set()
         self._recent: dict[str, list[float]] = {}
 
-    def choose(self, key: str, start: How | None = None) -> How:
+    def choose(self, key: str, start: Strategy | None = None) -> Strategy:
         """Return what to run a step of this key with: the best, or the next candidate.
 
         Args:
@@ -71,7 +71,7 @@ class Tuner:
             self._go_on(key, self._search(costs, start if known else None))
         return self.best[key] if key in self.best else self._searches[key][1]
 
-    def record(self, key: str, how: How, cost: float) -> None:
+    def record(self, key: str, strategy: Strategy, cost: float) -> None:
         """Tell what a step took, in any unit that is the same for all of a key.
 
         The first step of a candidate in a key is not counted: it sets up what later ones use, for sizes
@@ -80,10 +80,10 @@ class Tuner:
         if not math.isfinite(cost):
             return
         if key in self.best:
-            self._watch(key, how, cost)
-        elif key in self._searches and how == self._searches[key][1]:
-            if (key, how) not in self._warm:
-                self._warm.add((key, how))
+            self._watch(key, strategy, cost)
+        elif key in self._searches and strategy == self._searches[key][1]:
+            if (key, strategy) not in self._warm:
+                self._warm.add((key, strategy))
             else:
                 self._go_on(key, self._searches[key][0], cost)
 
@@ -104,7 +104,11 @@ class Tuner:
         return {
             key: {
                 "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
-                "costs": [{**dataclasses.asdict(how), "costs": c} for how, c in costs.items() if c],
+                "costs": [
+                    {**dataclasses.asdict(strategy), "costs": c}
+                    for strategy, c in costs.items()
+                    if c
+                ],
             }
             for key, costs in self.costs.items()
         }
@@ -121,27 +125,29 @@ class Tuner:
         try:
             for key, entry in state.items():
                 costs = {
-                    How(**{k: v for k, v in row.items() if k != "costs"}): list(
+                    Strategy(**{k: v for k, v in row.items() if k != "costs"}): list(
                         map(float, row["costs"])
                     )
                     for row in entry["costs"]
                 }
-                best = None if entry["best"] is None else How(**entry["best"])
+                best = None if entry["best"] is None else Strategy(**entry["best"])
                 if best is not None and not self._can_choose(best):
                     refused += 1
                     continue
-                self.costs[key] = {how: c for how, c in costs.items() if self._can_choose(how)}
+                self.costs[key] = {
+                    strategy: c for strategy, c in costs.items() if self._can_choose(strategy)
+                }
                 if best is not None:
                     self.best[key] = best
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no state of a tuner: {error!r}") from error
         return refused
 
-    def _can_choose(self, how: How) -> bool:
+    def _can_choose(self, strategy: Strategy) -> bool:
         return (
-            how.adaptive_r in self.rs
-            and how.overlap in self.overlaps
-            and how.algorithm in self.algorithms
+            strategy.adaptive_r in self.rs
+            and strategy.overlap in self.overlaps
+            and strategy.algorithm in self.algorithms
         )
 
     def _go_on(self, key: str, search: Search, cost: float | None = None) -> None:
@@ -153,10 +159,10 @@ class Tuner:
             self._searches.pop(key, None)
             self.best[key] = end.value
 
-    def _watch(self, key: str, how: How, cost: float) -> None:
+    def _watch(self, key: str, strategy: Strategy, cost: float) -> None:
         """Search a key again from its best when that costs no longer what it did."""
         best, recent = self.best[key], self._recent.setdefault(key, [])
-        if how != best:
+        if strategy != best:
             return
         recent.append(cost)
         if len(recent) < WATCHED:
@@ -169,10 +175,10 @@ class Tuner:
             self.choose(key, best)
 
     @property
-    def _plain(self) -> How:
-        return How(adaptive_r=1, overlap=self.overlaps[0], algorithm=self.algorithms[0])
+    def _plain(self) -> Strategy:
+        return Strategy(adaptive_r=1, overlap=self.overlaps[0], algorithm=self.algorithms[0])
 
-    def _search(self, costs: Costs, start: How | None) -> Search:
+    def _search(self, costs: Costs, start: Strategy | None) -> Search:
         plain, positive = self._plain, [r for r in self.rs if r > 0]
         if start is not None:
             yield from self._climb(start, costs)
@@ -191,36 +197,36 @@ class Tuner:
             yield from self._measure(dataclasses.replace(plain, adaptive_r=0), costs)
         return (yield from self._run_off(costs))
 
-    def _climb(self, at: How, costs: Costs) -> Search:
+    def _climb(self, at: Strategy, costs: Costs) -> Search:
         """Go from a candidate to the best of its neighbours until none is better."""
         while True:
-            for how in (at, *self._neighbours(at)):
-                yield from self._measure(how, costs)
+            for strategy in (at, *self._neighbours(at)):
+                yield from self._measure(strategy, costs)
             best = _cheapest(costs)
             if best == at:
                 return
             at = best
 
-    def _neighbours(self, how: How) -> list[How]:
+    def _neighbours(self, strategy: Strategy) -> list[Strategy]:
         """Return the candidates that differ by a step in one choice; of r = 0, which has no other, in r."""
         positive = [r for r in self.rs if r > 0]
-        if how.adaptive_r == 0:
+        if strategy.adaptive_r == 0:
             return [dataclasses.replace(self._plain, adaptive_r=r) for r in positive[:1]]
         choices: dict[str, Sequence[Any]] = {
             "adaptive_r": positive, "overlap": self.overlaps, "algorithm": self.algorithms
         }  # fmt: skip
         found = []
         for name, values in choices.items():
-            at = values.index(getattr(how, name))
+            at = values.index(getattr(strategy, name))
             beside = [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
-            found += [dataclasses.replace(how, **{name: value}) for value in beside]
+            found += [dataclasses.replace(strategy, **{name: value}) for value in beside]
         return found
 
-    def _find_degree(self, degrees: Sequence[int], plain: How, costs: Costs) -> Search:
+    def _find_degree(self, degrees: Sequence[int], plain: Strategy, costs: Costs) -> Search:
         """Narrow down to the least of a sequence that falls, then rises."""
         low, high = 0, len(degrees) - 1
 
-        def at(i: int) -> How:
+        def at(i: int) -> Strategy:
             return dataclasses.replace(plain, adaptive_r=degrees[i])
 
         while high - low > 2:
@@ -235,35 +241,37 @@ class Tuner:
         for i in range(low, high + 1):
             yield from self._measure(at(i), costs)
 
-    def _measure(self, how: How, costs: Costs) -> Search:
+    def _measure(self, strategy: Strategy, costs: Costs) -> Search:
         """Measure a candidate; fewer times one that is surely much slower than the best so far."""
-        own = costs.setdefault(how, [])
-        others = [median(c) for other, c in costs.items() if c and other != how]
+        own = costs.setdefault(strategy, [])
+        others = [median(c) for other, c in costs.items() if c and other != strategy]
         while len(own) < self.trials:
             if others and len(own) >= SURE and min(own) > HOPELESS * min(others):
                 return
-            own.append((yield how))
+            own.append((yield strategy))
 
     def _run_off(self, costs: Costs) -> Search:
         """Return the best of those that are close, measured anew in turns: a drift meets all alike."""
-        ranked = sorted(costs, key=lambda how: median(costs[how]))
+        ranked = sorted(costs, key=lambda strategy: median(costs[strategy]))
         limit = CLOSE * median(costs[ranked[0]])
-        finalists = [how for how in ranked[:FINALISTS] if median(costs[how]) <= limit]
+        finalists = [
+            strategy for strategy in ranked[:FINALISTS] if median(costs[strategy]) <= limit
+        ]
         if len(finalists) == 1:
             return finalists[0]
-        anew: Costs = {how: [] for how in finalists}
+        anew: Costs = {strategy: [] for strategy in finalists}
         for _ in range(RUN_OFF * self.trials):
-            for how in finalists:
-                anew[how].append((yield how))
+            for strategy in finalists:
+                anew[strategy].append((yield strategy))
         costs.update(anew)
         return _cheapest(anew)
 
 
-def _cheapest_sender(costs: Costs) -> How:
+def _cheapest_sender(costs: Costs) -> Strategy:
     """Return the cheapest that sends rows; r = 0 may have been measured before a search goes on."""
-    return _cheapest({how: c for how, c in costs.items() if how.adaptive_r > 0})
+    return _cheapest({strategy: c for strategy, c in costs.items() if strategy.adaptive_r > 0})
 
 
-def _cheapest(costs: Costs) -> How:
+def _cheapest(costs: Costs) -> Strategy:
     """Return the candidate of the lowest median; of equals the one that was tried first."""
-    return min(costs, key=lambda how: median(costs[how]))
+    return min(costs, key=lambda strategy: median(costs[strategy]))

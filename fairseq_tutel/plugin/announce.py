@@ -116,15 +116,15 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
         half: the model computes in fp16 or bf16.
     """
     first = layers[0]
-    size, how, config = first.topology.expert_parallel_size, first.how, first.config
+    size, strategy, config = first.topology.expert_parallel_size, first.strategy, first.config
     if size > 1:
         logger.info(
             "experts across ranks: slices of an expert %s, adaptive_r %s, overlap %d, %s all-to-all, %s "
             "buffers, %s wire, tuned: %s",
             _counts([layer.experts.part.slices for layer in layers]),
-            _counts([layer.how.adaptive_r for layer in layers]),
-            how.overlap,
-            how.algorithm if first.topology.grid is not None else "linear",
+            _counts([layer.strategy.adaptive_r for layer in layers]),
+            strategy.overlap,
+            strategy.algorithm if first.topology.grid is not None else "linear",
             config.exchange,
             config.a2a_dtype,
             {"auto": "all but the last two"}.get(config.adaptive)
@@ -150,7 +150,7 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
             reason = "every rank has all experts"
         elif name == "a2a_algorithm" and value == "2dh" and first.topology.grid is None:
             reason = f"rows go among {size} ranks, which are not several whole nodes of {local}"
-        elif name in stays and how.adaptive_r == 0 and not is_tuned(config):
+        elif name in stays and strategy.adaptive_r == 0 and not is_tuned(config):
             reason = "with adaptive_r 0 no row travels"
         elif name == "a2a_dtype" and value == "bf16" and half:
             reason = "rows are in half precision as they are"

@@ -17,7 +17,7 @@ from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.balance_weights import parse_balance_loss
 from fairseq_tutel.moe.build import is_custom
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_how
+from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.plugin.agreement import start_together
@@ -177,18 +177,18 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     except ValueError as error:
         raise ValueError(f"--moe-machine-file: {error}") from None
     tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
-    hows = [
-        static_how(layer.config, layer.topology, tokens, machine, 2 if half else 4)
+    strategies = [
+        static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4)
         for layer in layers
     ]
     if dist.is_initialized():
         # Another file or another GPU on one node must not make its ranks go another way.
         with guarded("the agreement on --moe-a2a-algorithm auto"):
-            dist.broadcast_object_list(hows, src=0)
-    for layer, how in zip(layers, hows, strict=True):
-        layer.how = how
+            dist.broadcast_object_list(strategies, src=0)
+    for layer, strategy in zip(layers, strategies, strict=True):
+        layer.strategy = strategy
     logger.info(
-        "--moe-a2a-algorithm auto: %s, by the numbers of %s", hows[0].algorithm, machine.name
+        "--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name
     )
 
 
@@ -218,7 +218,7 @@ def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTun
     path = task_cfg.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices = {}
     if first.config.adaptive != "auto":  # r alone
-        choices = {"overlaps": (first.how.overlap,), "algorithms": (first.how.algorithm,)}
+        choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     common = root.common
     conditions = {
         "precision": [

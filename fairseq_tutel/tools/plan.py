@@ -170,7 +170,7 @@ def ways(plans: Sequence[Plan]) -> list[Plan]:
     """Return the first, so the best, plan of every (P, r), in their order."""
     first: dict[tuple[int, int], Plan] = {}
     for plan in plans:
-        first.setdefault((plan.cluster.expert_parallel_size, plan.how.adaptive_r), plan)
+        first.setdefault((plan.cluster.expert_parallel_size, plan.strategy.adaptive_r), plan)
     return list(first.values())
 
 
@@ -223,10 +223,10 @@ def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
 
 def name_of(plan: Plan) -> str:
     """Return a plan's choices in a few letters."""
-    how, size = plan.how, plan.cluster.expert_parallel_size
-    if how.adaptive_r == 0 or size == 1:
-        return f"P={size} r={how.adaptive_r}"
-    return f"P={size} r={how.adaptive_r} d={how.overlap} {how.algorithm}"
+    strategy, size = plan.strategy, plan.cluster.expert_parallel_size
+    if strategy.adaptive_r == 0 or size == 1:
+        return f"P={size} r={strategy.adaptive_r}"
+    return f"P={size} r={strategy.adaptive_r} d={strategy.overlap} {strategy.algorithm}"
 
 
 def _with(link: Link, gb_s: float | None) -> Link:
@@ -244,13 +244,13 @@ def _shared(work: Work) -> str:
 
 
 def _line(plan: Plan, work: Work) -> list[str]:
-    how, size = plan.how, plan.cluster.expert_parallel_size
-    travels = how.adaptive_r > 0 and size > 1
+    strategy, size = plan.strategy, plan.cluster.expert_parallel_size
+    travels = strategy.adaptive_r > 0 and size > 1
     return [
         str(size),
-        str(how.adaptive_r),
-        str(how.overlap) if travels else "-",
-        how.algorithm if travels else "-",
+        str(strategy.adaptive_r),
+        str(strategy.overlap) if travels else "-",
+        strategy.algorithm if travels else "-",
         f"{1e3 * plan.seconds:.2f}",
         f"{plan.cluster.world * work.tokens / plan.seconds:,.0f}",
         f"{plan.bytes / 1e9:.2f}",

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fairseq_tutel.moe.config import Rule
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,9 @@ def check_megablocks(size: Any) -> None:
         say_no_effect("megablocks_size", size)
 
 
-def check_how(
+def check_strategy(
     degree: Any, parallel_type: Any, use_2dh: Any, shared_by: int, topology: Topology, slices: int
-) -> How:
+) -> Strategy:
     """Return how a layer runs.
 
     Args:
@@ -170,7 +170,7 @@ def check_how(
         "auto.",
     )
     wanted = int(adaptive[1]) if adaptive else (shared_by if text == "model" else 1)
-    return How(
+    return Strategy(
         adaptive_r=_degree("parallel_type", parallel_type, wanted, shared_by, slices),
         overlap=check_overlap(degree),
         algorithm="2dh" if use_2dh else "linear",

@@ -17,7 +17,7 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.initial import hashed_seed
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.launcher import ranks_per_node
@@ -107,7 +107,7 @@ class TutelMoELayer(nn.Module):
         self.valid_rs = [0, *divisors]
         sliced = self.sharded_count > 1 and can_slice(experts, model_dim, self.sharded_count)
         topology = _topology(group, self.num_global_experts, sliced, use_2dh)
-        how = options.check_how(
+        strategy = options.check_strategy(
             a2a_ffn_overlap_degree,
             parallel_type,
             use_2dh,
@@ -122,7 +122,7 @@ class TutelMoELayer(nn.Module):
         }
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
         self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
-        self.moe.how = how
+        self.moe.strategy = strategy
         self.experts.saved_by_rank = True
         options.say_copies(topology.num_replicas)
         self.result_func = result_func
@@ -170,13 +170,16 @@ class TutelMoELayer(nn.Module):
         if together and not self.tutel_capacity:
             options.say_no_effect("inequivalent_tokens", True)
         self._take_over()
-        kept, self.moe.how = self.moe.how, self._how(a2a_ffn_overlap_degree, adaptive_r)
+        kept, self.moe.strategy = (
+            self.moe.strategy,
+            self._strategy(a2a_ffn_overlap_degree, adaptive_r),
+        )
         try:
             y, balance_loss = self._routed(
                 input, reserve_dims, gate_index, capacity_factor, top_k, together
             )
         finally:
-            self.moe.how = kept
+            self.moe.strategy = kept
         y.l_aux = balance_loss  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
 
@@ -211,15 +214,15 @@ class TutelMoELayer(nn.Module):
             ]
             self.moe.configure(configs[0], configs)
 
-    def _how(self, overlap: int | None, degree: int | None) -> How:
+    def _strategy(self, overlap: int | None, degree: int | None) -> Strategy:
         """Return how one call runs; what is not given is the layer's."""
-        how, slices = self.moe.how, self.experts.part.slices
+        strategy, slices = self.moe.strategy, self.experts.part.slices
         if overlap is not None:
-            how = dataclasses.replace(how, overlap=options.check_overlap(overlap))
+            strategy = dataclasses.replace(strategy, overlap=options.check_overlap(overlap))
         if degree is not None:
             degree = options.check_adaptive(degree, self.sharded_count, slices)
-            how = dataclasses.replace(how, adaptive_r=degree)
-        return how
+            strategy = dataclasses.replace(strategy, adaptive_r=degree)
+        return strategy
 
     def _routed(
         self,
@@ -274,26 +277,26 @@ class TutelMoELayer(nn.Module):
             config.top_k if top_k is None else top_k,
             self.num_global_experts,
             num_tokens,
-            self.sharded_count * self.moe.how.overlap,
+            self.sharded_count * self.moe.strategy.overlap,
         )
 
     @property
     def a2a_ffn_overlap_degree(self) -> int:
         """Chunks in which rows travel while experts work; may be set."""
-        return self.moe.how.overlap
+        return self.moe.strategy.overlap
 
     @a2a_ffn_overlap_degree.setter
     def a2a_ffn_overlap_degree(self, degree: int) -> None:
-        self.moe.how = self._how(degree, None)
+        self.moe.strategy = self._strategy(degree, None)
 
     @property
     def adaptive_degree(self) -> int:
         """The r of `parallel_type`; may be set, to one of `valid_rs`."""
-        return self.moe.how.adaptive_r
+        return self.moe.strategy.adaptive_r
 
     @adaptive_degree.setter
     def adaptive_degree(self, degree: int) -> None:
-        self.moe.how = self._how(None, degree)
+        self.moe.strategy = self._strategy(None, degree)
 
     @property
     def num_local_experts(self) -> int:

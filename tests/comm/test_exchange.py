@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
-from fairseq_tutel.comm.exchange import ExchangePlan, agreed_capacity
+from fairseq_tutel.comm.exchange import ExchangeOptions, agreed_capacity
 from fairseq_tutel.comm.regroup import regroup_maps
 from fairseq_tutel.comm.timer import ExchangeTimer
 
@@ -178,11 +178,13 @@ def test_gathered_experts_need_nobody_else(ranks, world_size):
 
 def agree() -> int:
     need = torch.tensor([[1, 5], [3, 0]][dist.get_rank()])
-    return agreed_capacity(need, ExchangePlan(group=dist.group.WORLD))
+    return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD))
 
 
 def agree_on_nothing() -> int:
-    return agreed_capacity(torch.zeros(2, dtype=torch.int64), ExchangePlan(group=dist.group.WORLD))
+    return agreed_capacity(
+        torch.zeros(2, dtype=torch.int64), ExchangeOptions(group=dist.group.WORLD)
+    )
 
 
 def test_the_agreed_capacity_is_the_largest_need_and_at_least_1(ranks):

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm import background, pipeline
 from fairseq_tutel.comm.trip import Trip, chunk_of
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=8, num_experts=4, activation="gelu")
 TOKENS = (9, 0, 7, 2)
 
 
-def outputs(options, how):
+def outputs(options, strategy):
     """Return output and gradients of a layer over all ranks."""
     config = dataclasses.replace(CONFIG, **options)
     layer = MoELayer(config, make_topology([config.num_experts], 4, 2), seed=2).double()
-    layer.how = how
+    layer.strategy = strategy
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(TOKENS[dist.get_rank()], 6, generator=generator, dtype=torch.float64)
     y, output = layer(x.requires_grad_())
@@ -40,9 +40,9 @@ def outputs(options, how):
 @pytest.mark.parametrize("overlap", (2, 3, 8, 32))
 def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, overlap, exchange):
     options = {"exchange": exchange, "capacity_factor": 1.25}
-    whole = ranks(4).run(outputs, options, How())
+    whole = ranks(4).run(outputs, options, Strategy())
     for got, expected in zip(
-        ranks(4).run(outputs, options, How(overlap=overlap)), whole, strict=True
+        ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True
     ):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -50,14 +50,14 @@ def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, overlap, ex
 
 # The first four pack the same rows.
 WAYS = {
-    "plain": ({}, How()),
-    "chunks": ({}, How(overlap=2)),
-    "padded": ({"exchange": "padded"}, How()),
-    "two hops": ({}, How(algorithm="2dh")),
-    "slices": ({"num_experts": 2}, How(adaptive_r=2)),
+    "plain": ({}, Strategy()),
+    "chunks": ({}, Strategy(overlap=2)),
+    "padded": ({"exchange": "padded"}, Strategy()),
+    "two hops": ({}, Strategy(algorithm="2dh")),
+    "slices": ({"num_experts": 2}, Strategy(adaptive_r=2)),
     "slices, all of it": (
         {"num_experts": 2, "exchange": "padded"},
-        How(adaptive_r=2, overlap=2, algorithm="2dh"),
+        Strategy(adaptive_r=2, overlap=2, algorithm="2dh"),
     ),
 }
 
@@ -71,9 +71,9 @@ def largest(tensor):
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
 @pytest.mark.parametrize("way", WAYS)
 def test_narrow_wires_err_by_their_digits(ranks, wire, digit, way):
-    options, how = WAYS[way]
-    exact = ranks(4).run(outputs, options, how)
-    lossy = ranks(4).run(outputs, {**options, "a2a_dtype": wire}, how)
+    options, strategy = WAYS[way]
+    exact = ranks(4).run(outputs, options, strategy)
+    lossy = ranks(4).run(outputs, {**options, "a2a_dtype": wire}, strategy)
     for got, expected in zip(lossy, exact, strict=True):
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert largest(a - b) <= (2 if i else 1) * digit * largest(b), i
@@ -82,9 +82,9 @@ def test_narrow_wires_err_by_their_digits(ranks, wire, digit, way):
 
 @pytest.mark.parametrize("way", ("chunks", "padded", "two hops"))
 def test_what_a_wire_rounds_does_not_depend_on_the_way(ranks, way):
-    options, how = WAYS[way]
-    plain = ranks(4).run(outputs, {"a2a_dtype": "fp8"}, How())
-    other = ranks(4).run(outputs, {**options, "a2a_dtype": "fp8"}, how)
+    options, strategy = WAYS[way]
+    plain = ranks(4).run(outputs, {"a2a_dtype": "fp8"}, Strategy())
+    other = ranks(4).run(outputs, {**options, "a2a_dtype": "fp8"}, strategy)
     for got, expected in zip(other, plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
@@ -187,7 +187,7 @@ def fails_in_the_second_chunk(rank, when):
     """Run a layer whose experts raise on rank 1, while the others wait for its rows."""
     guard.set_timeout(1)
     layer = MoELayer(CONFIG, make_topology([4]), seed=2)
-    layer.how = How(overlap=3)
+    layer.strategy = Strategy(overlap=3)
     original, calls = layer.experts.forward, []
 
     def fail(_):
@@ -213,11 +213,11 @@ def test_an_expert_that_fails_on_one_rank_ends_the_others(when):
         assert sentence.startswith(start), sentence
 
 
-def traffic(how, tokens, experts):
+def traffic(strategy, tokens, experts):
     """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
     place = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), place, seed=2)
-    layer.how = how
+    layer.strategy = strategy
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
     original, original_gather = dist.all_to_all_single, dist.all_gather
 
@@ -248,13 +248,13 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
     tokens, world, local, row = 8, 4, 2, 6 * 4
     # Every token goes to all experts, to r ranks of each, and back.
     rows = tokens * experts * degree // world
-    how = How(adaptive_r=degree, overlap=overlap)
-    for sent in ranks(4).run(traffic, how, tokens, experts):
+    strategy = Strategy(adaptive_r=degree, overlap=overlap)
+    for sent in ranks(4).run(traffic, strategy, tokens, experts):
         assert sent["messages"] == 2 * overlap * (world - 1)
         assert sent["across"] == 2 * overlap * (world - local)
         assert sent["bytes"] == 2 * rows * (world - 1) * row
-    how = dataclasses.replace(how, algorithm="2dh")
-    for sent in ranks(4).run(traffic, how, tokens, experts):
+    strategy = dataclasses.replace(strategy, algorithm="2dh")
+    for sent in ranks(4).run(traffic, strategy, tokens, experts):
         nodes = world // local
         assert sent["messages"] == 2 * overlap * (local - 1 + nodes - 1)
         assert sent["across"] == 2 * overlap * (nodes - 1)
@@ -267,6 +267,6 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
 )
 def test_gathered_bytes_are_those_of_the_formula(ranks, experts, degree, ranks_gathering):
     expert = 4 * (8 * 6 + 8 + 6 * 8 + 6)
-    for sent in ranks(4).run(traffic, How(adaptive_r=degree), 8, experts):
+    for sent in ranks(4).run(traffic, Strategy(adaptive_r=degree), 8, experts):
         assert sent["gathered"] == (ranks_gathering - 1) * expert * experts // 4
         assert (sent["messages"] == 0) == (degree == 0)

@@ -12,34 +12,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel import How, MoEConfig, MoELayer, Topology, make_topology
+from fairseq_tutel import MoEConfig, MoELayer, Strategy, Topology, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
 from fairseq_tutel.comm import stamp
 from fairseq_tutel.ranks.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
 
-# How rows travel: (experts of both layers, P, ranks of a node, options, how).
+# How rows travel: (experts of both layers, P, ranks of a node, options, strategy).
 PATHS = {
-    "linear": (4, 4, 0, {}, How()),
-    "replicas": (4, 2, 0, {}, How()),
-    "two hops": (4, 4, 2, {}, How(algorithm="2dh")),
-    "padded": (4, 4, 0, {"exchange": "padded"}, How()),
-    "padded, two hops": (4, 4, 2, {"exchange": "padded"}, How(algorithm="2dh")),
-    "gathered": (4, 4, 0, {}, How(adaptive_r=0)),
-    "slices, r = 0": (2, 4, 0, {}, How(adaptive_r=0)),
-    "slices, r = 1": (2, 4, 0, {}, How(adaptive_r=1)),
-    "slices, r = s": (2, 4, 0, {}, How(adaptive_r=2)),
-    "chunks": (4, 4, 0, {}, How(overlap=3)),
+    "linear": (4, 4, 0, {}, Strategy()),
+    "replicas": (4, 2, 0, {}, Strategy()),
+    "two hops": (4, 4, 2, {}, Strategy(algorithm="2dh")),
+    "padded": (4, 4, 0, {"exchange": "padded"}, Strategy()),
+    "padded, two hops": (4, 4, 2, {"exchange": "padded"}, Strategy(algorithm="2dh")),
+    "gathered": (4, 4, 0, {}, Strategy(adaptive_r=0)),
+    "slices, r = 0": (2, 4, 0, {}, Strategy(adaptive_r=0)),
+    "slices, r = 1": (2, 4, 0, {}, Strategy(adaptive_r=1)),
+    "slices, r = s": (2, 4, 0, {}, Strategy(adaptive_r=2)),
+    "chunks": (4, 4, 0, {}, Strategy(overlap=3)),
 }
 
 
-def two_layers(experts, parallel, local, options, how):
+def two_layers(experts, parallel, local, options, strategy):
     place = make_topology(experts, parallel, local)
     configs = [dataclasses.replace(CONFIG, num_experts=n, **options) for n in experts]
     layers = [MoELayer(c, place, seed=i, name=f"layers.{i}") for i, c in enumerate(configs)]
     for layer in layers:
-        layer.how = how
+        layer.strategy = strategy
     return layers
 
 
@@ -104,7 +104,7 @@ def test_so_are_those_in_another_mode_or_call(ranks, name):
 
 
 def calls_of_ones_own():
-    (layer,) = two_layers([4], 0, 0, {}, How())
+    (layer,) = two_layers([4], 0, 0, {}, Strategy())
     gather_everywhere(layer, layer.topology)
     for _ in range(dist.get_rank()):
         layer(torch.ones(1, CONFIG.model_dim))
@@ -118,7 +118,7 @@ def test_calls_that_need_nobody_do_not_count(ranks):
 
 
 def frames_compiled():
-    layer = two_layers([4], 0, 0, {}, How())[0].eval()
+    layer = two_layers([4], 0, 0, {}, Strategy())[0].eval()
     x, compiled = torch.ones(3, CONFIG.model_dim), torch.compile(layer, backend="eager")
     seen = []
     for _ in range(4):
@@ -183,11 +183,11 @@ def another_degree():
     good = [layer(x)[0]]
     said = []
     for degree in (1, 2):
-        layer.how = How(adaptive_r=degree)
+        layer.strategy = Strategy(adaptive_r=degree)
         with pytest.raises(ValueError) as error:
             layer(x)
         said.append(str(error.value))
-    layer.how = How(adaptive_r=0)
+    layer.strategy = Strategy(adaptive_r=0)
     torch.testing.assert_close(layer(x)[0], good[0])
     return said
 

@@ -18,7 +18,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere, gather_experts
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 TOKENS = (9, 0, 7, 1, 12, 3, 5, 8)
 FFN = MoEConfig(model_dim=8, hidden_dim=16, num_experts=2, activation="gelu", capacity_factor=1.0)
@@ -55,32 +55,34 @@ def same(got, expected, what):
     )
 
 
-def compare(config, parallel, local, hows):
+def compare(config, parallel, local, strategies):
     """Run the layer every way, one after the other, and compare with the whole one."""
     sliced, whole = layers(config, parallel, local)
     rank = dist.get_rank()
-    for step, how in enumerate(hows):
-        sliced.how = how
+    for step, strategy in enumerate(strategies):
+        sliced.strategy = strategy
         x, x_whole = tokens_of(rank, step), tokens_of(rank, step)
-        same(run(sliced, x), run(whole, x_whole), f"output of {how}")
-        same(x.grad, x_whole.grad, f"gradient of x of {how}")
-        same(sliced.gate.weight.grad, whole.gate.weight.grad, f"gradient of the gate of {how}")
+        same(run(sliced, x), run(whole, x_whole), f"output of {strategy}")
+        same(x.grad, x_whole.grad, f"gradient of x of {strategy}")
+        same(sliced.gate.weight.grad, whole.gate.weight.grad, f"gradient of the gate of {strategy}")
         local_experts = sliced.experts
         mine = slice(local_experts.first, local_experts.first + local_experts.num_local)
         for name, parameter in whole.experts.expert_parameters().items():
             total = parameter.grad.clone()
             dist.all_reduce(total, group=sliced.topology.expert_group)
             got = local_experts.expert_parameters()[name].grad
-            same(got, local_experts.own_part(name, total[mine]), f"gradient of {name} of {how}")
+            same(
+                got, local_experts.own_part(name, total[mine]), f"gradient of {name} of {strategy}"
+            )
         for layer in (sliced, whole):
             layer.zero_grad()
 
 
-def every_how(slices, grid):
+def every_strategy(slices, grid):
     """Return all r, d = 1 and 3, and both algorithms where there is a grid."""
     algorithms = ("linear", "2dh") if grid else ("linear",)
     every = itertools.product(allowed_degrees(slices), (1, 3), algorithms)
-    return [How(adaptive_r=r, overlap=d, algorithm=a) for r, d, a in every]
+    return [Strategy(adaptive_r=r, overlap=d, algorithm=a) for r, d, a in every]
 
 
 @pytest.mark.parametrize(
@@ -98,15 +100,15 @@ def every_how(slices, grid):
 def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
     config = dataclasses.replace(KINDS[kind], num_experts=experts, top_k=min(2, experts))
     local = 2 if parallel > 2 else 0
-    hows = every_how(max(1, parallel // experts), local)
-    assert {how.adaptive_r for how in hows} >= {0, 1}
-    ranks(world).run(compare, config, parallel, local, hows)
+    strategies = every_strategy(max(1, parallel // experts), local)
+    assert {strategy.adaptive_r for strategy in strategies} >= {0, 1}
+    ranks(world).run(compare, config, parallel, local, strategies)
 
 
 def rows_computed(config, parallel, degree):
     """Return how many rows this rank's experts saw, and the hidden dimension they had."""
     layer, _ = layers(config, parallel)
-    layer.how = How(adaptive_r=degree)
+    layer.strategy = Strategy(adaptive_r=degree)
     seen = []
 
     def forward(x, index, weights, *args, **more):
@@ -137,7 +139,7 @@ def parameters_stay(degrees):
     layer, _ = layers(FFN, 4)
     where = {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
     for degree in degrees:
-        layer.how = How(adaptive_r=degree)
+        layer.strategy = Strategy(adaptive_r=degree)
         run(layer, tokens_of(dist.get_rank()))
     return where == {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
 
@@ -205,7 +207,7 @@ def test_the_degree_that_options_ask_for(ranks, parallel_type, adaptive_r, expec
 
 
 def degree_of(config):
-    return MoELayer(config, make_topology([1], 4)).how.adaptive_r
+    return MoELayer(config, make_topology([1], 4)).strategy.adaptive_r
 
 
 def test_degrees():

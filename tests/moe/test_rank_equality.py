@@ -184,9 +184,15 @@ def what_runs(layout: str, way: str) -> tuple:
     """Return s, replicas, r, chunks and whether rows go in two hops, as the layer has them."""
     training = Training("sgd", 1, 0.0, layout=layout, way=way)
     layer = Model(training, training.topology()).first
-    how, place = layer.how, layer.topology
-    hops = how.algorithm == "2dh" and place.grid is not None
-    return layer.experts.part.slices, place.num_replicas, how.adaptive_r, how.overlap, hops
+    strategy, place = layer.strategy, layer.topology
+    hops = strategy.algorithm == "2dh" and place.grid is not None
+    return (
+        layer.experts.part.slices,
+        place.num_replicas,
+        strategy.adaptive_r,
+        strategy.overlap,
+        hops,
+    )
 
 
 def test_layouts_and_ways_have_an_effect_on_four_ranks(ranks):

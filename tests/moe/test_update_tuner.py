@@ -29,46 +29,46 @@ def layer_of(config=CONFIG, parallel=4, local=0):
 
 
 def update(tuner, layer, tokens, seconds=0.0):
-    how = tuner.begin(tokens)
+    strategy = tuner.begin(tokens)
     x = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(tokens))
     y, output = layer(x)
     (y.sum() + output.balance_loss).backward()
     time.sleep(seconds)
     tuner.end()
-    return how
+    return strategy
 
 
 def loop(path):
     """Train until the bucket is settled; ranks differ in tokens and in how long they pretend to take."""
     layer, rank = layer_of(local=2), dist.get_rank()
     tuner = ft.UpdateTuner([layer], path=path)
-    hows, now = [], [0.0]
+    strategies, now = [], [0.0]
     original, update_tuner.time = update_tuner.time, SimpleNamespace(perf_counter=lambda: now[0])
     try:
         while not tuner.tuner.best:
             # Rank 2 is the slowest, but for the one way that is to be found.
             chosen = tuner.begin(8 + rank)
-            good = chosen == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
+            good = chosen == ft.Strategy(adaptive_r=2, overlap=2, algorithm="2dh")
             layer(torch.randn(8 + rank, 8))[0].sum().backward()
             now[0] += 0.002 if good or rank != 2 else 0.03 - 0.005 * chosen.adaptive_r
             tuner.end()
-            hows.append(chosen)
-            assert layer.how == chosen
+            strategies.append(chosen)
+            assert layer.strategy == chosen
     finally:
         update_tuner.time = original
-    return hows, tuner.tuner.rs, dict(tuner.tuner.best)
+    return strategies, tuner.tuner.rs, dict(tuner.tuner.best)
 
 
 def test_ranks_take_one_choice_and_find_what_is_best_for_the_slowest(ranks, tmp_path):
     got = ranks(4).run(loop, str(tmp_path / "tuned.json"))
     assert all(rank == got[0] for rank in got)
-    hows, rs, best = got[0]
+    strategies, rs, best = got[0]
     assert rs == (0, 1, 2)
-    assert hows[: update_tuner.WARM_UPDATES] == [ft.How()] * update_tuner.WARM_UPDATES
-    assert {how.overlap for how in hows} == {1, 2, 4, 8}
-    assert {how.algorithm for how in hows} == {"linear", "2dh"}
-    (how,) = best.values()
-    assert how == ft.How(adaptive_r=2, overlap=2, algorithm="2dh")
+    assert strategies[: update_tuner.WARM_UPDATES] == [ft.Strategy()] * update_tuner.WARM_UPDATES
+    assert {strategy.overlap for strategy in strategies} == {1, 2, 4, 8}
+    assert {strategy.algorithm for strategy in strategies} == {"linear", "2dh"}
+    (strategy,) = best.values()
+    assert strategy == ft.Strategy(adaptive_r=2, overlap=2, algorithm="2dh")
     content = json.loads((tmp_path / "tuned.json").read_text())
     assert content["signature"]["ranks"] == 4 and len(content["buckets"]) == 1
 
@@ -141,7 +141,7 @@ def watched_updates():
         update(tuner, layer, 8)
     (key,) = tuner.tuner.best
     told = []
-    tuner.tuner.record = lambda key, how, cost: told.append(cost)
+    tuner.tuner.record = lambda key, strategy, cost: told.append(cost)
     for _ in range(2 * update_tuner.WATCH_EVERY + 1):
         update(tuner, layer, 8)
     return len(told), tuner.key(8, 0) == key
@@ -154,8 +154,10 @@ def test_a_settled_bucket_is_timed_now_and_then(ranks):
 def next_buckets():
     layer, asked = layer_of(parallel=2), []
     tuner = ft.UpdateTuner([layer], window=4)
-    tuner.tuner.best = {tuner.key(tokens, 0): ft.How(overlap=d) for tokens, d in ((8, 2), (80, 8))}
-    tuner.tuner.choose = lambda key, start=None: asked.append(start) or ft.How()
+    tuner.tuner.best = {
+        tuner.key(tokens, 0): ft.Strategy(overlap=d) for tokens, d in ((8, 2), (80, 8))
+    }
+    tuner.tuner.choose = lambda key, start=None: asked.append(start) or ft.Strategy()
     tuner._warm = update_tuner.WARM_UPDATES
     for tokens in (8, 20, 60, 1000):
         tuner.begin(tokens)

@@ -15,7 +15,7 @@ from fairseq_tutel.planning import cost
 from fairseq_tutel.planning.cost import Cluster, Work
 from fairseq_tutel.planning.links import fit, fit_machine, predicted, relative_errors
 from fairseq_tutel.planning.machine import CPU, PRESETS, Link, Machine, typical
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 ROUND = Machine(  # numbers that a reader can follow
     name="round",
@@ -120,7 +120,7 @@ def test_all_replicas_of_a_node_share_its_link(size):
     free = replace(ROUND, launch_s=0.0, intra=Link(0.0, 1e12), inter=Link(0.0, 10.0))
     cluster = Cluster(nodes=16, local=8, expert_parallel_size=size)
     own, shared = (
-        cost.step_parts(work, replace(free, inter_shared=is_shared), cluster, How())
+        cost.step_parts(work, replace(free, inter_shared=is_shared), cluster, Strategy())
         for is_shared in (False, True)
     )
     assert shared["expert gradients"] == pytest.approx(8 * own["expert gradients"])
@@ -135,7 +135,7 @@ FOUR = Cluster(nodes=2, local=2, expert_parallel_size=4)
 
 def test_the_parts_of_a_step_by_hand():
     # s = 2, r = 2: no gather; 16 rows go to 2 ranks each, which compute with half of an expert.
-    parts = cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=2))
+    parts = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=2))
     rows, dim, hidden, parameters = 16, 4, 16, 2 * 4 * 16
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)
     touched = 2 * ((rows + 2 * rows) + 4 * 2 * rows + (2 * rows + 8)) + 2 * rows
@@ -153,12 +153,12 @@ def test_the_parts_of_a_step_by_hand():
 def test_gathered_weights_by_r():
     # E V / P in 4 collectives: two matrices and their biases.
     tensor_bytes = 2 * 128 / 4 * 2 / 4
-    one = cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=1))
+    one = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=1))
     assert one["gather weights"] == 2 * 4 * cost.all_gather_seconds(tensor_bytes, ROUND, 1, 2)
-    none = cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=0))
+    none = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=0))
     assert none["gather weights"] == 2 * 4 * cost.all_gather_seconds(tensor_bytes, ROUND, 2, 2)
     assert none["exchange"] == none["counts"] == 0
-    glu = cost.step_parts(replace(WORK, glu=True), ROUND, FOUR, How(adaptive_r=0))
+    glu = cost.step_parts(replace(WORK, glu=True), ROUND, FOUR, Strategy(adaptive_r=0))
     assert glu["gather weights"] == 2 * 6 * cost.all_gather_seconds(tensor_bytes, ROUND, 2, 2)
 
 
@@ -166,30 +166,30 @@ def test_gloo_s_reduce_scatter_takes_as_long_as_two():
     gloo = replace(ROUND, reduce_scatter_as_all_reduce=True)
     for r in (0, 1):
         own, twice = (
-            cost.step_parts(WORK, machine, FOUR, How(adaptive_r=r))["gather weights"]
+            cost.step_parts(WORK, machine, FOUR, Strategy(adaptive_r=r))["gather weights"]
             for machine in (ROUND, gloo)
         )
         assert twice == pytest.approx(1.5 * own)
-    assert cost.step_parts(WORK, gloo, FOUR, How(adaptive_r=2))["gather weights"] == 0
+    assert cost.step_parts(WORK, gloo, FOUR, Strategy(adaptive_r=2))["gather weights"] == 0
 
 
 def test_replicas_and_dense_parameters_are_all_reduced():
     work = replace(WORK, dense_parameters=1000, layers=3)
     pair = replace(FOUR, expert_parallel_size=2)
-    parts = cost.step_parts(work, ROUND, pair, How())
+    parts = cost.step_parts(work, ROUND, pair, Strategy())
     stored = 2 * 128 / 2 * 2
     assert parts["expert gradients"] == 3 * cost.all_reduce_seconds(stored, ROUND, 2, 1)
     assert parts["dense gradients"] == cost.all_reduce_seconds(2000, ROUND, 2, 2)
     assert parts["dense layers"] == pytest.approx(6 * 1000 * 8 / 1e6)
-    one_layer = cost.step_parts(replace(work, layers=1), ROUND, pair, How())
+    one_layer = cost.step_parts(replace(work, layers=1), ROUND, pair, Strategy())
     assert parts["exchange"] == pytest.approx(3 * one_layer["exchange"])
-    assert cost.step_seconds(work, ROUND, pair, How()) == sum(parts.values())
+    assert cost.step_seconds(work, ROUND, pair, Strategy()) == sum(parts.values())
 
 
 def test_overlap_hides_at_most_the_shorter_of_link_and_experts():
     work = Work(tokens=16384, model_dim=4096, hidden_dim=16384, experts=64)
     cluster = Cluster(nodes=8, local=8, expert_parallel_size=64)
-    parts = {d: cost.step_parts(work, A100, cluster, How(overlap=d)) for d in (1, 2, 4, 8)}
+    parts = {d: cost.step_parts(work, A100, cluster, Strategy(overlap=d)) for d in (1, 2, 4, 8)}
     exposed = {d: of["exchange"] for d, of in parts.items()}
     assert exposed[8] < exposed[4] < exposed[2] < exposed[1]
     trip = cost.exchange_seconds(2 * 16384 * 4096 * 2, A100, 8, 8, "linear")
@@ -201,7 +201,7 @@ def test_overlap_hides_at_most_the_shorter_of_link_and_experts():
 def test_overlap_of_tiny_work_costs_more_than_it_hides():
     work = Work(tokens=64, model_dim=256, hidden_dim=1024, experts=64)
     cluster = Cluster(nodes=8, local=8, expert_parallel_size=64)
-    one, eight = (cost.step_seconds(work, A100, cluster, How(overlap=d)) for d in (1, 8))
+    one, eight = (cost.step_seconds(work, A100, cluster, Strategy(overlap=d)) for d in (1, 8))
     assert eight > one
 
 
@@ -213,7 +213,7 @@ def test_a_step_falls_and_then_rises_with_r(tokens, hidden, nodes):
     cluster = Cluster(nodes=nodes, local=8, expert_parallel_size=8 * nodes)
     slices = cluster.slices(2)
     times = [
-        cost.step_seconds(work, A100, cluster, How(adaptive_r=r))
+        cost.step_seconds(work, A100, cluster, Strategy(adaptive_r=r))
         for r in range(1, slices + 1)
         if slices % r == 0
     ]
@@ -226,7 +226,7 @@ def test_many_tokens_want_gathered_weights_and_few_tokens_want_sliced_ones():
 
     def times(tokens):
         work = Work(tokens=tokens, model_dim=4096, hidden_dim=16384, experts=2)
-        return [cost.step_seconds(work, A100, cluster, How(adaptive_r=r)) for r in (1, 4)]
+        return [cost.step_seconds(work, A100, cluster, Strategy(adaptive_r=r)) for r in (1, 4)]
 
     gathered, sliced = times(65536)
     assert gathered < sliced
@@ -237,7 +237,7 @@ def test_many_tokens_want_gathered_weights_and_few_tokens_want_sliced_ones():
 def test_memory_by_hand():
     # 3 layers, P = 4, E = 2: a rank stores 64 of each layer's 256 weights.
     work = replace(WORK, layers=3, dense_parameters=1000)
-    found = cost.memory_bytes(work, FOUR, How(adaptive_r=1, algorithm="2dh"))
+    found = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=1, algorithm="2dh"))
     parameters = 3 * 64 + 1000
     assert found == {
         "parameters": 2 * parameters,
@@ -247,10 +247,10 @@ def test_memory_by_hand():
         "row buffers": 3 * 16 * 4 * 2,
         "gathered weights": 4 * 64 * 2,
     }
-    full = cost.memory_bytes(replace(work, bytes_per_element=4), FOUR, How(adaptive_r=2))
+    full = cost.memory_bytes(replace(work, bytes_per_element=4), FOUR, Strategy(adaptive_r=2))
     assert (full["gradients"], full["optimizer state"]) == (4 * parameters, 8 * parameters)
     assert full["gathered weights"] == 0
-    everything = cost.memory_bytes(work, FOUR, How(adaptive_r=0))
+    everything = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=0))
     assert everything["gathered weights"] == 4 * (256 - 64) * 2
     assert everything["row buffers"] == 0
 
@@ -263,7 +263,7 @@ def test_zero_and_offload_by_hand():
 
     def held(stage, offload=False):
         asked = replace(work, zero_stage=stage, offload=offload)
-        memory = cost.memory_bytes(asked, cluster, How(adaptive_r=1))
+        memory = cost.memory_bytes(asked, cluster, Strategy(adaptive_r=1))
         return memory["gradients"], memory["optimizer state"], cost.host_bytes(asked, cluster)
 
     assert held(0) == (6 * whole, 12 * whole, 0)
@@ -271,7 +271,7 @@ def test_zero_and_offload_by_hand():
     assert held(2) == (2 * cut, 12 * cut, 0)
     assert held(2, offload=True) == (2 * cut, 0, 12 * cut)
     # On one rank there is nobody to share with.
-    alone, one = Cluster(nodes=1, local=1, expert_parallel_size=1), How()
+    alone, one = Cluster(nodes=1, local=1, expert_parallel_size=1), Strategy()
     memories = [cost.memory_bytes(replace(work, zero_stage=stage), alone, one) for stage in (0, 2)]
     assert memories[0] == memories[1]
 
@@ -279,7 +279,8 @@ def test_zero_and_offload_by_hand():
 def test_zero_sends_gradients_there_and_weights_back():
     work, cluster = replace(WORK, dense_parameters=8000), replace(FOUR, expert_parallel_size=1)
     parts = [
-        cost.step_parts(replace(work, zero_stage=stage), ROUND, cluster, How()) for stage in (0, 1)
+        cost.step_parts(replace(work, zero_stage=stage), ROUND, cluster, Strategy())
+        for stage in (0, 1)
     ]
     share = 2 * 8000 / cluster.world
     gather = cost.all_gather_seconds(share, ROUND, cluster.nodes, cluster.local)
@@ -293,9 +294,9 @@ def test_candidates_cover_every_choice_once_and_are_ranked():
     found = list(cost.candidates(work, nodes=4, local=2))
     assert len(set(found)) == len(found)
     assert {cluster.expert_parallel_size for cluster, _ in found} == {1, 2, 4, 8}
-    eight = [how for cluster, how in found if cluster.expert_parallel_size == 8]
-    assert {how.adaptive_r for how in eight} == {0, 1, 2}
-    assert {how.algorithm for how in eight} == {"linear", "2dh"}
+    eight = [strategy for cluster, strategy in found if cluster.expert_parallel_size == 8]
+    assert {strategy.adaptive_r for strategy in eight} == {0, 1, 2}
+    assert {strategy.algorithm for strategy in eight} == {"linear", "2dh"}
     plans = cost.best(work, A100, nodes=4, local=2)
     assert len(plans) == len(found)
     assert all(a.seconds <= b.seconds for a, b in pairwise(plans))
@@ -321,9 +322,9 @@ def test_expert_groups_are_parts_of_nodes_or_whole_nodes(size):
 
 def test_r_divides_the_slices():
     with pytest.raises(ValueError, match=r"adaptive_r is 3, which is neither 0 nor a divisor of"):
-        cost.step_parts(WORK, ROUND, FOUR, How(adaptive_r=3))
+        cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=3))
     with pytest.raises(ValueError, match="expert_parallel_size is 4 for 6 experts"):
-        cost.memory_bytes(replace(WORK, experts=6), FOUR, How())
+        cost.memory_bytes(replace(WORK, experts=6), FOUR, Strategy())
 
 
 @pytest.mark.parametrize(

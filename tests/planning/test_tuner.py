@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.planning.tuner import FINALISTS, RUN_OFF, TRIALS, WATCHED, Tuner
 
 RS = (0, 1, 2, 4, 8, 16)
 OVERLAPS, ALGORITHMS = (1, 2, 4, 8), ("linear", "2dh")
 EVERY = [
-    How(adaptive_r=r, overlap=d, algorithm=a)
+    Strategy(adaptive_r=r, overlap=d, algorithm=a)
     for r, d, a in itertools.product(RS, OVERLAPS, ALGORITHMS)
 ]
 
@@ -42,12 +42,12 @@ def search(tuner, cost, key="0", start=None):
 def model(gather, send, overlap_gain, far):
     """Weights gathered over s / r ranks, rows sent to r: falls, then rises."""
 
-    def cost(how):
-        if how.adaptive_r == 0:
+    def cost(strategy):
+        if strategy.adaptive_r == 0:
             return 1.0 + gather * 16
-        exchange = send * how.adaptive_r * (far if how.algorithm == "linear" else 1.0)
-        hidden = overlap_gain * min(exchange, 1.0) * (1 - 1 / how.overlap)
-        return 1.0 + gather * 16 / how.adaptive_r + exchange - hidden + 0.01 * how.overlap
+        exchange = send * strategy.adaptive_r * (far if strategy.algorithm == "linear" else 1.0)
+        hidden = overlap_gain * min(exchange, 1.0) * (1 - 1 / strategy.overlap)
+        return 1.0 + gather * 16 / strategy.adaptive_r + exchange - hidden + 0.01 * strategy.overlap
 
     return cost
 
@@ -68,21 +68,21 @@ def test_the_least_of_a_strictly_unimodal_sequence_is_found_exactly(numbers, at)
     costs = [*falling, 0.05, *[20 + i for i in range(4 - at)]]
     by_r = dict(zip(RS[1:], costs, strict=True))
     found = Tuner(RS[1:], (1,), ("linear",))
-    search(found, lambda how: by_r[how.adaptive_r])
+    search(found, lambda strategy: by_r[strategy.adaptive_r])
     assert found.choose("0").adaptive_r == RS[1:][at]
 
 
 def test_r_is_searched_in_few_steps_and_not_one_by_one():
     many = tuple(range(1, 65))
     found = Tuner(many, (1,), ("linear",))
-    ran = search(found, lambda how: (how.adaptive_r - 41) ** 2 + 1)
+    ran = search(found, lambda strategy: (strategy.adaptive_r - 41) ** 2 + 1)
     assert found.choose("0").adaptive_r == 41
-    assert len({how.adaptive_r for how in ran}) <= 20
+    assert len({strategy.adaptive_r for strategy in ran}) <= 20
 
 
 def test_no_rows_sent_is_found_where_it_is_best():
     found = tuner()
-    search(found, lambda how: 1.0 if how.adaptive_r == 0 else 2.0)
+    search(found, lambda strategy: 1.0 if strategy.adaptive_r == 0 else 2.0)
     assert found.choose("0").adaptive_r == 0
 
 
@@ -91,7 +91,10 @@ def test_noise_of_ten_percent_costs_little(seed):
     rng = random.Random(seed)
     cost = model(0.05, 0.3, 0.8, 1.5)
     found = tuner()
-    search(found, lambda how: cost(how) * rng.uniform(1.0, 1.1) * (3 if rng.random() < 0.1 else 1))
+    search(
+        found,
+        lambda strategy: cost(strategy) * rng.uniform(1.0, 1.1) * (3 if rng.random() < 0.1 else 1),
+    )
     assert cost(found.choose("0")) <= 1.1 * min(map(cost, EVERY))
 
 
@@ -101,10 +104,10 @@ def test_a_machine_that_slows_down_in_the_run_off_changes_no_choice():
     true = {1: 1.0, 2: 1.05, 4: 1.15}
     ran = []
 
-    def cost(how):
-        ran.append(how)
+    def cost(strategy):
+        ran.append(strategy)
         warm, measured = 3, 3 * TRIALS
-        return true[how.overlap] * (1.25 if len(ran) > warm + measured else 1.0)
+        return true[strategy.overlap] * (1.25 if len(ran) > warm + measured else 1.0)
 
     search(found, cost)
     assert found.choose("0").overlap == 1
@@ -116,10 +119,10 @@ def test_the_run_off_mends_what_noise_ranked_wrongly():
     true, ran = {1: 1.0, 2: 1.03, 4: 1.5}, []
     first_round = 3 * (1 + TRIALS)
 
-    def cost(how):
-        ran.append(how.overlap)
-        lucky = 1.07 if how.overlap == 1 and len(ran) <= first_round else 1.0
-        return true[how.overlap] * lucky * (1 + 0.001 * len(ran))
+    def cost(strategy):
+        ran.append(strategy.overlap)
+        lucky = 1.07 if strategy.overlap == 1 and len(ran) <= first_round else 1.0
+        return true[strategy.overlap] * lucky * (1 + 0.001 * len(ran))
 
     search(found, cost)
     assert found.choose("0").overlap == 1
@@ -128,7 +131,7 @@ def test_the_run_off_mends_what_noise_ranked_wrongly():
 
 def test_no_more_than_the_best_few_meet_in_the_run_off():
     found = Tuner((1,), (1, 2, 4, 8), ("linear", "2dh"))
-    ran = search(found, lambda how: 1 + 0.001 * how.overlap)
+    ran = search(found, lambda strategy: 1 + 0.001 * strategy.overlap)
     last = ran[-FINALISTS * RUN_OFF * TRIALS :]
     assert len(set(last)) == FINALISTS and last == last[:FINALISTS] * RUN_OFF * TRIALS
     assert len(ran) == 8 * (1 + TRIALS) + len(last)
@@ -136,17 +139,17 @@ def test_no_more_than_the_best_few_meet_in_the_run_off():
 
 def test_a_hopeless_candidate_is_measured_twice_and_no_more():
     found = Tuner((0, 1), (1,), ("linear",))
-    ran = search(found, lambda how: 100.0 if how.adaptive_r == 0 else 1.0)
-    assert sum(how.adaptive_r == 0 for how in ran) == 1 + 2
+    ran = search(found, lambda strategy: 100.0 if strategy.adaptive_r == 0 else 1.0)
+    assert sum(strategy.adaptive_r == 0 for strategy in ran) == 1 + 2
 
 
 def test_one_slow_sample_drops_no_candidate():
     found = Tuner((1,), (1, 2), ("linear",))
     ran = []
 
-    def cost(how):
-        ran.append(how.overlap)
-        return (1.0 if how.overlap == 2 else 1.5) * (10 if ran == [1] * 4 + [2] * 2 else 1)
+    def cost(strategy):
+        ran.append(strategy.overlap)
+        return (1.0 if strategy.overlap == 2 else 1.5) * (10 if ran == [1] * 4 + [2] * 2 else 1)
 
     search(found, cost)
     assert found.choose("0").overlap == 2
@@ -157,10 +160,10 @@ def test_the_first_steps_of_a_later_key_are_not_counted_either():
     for key in ("early", "late"):
         ran = set()
 
-        def cost(how, ran=ran):
-            first = how not in ran
-            ran.add(how)
-            return (1.6 if how.overlap == 1 else 1.0) * (4 if first else 1)
+        def cost(strategy, ran=ran):
+            first = strategy not in ran
+            ran.add(strategy)
+            return (1.6 if strategy.overlap == 1 else 1.0) * (4 if first else 1)
 
         search(found, cost, key)
         assert found.choose(key).overlap > 1
@@ -171,15 +174,15 @@ def test_a_neighbour_s_best_spares_the_search_of_what_is_bad():
     cost, near = model(0.05, 0.3, 0.8, 1.5), model(0.04, 0.35, 0.8, 1.5)
     least, from_nothing, found = min(map(near, EVERY)), tuner(), tuner()
     search(found, cost)
-    lost = sum(near(how) - least for how in search(from_nothing, near))
+    lost = sum(near(strategy) - least for strategy in search(from_nothing, near))
     start = found.choose("0")
     ran = search(found, near, "1", start)
     assert ran[0] == start and near(found.choose("1")) <= 1.05 * least
-    assert sum(near(how) - least for how in ran) < lost / 2
+    assert sum(near(strategy) - least for strategy in ran) < lost / 2
 
 
 @pytest.mark.parametrize(
-    "start", [How(adaptive_r=0), How(adaptive_r=16, overlap=8), How(overlap=3)]
+    "start", [Strategy(adaptive_r=0), Strategy(adaptive_r=16, overlap=8), Strategy(overlap=3)]
 )
 def test_a_neighbour_that_is_none_costs_steps_and_not_the_best(start):
     cost = model(0.02, 0.6, 0.5, 1.8)
@@ -191,17 +194,17 @@ def test_a_neighbour_that_is_none_costs_steps_and_not_the_best(start):
 @pytest.mark.parametrize(("factor", "anew"), [(1.15, False), (1.5, True), (0.6, True)])
 def test_a_settled_cost_that_drifts_is_measured_anew(factor, anew):
     found = Tuner((1,), (1, 2, 4), ("linear",))
-    search(found, lambda how: 1.0 + 0.2 * how.overlap)
+    search(found, lambda strategy: 1.0 + 0.2 * strategy.overlap)
     assert found.choose("0").overlap == 1
     for i in range(2 * WATCHED):  # a spike now and then is no drift
         found.record("0", found.choose("0"), 1.2 * (9 if i % WATCHED == 1 else 1))
     assert found.settled("0")
     for _ in range(WATCHED):
-        found.record("0", How(overlap=1), 1.2 * factor)
+        found.record("0", Strategy(overlap=1), 1.2 * factor)
     assert found.settled("0") == (not anew)
     if anew:
         assert found.choose("0").overlap == 1
-        search(found, lambda how: 3.0 - 0.2 * how.overlap)
+        search(found, lambda strategy: 3.0 - 0.2 * strategy.overlap)
         assert found.choose("0").overlap == 4
 
 
@@ -216,10 +219,10 @@ def test_the_first_step_of_a_candidate_is_not_counted():
     found = Tuner((1,), (1, 2), ("linear",))
     ran = set()
 
-    def cost(how):
-        first = how not in ran
-        ran.add(how)
-        return 1000.0 if first else float(how.overlap)
+    def cost(strategy):
+        first = strategy not in ran
+        ran.add(strategy)
+        return 1000.0 if first else float(strategy.overlap)
 
     search(found, cost)
     assert found.choose("0").overlap == 1
@@ -231,15 +234,15 @@ def test_steps_that_are_no_measurement_are_tried_again():
     asked = found.choose("0")
     for _ in range(3 * TRIALS):
         found.record("0", asked, float("nan"))
-        found.record("0", How(overlap=8), 1.0)
+        found.record("0", Strategy(overlap=8), 1.0)
         found.record("another", asked, 1.0)
     assert found.choose("0") == asked and not found.settled("0")
 
 
 def test_every_key_has_a_search_of_its_own():
     found = tuner()
-    search(found, lambda how: 1.0 + how.overlap, "small")
-    search(found, lambda how: 10.0 - how.overlap, "large")
+    search(found, lambda strategy: 1.0 + strategy.overlap, "small")
+    search(found, lambda strategy: 10.0 - strategy.overlap, "large")
     assert found.choose("small").overlap == 1
     assert found.choose("large").overlap == 8
 
@@ -269,8 +272,8 @@ def test_a_saved_tuner_goes_on_where_it_was():
 def test_a_search_goes_on_from_every_point_at_which_it_was_saved():
     """Also in the run-off, where the way that sends no rows may be the best so far."""
 
-    def cost(how):
-        return 1.0 if how.adaptive_r == 0 else 1.04 + 0.03 * how.overlap
+    def cost(strategy):
+        return 1.0 if strategy.adaptive_r == 0 else 1.04 + 0.03 * strategy.overlap
 
     found = Tuner((0, 1, 2), (1, 2), ("linear",))
     for _ in range(found.most_steps()):
@@ -296,4 +299,4 @@ def test_what_is_no_state_is_refused(state):
 def test_a_how_that_there_is_not_is_refused_in_a_sentence(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value!r}; give "):
-        How(**wrong)
+        Strategy(**wrong)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.cluster"]
@@ -180,11 +180,11 @@ def test_the_last_comparison_is_of_all_that_may_be_the_best(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.cluster.tuning import close_to_best, repeats_of
 
-    static = {How(overlap=d): 1.0 + 0.05 * d for d in range(1, 10)}
+    static = {Strategy(overlap=d): 1.0 + 0.05 * d for d in range(1, 10)}
     # 1.05 is the least, so 1.2 is within 15 % of it and 1.25 is not.
-    assert close_to_best(static) == [How(overlap=d) for d in (1, 2, 3, 4)]
-    alike = {How(overlap=d): 1.0 + 0.001 * d for d in range(9, 0, -1)}
-    assert close_to_best(alike) == [How(overlap=d) for d in range(1, 7)]
+    assert close_to_best(static) == [Strategy(overlap=d) for d in (1, 2, 3, 4)]
+    alike = {Strategy(overlap=d): 1.0 + 0.001 * d for d in range(9, 0, -1)}
+    assert close_to_best(alike) == [Strategy(overlap=d) for d in range(1, 7)]
     # About the time of two choices, whatever their number.
     assert [repeats_of(number) for number in (1, 2, 4, 7)] == [8, 4, 2, 2]
 

@@ -24,7 +24,7 @@ from workers import Workers
 from fairseq_tutel.__main__ import main
 from fairseq_tutel.planning.cost import Cluster, Work, exchange_seconds, memory_bytes, step_seconds
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
-from fairseq_tutel.planning.strategy import How
+from fairseq_tutel.planning.strategy import Strategy
 
 CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
 MODEL = (
@@ -64,12 +64,12 @@ def test_the_plans_are_the_model_s_ranked_and_taken_apart(tmp_path):
         dense_parameters=4 * 6 * 2048**2,
     )  # fmt: skip
     cluster = Cluster(nodes=32, local=8, expert_parallel_size=int(size))
-    how = How(adaptive_r=int(r), overlap=int(d), algorithm=algorithm)
-    seconds = step_seconds(work, PRESETS["h100"], cluster, how)
+    strategy = Strategy(adaptive_r=int(r), overlap=int(d), algorithm=algorithm)
+    seconds = step_seconds(work, PRESETS["h100"], cluster, strategy)
     assert float(step) == pytest.approx(1e3 * seconds, abs=0.006)
     assert int(speed.replace(",", "")) == pytest.approx(256 * 4096 / seconds, rel=1e-3)
     assert float(gigabytes) == pytest.approx(
-        sum(memory_bytes(work, cluster, how).values()) / 1e9, abs=0.006
+        sum(memory_bytes(work, cluster, strategy).values()) / 1e9, abs=0.006
     )
     assert fits == "yes"
     assert sum(float(row[1]) for row in parts[2:]) == pytest.approx(float(step), abs=0.05)
@@ -335,21 +335,26 @@ def emulated_steps(slower, nodes=2):
                 {"nodes": nodes, "local": 2, "algorithm": algorithm, "bytes_per_rank": size,
                  "seconds": seconds}
             )  # fmt: skip
-    choices = [How(adaptive_r=0), How(adaptive_r=1), How(adaptive_r=2), How(overlap=2)]
+    choices = [
+        Strategy(adaptive_r=0),
+        Strategy(adaptive_r=1),
+        Strategy(adaptive_r=2),
+        Strategy(overlap=2),
+    ]
     for tokens in (8, 512):
         work = Work(
             tokens=tokens, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4
         )
-        for how in choices:
-            seconds = step_seconds(work, EMULATED, cluster, how) * slower(how)
-            row = {"form": "sleep", "tokens": tokens, **asdict(how), "seconds": seconds}
+        for strategy in choices:
+            seconds = step_seconds(work, EMULATED, cluster, strategy) * slower(strategy)
+            row = {"form": "sleep", "tokens": tokens, **asdict(strategy), "seconds": seconds}
             content["static"].append(row)
     return content
 
 
 def test_measured_steps_are_held_against_the_model(make_scaling, tmp_path):
     path = tmp_path / "cluster_2x2.json"
-    path.write_text(json.dumps(emulated_steps(lambda how: 1.0)))
+    path.write_text(json.dumps(emulated_steps(lambda strategy: 1.0)))
     steps = make_scaling.measured_steps([path])
     ((_, _, none, others),) = tables(make_scaling.steps_table(steps))
     assert none == ["r = 0", "2x2, 200 Mbit/s", "sleep", "2", "0%, 0%, 0%", "1.00", "-"]
@@ -357,12 +362,12 @@ def test_measured_steps_are_held_against_the_model(make_scaling, tmp_path):
     ((_, _, choice),) = tables(make_scaling.choices_table(steps))
     assert choice[:5] == ["2x2, 200 Mbit/s", "sleep", "2", "2, 2, 2; 0%", "-"]
 
-    best = min(steps, key=lambda step: step.seconds).how
-    path.write_text(json.dumps(emulated_steps(lambda how: 4.0 if how == best else 2.0)))
+    best = min(steps, key=lambda step: step.seconds).strategy
+    path.write_text(json.dumps(emulated_steps(lambda strategy: 4.0 if strategy == best else 2.0)))
     steps = make_scaling.measured_steps([path])
     # Half of what was measured, and the model's choice of few tokens is no longer the best.
-    assert {step.how: step.own / step.seconds for step in steps if step.tokens == 8} == {
-        step.how: pytest.approx(0.25 if step.how == best else 0.5) for step in steps
+    assert {step.strategy: step.own / step.seconds for step in steps if step.tokens == 8} == {
+        step.strategy: pytest.approx(0.25 if step.strategy == best else 0.5) for step in steps
     }
     ((_, _, choice),) = tables(make_scaling.choices_table(steps))
     assert choice[3] != "2, 2, 2; 0%"
@@ -370,7 +375,7 @@ def test_measured_steps_are_held_against_the_model(make_scaling, tmp_path):
 
 def test_links_of_other_shapes_predict_a_step_too(make_scaling, tmp_path):
     for nodes, slower in ((2, 1.0), (4, 2.0)):
-        content = emulated_steps(lambda how, slower=slower: slower, nodes)
+        content = emulated_steps(lambda strategy, slower=slower: slower, nodes)
         (tmp_path / f"cluster_{nodes}x2.json").write_text(json.dumps(content))
     steps = make_scaling.measured_steps(sorted(tmp_path.iterdir()))
     _, _, *rows = tables(make_scaling.steps_table(steps))[0]
@@ -383,7 +388,7 @@ def test_links_of_other_shapes_predict_a_step_too(make_scaling, tmp_path):
 
 
 def test_a_link_speed_without_all_to_alls_takes_those_of_another(make_scaling, tmp_path):
-    content = emulated_steps(lambda how: 1.0)
+    content = emulated_steps(lambda strategy: 1.0)
     half = {"config": CONFIG | {"rate_mbit": 100}, "static": content["static"]}
     for name, found in (
         ("a", content),
@@ -399,7 +404,9 @@ def test_a_link_speed_without_all_to_alls_takes_those_of_another(make_scaling, t
     slow = replace(EMULATED, inter=Link(1e-3, 12.5e6))
     work = Work(tokens=512, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
     cluster = Cluster(nodes=2, local=2, expert_parallel_size=4)
-    (found,) = (s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.how == How())
-    assert found.own == pytest.approx(step_seconds(work, slow, cluster, How()), rel=1e-3)
+    (found,) = (
+        s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.strategy == Strategy()
+    )
+    assert found.own == pytest.approx(step_seconds(work, slow, cluster, Strategy()), rel=1e-3)
     assert make_scaling.steps_table([]).startswith("Not measured yet")
     assert make_scaling.choices_table([]).startswith("Not measured yet")

@@ -181,7 +181,7 @@ def test_the_numbers_that_tutels_layer_shows():
     assert (layer.sharded_count, layer.valid_rs) == (1, [0, 1])
     assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree) == (2, 0)
     layer.a2a_ffn_overlap_degree, layer.adaptive_degree = 3, 1
-    assert layer.moe.how == ft.How(overlap=3, adaptive_r=1)
+    assert layer.moe.strategy == layer.moe.how == ft.How(overlap=3, adaptive_r=1)
     gate = layer.gates[0]
     assert (gate.top_k, gate.capacity_factor, gate.gate_noise) == (2, 0.0, 0.0)
     for r in layer.valid_rs:
@@ -323,10 +323,10 @@ HOW = [
 def test_how_it_is_computed_changes_nothing_and_holds_for_one_call(options, call):
     plain, x = build(), tokens(T)
     layer = build(**options)
-    before = layer.moe.how
+    before = layer.moe.strategy
     y = layer(x, **call)
     assert torch.equal(y, plain(x)) and torch.equal(y.l_aux, plain(x).l_aux)
-    assert layer.moe.how == before
+    assert layer.moe.strategy == before
 
 
 @pytest.mark.parametrize(("options", "call"), NO_EFFECT, ids=str)
