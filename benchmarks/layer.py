@@ -24,7 +24,7 @@ from benchmarks.output import Report, Row
 from benchmarks.peers import BUILDERS, OURS, OWN, Builder
 from benchmarks.peers.variant import Unsupported, Variant
 from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.plugin.allocator import keep_freed_memory
+from fairseq_tutel.plugin import keep_freed_memory
 
 BASE = "dense"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}

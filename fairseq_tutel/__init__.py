@@ -13,7 +13,7 @@ from fairseq_tutel.moe.metrics import routing_metrics
 from fairseq_tutel.moe.routing import Routing, route
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.planning.strategy import Strategy
-from fairseq_tutel.plugin.allocator import keep_freed_memory
+from fairseq_tutel.plugin import keep_freed_memory
 from fairseq_tutel.ranks.groups import Topology, make_topology
 
 # After the module of this name was imported: the name is the function from here on, and

@@ -1,16 +1,22 @@
 """register(): everything a `--user-dir` import does, once."""
 
 import argparse
+import ctypes
 import importlib
 import logging
 import sys
 
+import torch
+
 from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
-from fairseq_tutel.plugin.allocator import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
 _registered = False
+
+# Parameters of mallopt, from glibc's malloc.h.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+GIB, MIB = 2**30, 2**20
 
 
 def register() -> None:
@@ -55,6 +61,22 @@ def _check_fairseq() -> None:
         raise ImportError(
             f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
         )
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed host memory in the process, where there is glibc and no GPU; return whether it was done.
+
+    By default glibc gives a large tensor back to the system when it is freed; the next one of its size is
+    then mapped and zeroed page by page, every step. The stacked gradients of experts are such tensors.
+    """
+    if torch.cuda.is_available() or not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    wanted = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 64 * MIB}
+    done = [mallopt(parameter, value) == 1 for parameter, value in wanted.items()]
+    return all(done)
 
 
 def _drop_is_moe(argv: list[str]) -> None:

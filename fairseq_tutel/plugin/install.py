@@ -20,7 +20,6 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.planning.machine import Machine, typical
-from fairseq_tutel.plugin.agreement import start_together
 from fairseq_tutel.plugin.announce import (
     announce,
     announce_exchange,
@@ -28,7 +27,6 @@ from fairseq_tutel.plugin.announce import (
     warn,
     warn_of_files,
 )
-from fairseq_tutel.plugin.changed import say_what_changed
 from fairseq_tutel.plugin.feed_forward import (
     MoEFeedForward,
     begin_micro_batch,
@@ -41,8 +39,10 @@ from fairseq_tutel.plugin.feed_forward import (
     replace_ffn,
 )
 from fairseq_tutel.plugin.flags import expert_counts, layer_config
-from fairseq_tutel.plugin.opened import keep_in_step, topology_of_opened
+from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
+from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.plugin.run_config import complete, config_of, device_of, is_training, root_of
+from fairseq_tutel.plugin.startup import start_together
 from fairseq_tutel.plugin.task_options import give_system_options
 from fairseq_tutel.ranks.gradients import is_expert
 from fairseq_tutel.ranks.groups import Topology, make_topology

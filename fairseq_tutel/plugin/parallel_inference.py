@@ -1,25 +1,98 @@
 """A command that uses a model, such as fairseq-generate, on several ranks: what they do for each other.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model that the
-command opens, in lockstep until all of them are done. Here is the state of the command that runs.
+command opens, in lockstep until all of them are done. Here is the state of the command that runs, where the
+experts of a model live that is opened, and the perplexity of all ranks: fairseq-eval-lm logs that of the
+first one's part.
 """
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fairseq.distributed import utils as distributed_utils
+from torch import nn
 
 from fairseq_tutel.inference.lockstep import Lockstep
-from fairseq_tutel.plugin import perplexity
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.startup import limit_fairseqs_own, set_timeout
+from fairseq_tutel.ranks.agreement import agree
+from fairseq_tutel.ranks.groups import Topology, make_topology
+from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
+
+
+class Scored:
+    """The batches that fairseq-eval-lm scores, and for how many tokens it divides by.
+
+    Args:
+        batches: with a length, of samples of a language model; empty ones hold nothing.
+        dictionary: of the targets.
+        cfg: the command's FairseqConfig.
+    """
+
+    def __init__(self, batches: Any, dictionary: Any, cfg: Any) -> None:
+        self.batches, self.pad = batches, dictionary.pad()
+        self.tokens = 0
+        self.without_first = bool(getattr(cfg.task, "add_bos_token", False))
+        # A word in pieces counts once.
+        mark = cfg.common_eval.post_process
+        marked = mark in ("subword_nmt", "@@ ")
+        self.goes_on = torch.tensor(
+            [marked and word.endswith(mark.rstrip()) for word in dictionary.symbols]
+        )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self.batches:
+            if "net_input" in sample:
+                self.tokens += self._tokens(sample["target"])
+            yield sample
+
+    def _tokens(self, targets: Iterable[torch.Tensor]) -> int:
+        total = 0
+        for target in targets:
+            words = target[target != self.pad].cpu()[int(self.without_first) :]
+            total += len(words) - int(self.goes_on[words[:-1]].sum())
+        return total
+
+
+def tell_of_all_ranks(results: dict[str, Any], tokens: int) -> None:
+    """Log the loss and the perplexity of all ranks' tokens. Collective.
+
+    Args:
+        results: what fairseq-eval-lm's `main` returned on this rank: the mean loss of its tokens, in bits.
+        tokens: how many they were.
+
+    Raises:
+        ValueError: no rank had any.
+    """
+    parts: list[Any] = [None] * dist.get_world_size()
+    with guarded("the gathering of all ranks' losses"):
+        dist.all_gather_object(parts, (float(results["loss"]) * tokens, tokens))
+    total = sum(count for _, count in parts)
+    if total == 0:
+        raise ValueError(
+            "no rank scored any token, so there is no perplexity: fairseq-eval-lm skips what is longer "
+            "than the model's positions; give the --tokens-per-sample that the model was trained with."
+        )
+    loss = sum(bits for bits, _ in parts) / total
+    logger.info(
+        "all %d ranks: %s tokens, Loss (base 2): %.4f, Perplexity: %.2f",
+        len(parts),
+        f"{total:,}",
+        loss,
+        2**loss,
+    )
 
 
 class NoSentences(Exception):  # noqa: N818 - nothing is wrong
@@ -32,7 +105,7 @@ class Command:
 
     cfg: Any
     lockstep: Lockstep | None = None
-    scored: perplexity.Scored | None = None
+    scored: Scored | None = None
 
     @property
     def expert_parallel_size(self) -> int:
@@ -47,9 +120,9 @@ class Command:
             index = self.lockstep.add(layer.take_part)
             layer.wait_for_turn = partial(self.lockstep.wait_for_turn, index)
 
-    def count(self, batches: Any, dictionary: Any) -> perplexity.Scored:
+    def count(self, batches: Any, dictionary: Any) -> Scored:
         """Return batches that fairseq-eval-lm scores, whose tokens are counted."""
-        self.scored = perplexity.Scored(batches, dictionary, self.cfg)
+        self.scored = Scored(batches, dictionary, self.cfg)
         return self.scored
 
     def rest(self) -> None:
@@ -71,7 +144,7 @@ class Command:
                 self.lockstep.served,
             )
         if self.scored is not None:
-            perplexity.tell_of_all_ranks(results, self.scored.tokens)
+            tell_of_all_ranks(results, self.scored.tokens)
 
 
 _running: list[Command] = []
@@ -122,3 +195,58 @@ def _let_stock_gather(cfg: Any) -> None:
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
         gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
+
+
+def topology_of_opened(
+    requested: int,
+    expert_counts: Sequence[int],
+    ranks_per_node: int,
+    degree_of: Callable[[int], int] | None,
+) -> Topology:
+    """Return where the experts of a model that is opened live. Collective where ranks share them.
+
+    Args:
+        requested: P of the model's task, which a command on one rank may have in vain.
+        expert_counts: as in `make_topology`, and the two that follow.
+        ranks_per_node: L.
+        degree_of: the r of a layer.
+
+    Raises:
+        ValueError: a --moe-expert-parallel-size that fits neither the ranks nor the experts.
+        CommunicationError: a rank did not come.
+    """
+    command = running()
+    if command is None or command.expert_parallel_size == 1:
+        if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            logger.warning(
+                "--moe-expert-parallel-size %d has no effect: this process has not met the others and does "
+                "all of the work; start it with `torchrun … -m fairseq_tutel.run`",
+                requested,
+            )
+        return Topology()
+    set_timeout(command.cfg.task)
+    topology = make_topology(expert_counts, command.expert_parallel_size, ranks_per_node, degree_of)
+    limit_fairseqs_own()
+    return topology
+
+
+def keep_in_step(model: nn.Module) -> None:
+    """Let the layers of a model that is opened wait for each other's ranks, where these share experts.
+
+    Raises:
+        ValueError: ranks opened different models.
+    """
+    command, layers = running(), moe_layers(model)
+    if command is not None and layers[0].topology.expert_parallel_size > 1:
+        agree(_facts_of(layers))
+        command.keep_in_step(layers)
+
+
+def _facts_of(layers: Sequence[MoEFeedForward]) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        label_of(field.name): [getattr(layer.config, field.name) for layer in layers]
+        for field in fields(MoEConfig)
+    }
+    facts["the layers with experts"] = [layer.name for layer in layers]
+    facts["how rows cross ranks"] = [str(layer.how) for layer in layers]
+    return facts

@@ -1,20 +1,37 @@
-"""The checkpoint that a training goes on from: which one, and whether all ranks have it, and whole."""
+"""How a training goes on: from which checkpoint, with which options, and where in the epoch.
 
+Stock saves how many batches each rank consumed, which means another place in the epoch for another
+number of ranks. Here the number of global batches is saved and that many are dropped before
+sharding.
+
+Where ranks cannot share batches evenly, an empty one fills up the last update of some. Stock's trainer
+counts nothing of such a rank's update if the empty one is its last, though its gradients are added up;
+here it comes one earlier.
+"""
+
+import argparse
 import glob
+import itertools
 import logging
+import math
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole
 from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel.plugin.flags import EncoderDecoderOptions, defaults
+from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.first import Work, of_first
 from fairseq_tutel.ranks.guard import guarded, name_ranks
 
@@ -207,3 +224,129 @@ def _checkpoints_beside(path: str) -> list[str]:
     """Return the other checkpoints of a folder, the newest first."""
     found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
     return sorted(found, key=os.path.getmtime, reverse=True)
+
+
+def say_what_changed(path: str | None, cfg: Any) -> None:
+    """Log the experts' options that differ between a checkpoint's model and this one's.
+
+    Args:
+        path: of the checkpoint that training will go on from; None for none.
+        cfg: the configuration of the model that is built.
+    """
+    if path is None or groups.in_use().rank > 0 or not zipfile.is_zipfile(path):
+        return
+    try:  # mapped, not read: tensors stay on disk
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        return  # the load itself will refuse it, on every rank
+    saved = (state.get("cfg") or {}).get("model")
+    # A dictionary, or what was on the command line.
+    saved = saved if isinstance(saved, dict) else vars(saved or argparse.Namespace())
+    if "moe_freq" not in saved:
+        return
+    changed = []
+    for key, default in defaults(EncoderDecoderOptions).items():
+        before, now = _plain(saved.get(key, default)), _plain(getattr(cfg, key, default))
+        if before != now:
+            changed.append(f"--{key.replace('_', '-')} {before} (now {now})")
+    if changed:
+        logger.warning("the checkpoint was trained with %s", ", ".join(changed))
+
+
+def _plain(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    """The epoch that was resumed on a place that per-rank offsets cannot express."""
+
+    epoch: int
+    consumed: int
+    start: int
+    order_shards: int
+
+
+class ElasticEpochBatchIterator(EpochBatchIterator):
+    """EpochBatchIterator whose state says how many global batches were consumed.
+
+    Attributes:
+        update_freq: micro-batches of an update in each epoch, the last number for all that follow.
+    """
+
+    update_freq: Sequence[int] = (1,)
+    num_shards: int
+    shard_id: int
+    _resumed: _Resumed | None = None
+    _start = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stock state with the global place in the epoch."""
+        state = super().state_dict()
+        done, resumed = state["iterations_in_epoch"], self._resumed
+        state["order_shards"] = self.num_shards
+        state["global_batches"] = done * self.num_shards
+        if done > 0 and resumed is not None and resumed.epoch == state["epoch"]:
+            state["order_shards"] = resumed.order_shards
+            state["global_batches"] = resumed.consumed + (done - resumed.start) * self.num_shards
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the saved place; `iterations_in_epoch` is rewritten for this number of ranks."""
+        saved_shards = state_dict.get("order_shards", self.num_shards)
+        per_rank = state_dict.get("iterations_in_epoch", 0)
+        consumed = state_dict.get("global_batches", per_rank * saved_shards)
+        self._resumed = None
+        # Stock loses the end of an epoch that begins in the middle of an update.
+        update_freq = self._update_freq_in(state_dict["epoch"])
+        start = math.ceil(consumed / (self.num_shards * update_freq)) * update_freq
+        same_place = consumed == start * self.num_shards
+        if consumed > 0 and not (same_place and saved_shards == self.num_shards):
+            self._resumed = _Resumed(state_dict["epoch"], consumed, start, saved_shards)
+        super().load_state_dict({**state_dict, "iterations_in_epoch": start})
+
+    def _get_iterator_for_epoch(
+        self, epoch: int, shuffle: bool, fix_batches_to_gpus: bool = False, offset: int = 0
+    ) -> Any:
+        self._start = offset
+        return super()._get_iterator_for_epoch(epoch, shuffle, fix_batches_to_gpus, offset)
+
+    def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
+        """Return this rank's batches of the epoch, in order; one that only fills up ends no update."""
+        batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
+        update_freq = self._update_freq_in(epoch)
+        in_last_update = (len(batches) - self._start - 1) % update_freq + 1
+        if in_last_update > 1 and len(batches[-1]) == 0 and not self.skip_remainder_batch:
+            batches[-2:] = batches[-1], batches[-2]
+        return batches
+
+    def _update_freq_in(self, epoch: int) -> int:
+        return self.update_freq[min(epoch, len(self.update_freq)) - 1]
+
+    def _in_order(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
+        resumed = self._resumed
+        if resumed is None or resumed.epoch != epoch:
+            return super().ordered_batches(epoch, fix_batches_to_gpus, shuffle)
+        in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
+        rest = [batch for batch in in_order[resumed.consumed :] if len(batch) > 0]
+        shard = ShardedIterator(rest, self.num_shards, self.shard_id, fill_value=[])
+        # The sampler cuts `start` batches off the front: what was consumed before.
+        return [[]] * resumed.start + list(shard)
+
+    def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
+        """Return the batches as the ranks of the saved run took them, one from each in turn.
+
+        Where the order depends on their number (grouped shuffling, batches fixed to GPUs), every shard is
+        asked for; else there is one shuffle for all.
+        """
+        if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
+            shards = 1
+        own = self.num_shards, self.shard_id
+        by_shard = []
+        try:
+            for self.shard_id in range(shards):
+                self.num_shards = shards
+                by_shard.append(super().ordered_batches(epoch, fix, shuffle))
+        finally:
+            self.num_shards, self.shard_id = own
+        return list(itertools.chain.from_iterable(zip(*by_shard, strict=True)))

@@ -1,4 +1,7 @@
-"""What a task must do to train experts, on one rank and on several; stock tasks get it attached."""
+"""What a task must do where experts are trained or used, on one rank and on several.
+
+Stock tasks get it attached when a model with experts is built.
+"""
 
 import logging
 import sys
@@ -16,10 +19,10 @@ from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.moe.balance_update import update_biases
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin.elastic_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.plugin import parallel_inference
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import defaults
-from fairseq_tutel.plugin.inference_mixin import InferenceMixin
+from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 from fairseq_tutel.plugin.run_config import config_of, root_of
 from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.guard import guarded
@@ -27,8 +30,60 @@ from fairseq_tutel.ranks.guard import guarded
 logger = logging.getLogger(__name__)
 
 
+class InferenceMixin:
+    """What a task must do where models are used on several ranks, which stock does for trainings alone."""
+
+    _iterator: Any = None
+
+    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the stock iterator, which says whether this rank has any sentence."""
+        iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
+        if parallel_inference.running():
+            self._iterator = iterator
+        return iterator
+
+    def build_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the stock generator; it is built after the batches of fairseq-generate.
+
+        Raises:
+            NoSentences: this rank has none of them.
+        """
+        last = self._iterator
+        if last is not None and last.shard_id >= len(last.frozen_batches):
+            raise parallel_inference.NoSentences
+        return super().build_generator(*args, **kwargs)  # type: ignore[misc]
+
+    def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of fairseq-eval-lm; on several ranks their tokens are counted.
+
+        Raises:
+            ValueError: a context window on several ranks.
+        """
+        command = parallel_inference.running()
+        if command is not None and command.cfg.eval_lm.context_window > 0:
+            raise ValueError(
+                f"--context-window is {command.cfg.eval_lm.context_window} on several ranks, where the "
+                "context of a batch would be another one than that before it; run fairseq-eval-lm on one."
+            )
+        batches = super().eval_lm_dataloader(*args, **kwargs)  # type: ignore[misc]
+        if command is not None:
+            batches = command.count(batches, self.target_dictionary)
+        return batches
+
+    def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
+        """Run the stock step, or none where the rank has no batch left; serve others until they end."""
+        command = parallel_inference.running()
+        if command is not None and not sample:
+            result: Any = (0.0, 0, {})
+        else:
+            result = super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
+        if command is not None:
+            command.rest()
+        return result
+
+
 class MoETaskMixin(InferenceMixin):
-    """Goes before a FairseqTask class."""
+    """Goes before a FairseqTask class: what it must do to train experts, on one rank and on several."""
 
     _has_experts = False
     _has_balance_loss = False

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 
-from fairseq_tutel.plugin.elastic_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 
 NUM_BATCHES = 23
 

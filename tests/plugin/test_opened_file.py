@@ -16,8 +16,8 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin.changed import say_what_changed
 from fairseq_tutel.plugin.install import _end_where_it_differs
+from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
 
 plugin.register()

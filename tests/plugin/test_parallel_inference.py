@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin import parallel_inference, wrapped
-from fairseq_tutel.plugin.perplexity import Scored
+from fairseq_tutel.plugin.parallel_inference import Scored
 
 plugin.register()
 

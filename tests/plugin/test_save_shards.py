@@ -13,7 +13,7 @@ from fairseq.trainer import Trainer
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import experts
-from fairseq_tutel.plugin import save_shards, wrapped
+from fairseq_tutel.plugin import wrapped
 
 plugin.register()
 
@@ -35,7 +35,7 @@ class Recorder:
         return self.updates
 
     def consolidate_optimizer(self):
-        self.expected = save_shards.will_save(self, self.epoch_itr, self.val_loss)
+        self.expected = wrapped.will_save(self, self.epoch_itr, self.val_loss)
 
     def save_checkpoint(self, path, extra_state):
         self.saved = True
@@ -85,7 +85,7 @@ def test_experts_are_written_for_a_checkpoint_alone(tmp_path, monkeypatch, no_la
     cfg.no_save_optimizer_state = True
     written = []
     monkeypatch.setattr(wrapped, "saves_shards", lambda task: True)
-    monkeypatch.setattr(wrapped, "save_in_shards", lambda *_: written.append(1))
+    monkeypatch.setattr(wrapped, "write_in_shards", lambda *_: written.append(1))
     monkeypatch.setattr(experts, "expert_modules", lambda model: [model])
     monkeypatch.setattr(Recorder, "consolidate_optimizer", Trainer.consolidate_optimizer)
     monkeypatch.setattr(Recorder, "optimizer", None, raising=False)
