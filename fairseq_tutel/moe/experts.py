@@ -1,24 +1,25 @@
-"""Experts: (rows, counts) -> rows. Stacked weights, one grouped linear map per projection.
+"""Experts: (rows, counts, weights) -> rows: ours, and of the user's own.
 
 R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group an expert.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.build import is_custom, load_class
+from fairseq_tutel.moe.build import construct, draw, is_custom, load_class
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.custom_experts import CustomExperts
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
-from fairseq_tutel.moe.initial import draw_linear, seeded_generator
+from fairseq_tutel.moe.initial import draw_linear, hashed_seed, seeded_generator
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.slices import Part
 
@@ -139,20 +140,122 @@ class Experts(ExpertStack):
         )
 
     def _by_parts(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        config = self.config
+        return feed_forward(
+            rows_RD,
+            lambda name, rows: apply_map(name, rows, groups, tensors, self.config.backend),
+            self.config,
+            self.activate,
+            self.hidden_layer_norm,
+            self.training,
+        )
 
-        def apply(name: str, rows: Tensor) -> Tensor:
-            return apply_map(name, rows, groups, tensors, config.backend)
+    def activate(self, hidden_RH: Tensor) -> Tensor:
+        """Apply what stands between the maps, or before fc3's product in a glu."""
+        return activation_of(self.config)(hidden_RH)
 
-        hidden_RH = apply("fc1", rows_RD)
-        if config.expert_type == "glu":
-            hidden_RH = F.silu(hidden_RH) * apply("fc3", rows_RD)
-        else:
-            hidden_RH = ACTIVATIONS[config.activation].forward(hidden_RH)
-        hidden_RH = F.dropout(hidden_RH, config.activation_dropout, self.training)
-        if self.hidden_layer_norm is not None:
-            hidden_RH = self.hidden_layer_norm(hidden_RH)
-        return apply("fc2", hidden_RH)
+
+def feed_forward(
+    x: Tensor,
+    linear: Callable[[str, Tensor], Tensor],
+    config: MoEConfig,
+    activate: Callable[[Tensor], Tensor],
+    norm: nn.Module | None,
+    training: bool,
+) -> Tensor:
+    """Return the feed-forward of x map by map, whoever's maps they are.
+
+    Args:
+        x: [..., D].
+        linear: applies the map of a name, fc1, fc2 or a glu's fc3.
+        config: says whether it is a glu, and what is dropped.
+        activate: on what fc1 gives.
+        norm: of the hidden layer, or None.
+        training: whether anything is dropped.
+    """
+    hidden = activate(linear("fc1", x))
+    if config.expert_type == "glu":
+        hidden = hidden * linear("fc3", x)
+    hidden = F.dropout(hidden, config.activation_dropout, training)
+    if norm is not None:
+        hidden = norm(hidden)
+    return linear("fc2", hidden)
+
+
+def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
+    """Return the function of `config.activation`; a glu has its own."""
+    return F.silu if config.expert_type == "glu" else ACTIVATIONS[config.activation].forward
+
+
+class CustomExperts(ExpertStack):
+    """Runs `kind(config)`, a module that maps rows [n, D] to rows [n, D], for every expert.
+
+    Parameters are stacked by expert under their own names, with __ for a dot, so that they are
+    exchanged, saved and resumed as all experts are. Each expert is drawn by its own constructor,
+    from a seed of its own.
+
+    Raises:
+        ValueError: the module has buffers, which no expert could keep apart, or no parameters.
+    """
+
+    def __init__(self, config: MoEConfig, kind: type, part: Part | None = None) -> None:
+        super().__init__(config, part)
+        self.kind = kind
+        with torch.device("meta"):
+            template = construct(label_of("expert_type"), kind, config)
+        if not isinstance(template, nn.Module) or not list(template.parameters()):
+            raise ValueError(f"expert {kind.__name__} has no parameters; give a torch module.")
+        if list(template.buffers()):
+            raise ValueError(
+                f"expert {kind.__name__} has buffers, which experts do not keep apart; make them "
+                "parameters, or constants of the class."
+            )
+        # Not a submodule: it lends its forward, and holds no values.
+        self._template = [template]
+        for name, parameter in template.named_parameters():
+            shape = (self.num_local, *parameter.shape)
+            values = torch.empty(shape, dtype=parameter.dtype)
+            stacked = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            self.register_parameter(_key(name), stacked)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int, name: str) -> None:
+        """Draw each expert by its constructor."""
+        stacks = self.expert_parameters()
+        if any(stack.is_meta for stack in stacks.values()):
+            return
+        for i in range(self.num_local):
+            own_seed = hashed_seed(seed, name, self.first + i, "expert")
+            expert = draw(self.kind, self.config, own_seed)
+            for tensor, parameter in expert.named_parameters():
+                stacks[_key(tensor)][i].copy_(parameter)
+
+    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
+        """Run expert i on its group of rows; an expert without rows is not called."""
+        (template,) = self._template
+        template.train(self.training)
+        counts = list(groups.host)
+        rows_RD = rows_RD[: sum(counts)]
+        # unbind's backward stacks once; indexing would build a zero-filled stack per expert.
+        stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
+
+        def run(i: int, rows: Tensor) -> Tensor:
+            return functional_call(template, {name: s[i] for name, s in stacks.items()}, (rows,))
+
+        parts = rows_RD.split(counts)
+        done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
+        # No rows at all: an empty run still knows dtype and width of what other ranks send and expect,
+        # and gives parameters gradients, of zero.
+        out = torch.cat(done) if done else run(0, rows_RD)
+        if out.shape != rows_RD.shape:
+            raise ValueError(
+                f"expert_type (--moe-expert-type) {self.kind.__name__} gives {tuple(out.shape)} for rows "
+                f"of shape {tuple(rows_RD.shape)}; let it return the shape it is given."
+            )
+        return out
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
 
 
 def _part_of(width: int, slices: int, name: str) -> int:

@@ -4,12 +4,11 @@ T tokens, D model_dim, H hidden_dim.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.moe.build import build_custom, is_custom, redraw
 from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.experts import activation_of, feed_forward
 from fairseq_tutel.moe.initial import draw_linear, hashed_seed, seeded_generator
 
 
@@ -43,15 +42,14 @@ class DenseExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the expert's output for every token."""
-        hidden_TH = self.fc1(x_TD)
-        if self.fc3 is not None:
-            hidden_TH = F.silu(hidden_TH) * self.fc3(x_TD)
-        else:
-            hidden_TH = ACTIVATIONS[self.config.activation].forward(hidden_TH)
-        hidden_TH = F.dropout(hidden_TH, self.config.activation_dropout, self.training)
-        if self.hidden_layer_norm is not None:
-            hidden_TH = self.hidden_layer_norm(hidden_TH)
-        return self.fc2(hidden_TH)
+        return feed_forward(
+            x_TD,
+            lambda name, rows: getattr(self, name)(rows),
+            self.config,
+            activation_of(self.config),
+            self.hidden_layer_norm,
+            self.training,
+        )
 
 
 class CustomSum(nn.Module):

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import AT_LEAST_1, MoEConfig, Rule
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
-from fairseq_tutel.moe.experts import Experts, apply_map, build_experts
+from fairseq_tutel.moe.experts import Experts, build_experts
 from fairseq_tutel.moe.initial import hashed_seed
 from fairseq_tutel.ranks.slices import Part
 from fairseq_tutel.tutel.arguments import TRUE_OR_FALSE, check, check_keys, require
@@ -93,16 +93,11 @@ class FFNExperts(Experts):
         """Never: the activation is the user's."""
         return False
 
-    def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Return [R, O]; the activation sees the rows of all local experts, [R, H]."""
-        hidden_RH = apply_map("fc1", rows_RD, groups, tensors)
+    def activate(self, hidden_RH: Tensor) -> Tensor:
+        """Apply the user's function to the rows of all local experts."""
         if self.activation_with_self is not None:
-            hidden_RH = self.activation_with_self(hidden_RH, self)
-        else:
-            hidden_RH = (self.activation or F.relu)(hidden_RH)
-        if self.config.expert_type == "glu":
-            hidden_RH = hidden_RH * apply_map("fc3", rows_RD, groups, tensors)
-        return apply_map("fc2", hidden_RH, groups, tensors)
+            return self.activation_with_self(hidden_RH, self)
+        return (self.activation or F.relu)(hidden_RH)
 
 
 class ModuleExperts(ExpertStack):

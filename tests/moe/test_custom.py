@@ -20,7 +20,7 @@ from torch.func import functional_call
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.custom_experts import CustomExperts
+from fairseq_tutel.moe.experts import CustomExperts
 from fairseq_tutel.moe.gates import HashGate
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
