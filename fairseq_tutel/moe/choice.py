@@ -1,15 +1,117 @@
-"""Choice: logits -> scores -> which experts a token asks for.
+"""Choice: logits -> scores -> which experts a token asks for, or which tokens an expert takes.
 
-T tokens, E experts, K top_k, G groups of experts. Nothing here carries a gradient but the scores.
+T tokens, E experts, K top_k, G groups of experts. Only scores and weights carry a gradient.
 """
 
 import math
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts
+from fairseq_tutel.moe.config import MoEConfig, is_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How experts are chosen, weighed and filled; each field as the MoEConfig field of its name."""
+
+    score_function: str = "softmax"
+    normalize_gate: str = "before"
+    routed_scaling_factor: float = 1.0
+    choice: str = "tokens"
+    drop_policy: str = "position"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    second_expert_policy: str = "all"
+    rsample: bool = False
+    sinkhorn: bool = False
+    backend: str = "auto"
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> "Rules":
+        """Return the rules that a layer's configuration holds."""
+        return cls(**{item.name: getattr(config, item.name) for item in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What routing must know of the tokens.
+
+    Attributes:
+        real_T: [T] bool, False for padding; None when every token is real.
+        time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
+            slots are then given in (sentence, time) order all the same.
+        training: whether random numbers may be drawn.
+    """
+
+    real_T: Tensor | None = None
+    time_first: tuple[int, int] | None = None
+    training: bool = False
+
+
+def choose(
+    logits_TE: Tensor,
+    top_k: int,
+    rules: Rules,
+    batch: MicroBatch,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Let every token choose its experts: here every rule of choice has its line.
+
+    Args:
+        logits_TE: [T, E] gate logits.
+        top_k: experts per token, 1 to E.
+        rules: how experts are chosen.
+        batch: what the tokens are.
+        bias_E: [E], added to the scores for the choice alone.
+
+    Returns:
+        (scores_TE, probs_TE) as `scores_of` gives them, expert_ids_TK [T, K] int64, best first, and
+        weights_TK [T, K], the scores of those; all but the ids differentiable.
+    """
+    sampling = rules.second_expert_policy == "sampling" and top_k > 1
+    is_sampled = batch.training and (rules.rsample or sampling)
+    is_evened = batch.training and rules.sinkhorn
+    in_groups = rules.groups_per_token < rules.expert_groups
+    as_scored = bias_E is None and not (is_sampled or is_evened or in_groups)
+    ops = kernels.ops(rules.backend, logits_TE.device)
+    if as_scored and rules.score_function == "softmax" and ops is not kernels.reference:
+        probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
+        return probs_TE, probs_TE, expert_ids_TK, weights_TK
+    scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+    best_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    groups, kept = rules.expert_groups, rules.groups_per_token
+    keys_TE = best_TE
+    if is_sampled:
+        keys_TE = sampling_keys(logits_TE.detach(), rules.score_function)
+        if not rules.rsample:  # the first choice is not sampled
+            first_T1 = choose_experts(mask_groups(best_TE, best_TE, groups, kept, top_k), 1)
+            keys_TE.scatter_(1, first_T1, math.inf)
+    elif is_evened:
+        keys_TE = sinkhorn_keys(logits_TE.detach(), batch.real_T)
+    keys_TE = mask_groups(keys_TE, best_TE, groups, kept, top_k)
+    expert_ids_TK = choose_experts(keys_TE, top_k)
+    return scores_TE, probs_TE, expert_ids_TK, scores_TE.gather(1, expert_ids_TK)
+
+
+def check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
+    """Refuse a top_k that the experts, or the groups of a token, do not hold.
+
+    Raises:
+        ValueError: naming the value and what may be given.
+    """
+    most = num_experts // rules.expert_groups * rules.groups_per_token
+    if not (is_whole(top_k) and 1 <= top_k <= most):
+        groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
+        raise ValueError(
+            f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
+        )
 
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
@@ -20,6 +122,43 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     scores_TE = torch.sigmoid(logits_TE)
     total_T1 = scores_TE.sum(dim=1, keepdim=True)
     return scores_TE, scores_TE / total_T1.clamp_min(torch.finfo(scores_TE.dtype).tiny)
+
+
+def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The commonest choice as one autograd node and kernel: softmax over the experts and its K largest.
+
+    Args:
+        logits_TE: [T, E], any float dtype.
+        top_k: K, from 1 to E; ties go to the lower id.
+        ops: from `kernels.ops`.
+
+    Returns:
+        probs_TE, ids_TK int64, and the chosen experts' probabilities weights_TK.
+    """
+    if torch.is_autocast_enabled(logits_TE.device.type):  # where torch.softmax does the same
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    return _SoftmaxTopK.apply(logits_TE, top_k, ops)
+
+
+class _SoftmaxTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
+        probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k)
+        ctx.save_for_backward(probs_TE, ids_TK)
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
+        ctx.ops = ops
+        return probs_TE, ids_TK, weights_TK
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any, dprobs_TE: Tensor | None, _: None, dweights_TK: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        probs_TE, ids_TK = ctx.saved_tensors
+        if dprobs_TE is None and dweights_TK is None:
+            return None, None, None
+        return ctx.ops.softmax_top_k_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK), None, None
 
 
 def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:

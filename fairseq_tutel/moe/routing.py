@@ -4,8 +4,7 @@ T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the ex
 "source" is t * K + j: the j-th copy of token t.
 """
 
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,17 +13,15 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.choice import (
+    MicroBatch,
+    Rules,
     asked_at_random,
-    choose_experts,
+    check_top_k,
+    choose,
     experts_choose,
-    mask_groups,
-    sampling_keys,
     scores_of,
-    sinkhorn_keys,
 )
-from fairseq_tutel.moe.config import MoEConfig, is_whole
 from fairseq_tutel.moe.drop_policies import slot_order
-from fairseq_tutel.moe.fused_gate import softmax_top_k
 from fairseq_tutel.moe.slots import asking_ids, sentence_order
 
 
@@ -83,44 +80,6 @@ class Assignment:
 Decision = Assignment | Routing  # what losses and metrics read stands in both
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How experts are chosen, weighed and filled; each field as the MoEConfig field of its name."""
-
-    score_function: str = "softmax"
-    normalize_gate: str = "before"
-    routed_scaling_factor: float = 1.0
-    choice: str = "tokens"
-    drop_policy: str = "position"
-    expert_groups: int = 1
-    groups_per_token: int = 1
-    second_expert_policy: str = "all"
-    rsample: bool = False
-    sinkhorn: bool = False
-    backend: str = "auto"
-
-    @classmethod
-    def of(cls, config: MoEConfig) -> "Rules":
-        """Return the rules that a layer's configuration holds."""
-        return cls(**{item.name: getattr(config, item.name) for item in fields(cls)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """What routing must know of the tokens.
-
-    Attributes:
-        real_T: [T] bool, False for padding; None when every token is real.
-        time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
-            slots are then given in (sentence, time) order all the same.
-        training: whether random numbers may be drawn.
-    """
-
-    real_T: Tensor | None = None
-    time_first: tuple[int, int] | None = None
-    training: bool = False
-
-
 def assign(
     logits_TE: Tensor,
     top_k: int,
@@ -145,18 +104,11 @@ def assign(
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
     num_tokens, num_experts = logits_TE.shape
-    _check_top_k(top_k, num_experts, rules)
+    check_top_k(top_k, num_experts, rules)
     if rules.choice == "experts":
         scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
         return _assign_by_experts(scores_TE, probs_TE, top_k, capacity, rules, batch)
-    ops = kernels.ops(rules.backend, logits_TE.device)
-    if ops is not kernels.reference and _is_plain(rules, batch, bias_E):
-        probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
-        scores_TE = probs_TE
-    else:
-        scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
-        expert_ids_TK = _choose(logits_TE.detach(), scores_TE.detach(), top_k, rules, batch, bias_E)
-        weights_TK = scores_TE.gather(1, expert_ids_TK)
+    scores_TE, probs_TE, expert_ids_TK, weights_TK = choose(logits_TE, top_k, rules, batch, bias_E)
     if rules.normalize_gate == "before" and top_k > 1:
         weights_TK = _normalized(weights_TK)
     asked_TK = None
@@ -267,50 +219,6 @@ def _assign_by_experts(
         real_T=real_T,
         max_rows=most * num_experts,
     )
-
-
-def _check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
-    most = num_experts // rules.expert_groups * rules.groups_per_token
-    if not (is_whole(top_k) and 1 <= top_k <= most):
-        groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
-        raise ValueError(
-            f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
-        )
-
-
-def _is_plain(rules: Rules, batch: MicroBatch, bias_E: Tensor | None) -> bool:
-    """Whether a token's experts are those of its K largest softmax scores, and nothing intervenes."""
-    drawn = rules.rsample or rules.second_expert_policy == "sampling" or rules.sinkhorn
-    in_groups = rules.groups_per_token < rules.expert_groups
-    plain = rules.score_function == "softmax" and bias_E is None and not in_groups
-    return plain and not (drawn and batch.training)
-
-
-def _choose(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    top_k: int,
-    rules: Rules,
-    batch: MicroBatch,
-    bias_E: Tensor | None,
-) -> Tensor:
-    """Return every token's experts [T, K]; all arguments are detached."""
-    if bias_E is not None:
-        scores_TE = scores_TE + bias_E
-    sampled = rules.rsample or (rules.second_expert_policy == "sampling" and top_k > 1)
-
-    def in_groups(keys_TE: Tensor) -> Tensor:
-        kept = rules.groups_per_token
-        return mask_groups(keys_TE, scores_TE, rules.expert_groups, kept, top_k)
-
-    keys_TE = scores_TE
-    if rules.sinkhorn and batch.training:
-        keys_TE = sinkhorn_keys(logits_TE, batch.real_T)
-    if sampled and batch.training:
-        keys_TE = sampling_keys(logits_TE, rules.score_function)
-        if not rules.rsample:  # the first choice is not sampled
-            keys_TE.scatter_(1, choose_experts(in_groups(scores_TE), 1), math.inf)
-    return choose_experts(in_groups(keys_TE), top_k)
 
 
 def _normalized(weights_TK: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm.regroup import permute
 from fairseq_tutel.criterions.token_loss import token_loss
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.fused_gate import softmax_top_k
+from fairseq_tutel.moe.choice import softmax_top_k
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 MESSAGE = "first derivatives alone"
