@@ -16,7 +16,6 @@ from fairseq_tutel.comm.wire import WIRES
 from fairseq_tutel.kernels import BACKENDS
 from fairseq_tutel.moe.build import is_custom
 from fairseq_tutel.moe.checks import refuse_contradictions
-from fairseq_tutel.moe.drop_policies import POLICIES
 from fairseq_tutel.planning.strategy import ALGORITHMS
 
 ACTIVATIONS = (
@@ -137,7 +136,7 @@ class MoEConfig:
         "routing) those with the largest probability, rts (random token selection) random ones, in "
         "evaluation the earliest, probability the copies with the largest probability, whatever choice",
         flag="--moe-drop-policy",
-        choices=POLICIES,
+        choices=("position", "bpr", "rts", "probability"),
     )
     choice: str = _option(
         "tokens",

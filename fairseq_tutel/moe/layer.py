@@ -20,7 +20,6 @@ from fairseq_tutel.moe import exploration, routing
 from fairseq_tutel.moe.adaptive import gather_weights, nearest_degree
 from fairseq_tutel.moe.balance_bias import BalanceBias
 from fairseq_tutel.moe.balance_weights import parse_balance_loss
-from fairseq_tutel.moe.capacity import Capacity, capacity_of
 from fairseq_tutel.moe.config import MoEConfig, is_whole
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
@@ -28,6 +27,7 @@ from fairseq_tutel.moe.experts import Experts, build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.shared_experts import Beside
+from fairseq_tutel.moe.slots import Capacity, capacity_of
 from fairseq_tutel.ranks.groups import Topology
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel import kernels
-from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.choice import (
     MicroBatch,
     Rules,
@@ -21,8 +19,7 @@ from fairseq_tutel.moe.choice import (
     experts_choose,
     scores_of,
 )
-from fairseq_tutel.moe.drop_policies import slot_order
-from fairseq_tutel.moe.slots import asking_ids, sentence_order
+from fairseq_tutel.moe.slots import Capacity, keep, sentence_order, take_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +111,11 @@ def assign(
     asked_TK = None
     if rules.second_expert_policy == "random" and batch.training and top_k > 1:
         asked_TK = asked_at_random(weights_TK)
-    ids_KT = asking_ids(expert_ids_TK, num_experts, batch.real_T, asked_TK)
-    slots_TK, assigned_KE = _fill(ids_KT, expert_ids_TK, scores_TE.detach(), capacity, rules, batch)
+    slots_TK, assigned_KE = take_slots(
+        expert_ids_TK, scores_TE.detach(), asked_TK, capacity, rules, batch
+    )
     real_tokens = assigned_KE[0].sum()
-    kept_TK, dropped_K, counts_E = _keep(slots_TK, assigned_KE, capacity, real_tokens)
+    kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, real_tokens)
     if rules.normalize_gate == "after" and top_k > 1:
         weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
     return Assignment(
@@ -133,36 +131,6 @@ def assign(
         real_T=batch.real_T,
         max_rows=num_tokens * top_k,
     )
-
-
-def _fill(
-    ids_KT: Tensor,
-    expert_ids_TK: Tensor,
-    scores_TE: Tensor,
-    capacity: Capacity,
-    rules: Rules,
-    batch: MicroBatch,
-) -> tuple[Tensor, Tensor]:
-    """Return (slots_TK, assigned_KE), by the order of the drop policy where anything can be dropped."""
-    num_experts, ops = scores_TE.shape[1], kernels.ops(rules.backend, scores_TE.device)
-    if rules.drop_policy == "position" or not capacity.is_limited:
-        return ops.assign_slots(ids_KT, num_experts, batch.time_first)
-    position_T = sentence_order(len(scores_TE), batch.time_first, scores_TE.device)
-    order_N = slot_order(rules.drop_policy, scores_TE, expert_ids_TK, position_T, batch.training)
-    return ops.assign_slots_by(order_N, ids_KT, num_experts)
-
-
-def _keep(
-    slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, real_tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (kept_TK bool, dropped_K, counts_E): who has a place, by choice and by expert."""
-    kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
-    if not capacity.is_limited:
-        return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E
-    top_k, num_experts = assigned_KE.shape
-    limit = capacity.places(top_k, num_experts, real_tokens)
-    full_TK = slots_TK >= limit
-    return kept_TK & ~full_TK, full_TK.sum(dim=0), torch.minimum(counts_E, limit)
 
 
 def _assign_by_experts(

@@ -1,22 +1,172 @@
-"""Slots: which copies ask for a place, and in which order; the kernel `assign_slots` numbers them.
+"""Slots: how many places an expert has, which copies ask for one, and who gets it.
 
-T tokens, E experts, K top_k, N = K * T copies: copy j * T + t is token t's choice j.
+T tokens, E experts, K top_k, N = K * T copies: copy j * T + t is token t's choice j. A drop policy is the
+order in which copies take places; who comes last is dropped first. The kernels `assign_slots` and
+`assign_slots_by` number the copies of every expert in that order.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_tutel import kernels
+from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.config import CAPACITY, MoEConfig, is_number
 
-def asking_ids(
-    expert_ids_TK: Tensor, num_experts: int, real_T: Tensor | None, asked_TK: Tensor | None
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The rule of one forward.
+
+    Attributes:
+        factor: f > 0: K * ceil(f * T / E) places; 0: no limit; f < 0: as |f| (how much of it is needed
+            only sizes buffers).
+        token_fraction: above 0, ceil(token_fraction * T) places, whatever the factor.
+        minimum: places at least, where there is a limit.
+        multiple: a limit is rounded up to a multiple of this.
+        fixed: above 0, so many places, whatever the rest.
+    """
+
+    factor: float = 0.0
+    token_fraction: float = 0.0
+    minimum: int = 0
+    multiple: int = 1
+    fixed: int = 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything can be dropped."""
+        return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
+
+    def places(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
+        """Return the places per expert, an int64 scalar on the device of `num_tokens`.
+
+        Args:
+            top_k: K.
+            num_experts: E.
+            num_tokens: [] int64, the real tokens; left on the device, so that nobody waits for it.
+        """
+        if self.fixed > 0:
+            return num_tokens.new_full((), self.fixed)
+        tokens = num_tokens.double()
+        if self.token_fraction > 0:
+            limit = (tokens * self.token_fraction).ceil().long()
+        else:
+            limit = (tokens * abs(self.factor) / num_experts).ceil().long() * top_k
+        return self._rounded(limit.clamp_min(self.minimum))
+
+    def most_places(self, top_k: int, num_experts: int, num_tokens: int) -> int:
+        """Return a number on the host that `places` of at most `num_tokens` never exceeds."""
+        if self.fixed > 0:
+            return self.fixed
+        per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
+        limit = max(int(per_token * num_tokens) + top_k + 1, self.minimum)
+        return self._rounded(limit)
+
+    def _rounded(self, limit: Any) -> Any:
+        return (limit + self.multiple - 1) // self.multiple * self.multiple
+
+
+def evaluates_as_in_training(config: MoEConfig) -> bool:
+    """Whether evaluation has the training's capacity: where asked for, or where experts choose."""
+    asked = config.eval_capacity_token_fraction
+    unset = asked == 0 and config.eval_capacity_factor == 0
+    return asked < 0 or (config.choice == "experts" and unset)
+
+
+def capacity_of(
+    config: MoEConfig, training: bool, factor: float | Capacity | None = None
+) -> Capacity:
+    """Return the rule of a forward.
+
+    Args:
+        config: the layer's.
+        training: evaluation has a capacity of its own, no limit by default.
+        factor: of this call alone, instead of the configured rule; or the whole rule.
+
+    Raises:
+        ValueError: `factor` is no number that a capacity could have.
+    """
+    if isinstance(factor, Capacity):
+        return factor
+    fraction = 0.0
+    if factor is not None and not (is_number(factor) and CAPACITY[0](factor)):
+        raise ValueError(f"capacity_factor is {factor!r}; {CAPACITY[1]}.")
+    if factor is None:
+        fraction = 0.0 if training else config.eval_capacity_token_fraction
+        as_in_training = training or evaluates_as_in_training(config)
+        factor = config.capacity_factor if as_in_training else config.eval_capacity_factor
+    return Capacity(
+        factor=float(factor),
+        token_fraction=max(fraction, 0.0),
+        minimum=config.min_capacity,
+        multiple=config.capacity_multiple,
+    )
+
+
+# A drop policy: the order [N] int64 in which copies take places. Ties keep the order of `position`.
+# scores_TE is detached; position_T [T] int64 holds the tokens in (sentence, time) order; training says
+# whether torch's global generator may be drawn from.
+
+
+def by_position(
+    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """Return ids_KT, contiguous: the expert that each copy asks for, E for copies that ask for none."""
-    ids_KT = expert_ids_TK.t()
-    if real_T is not None:
-        ids_KT = torch.where(real_T, ids_KT, num_experts)
-    if asked_TK is not None:
-        ids_KT = torch.where(asked_TK.t(), ids_KT, num_experts)
-    return ids_KT.contiguous()
+    """First choices before second ones, then (sentence, time) order."""
+    return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
+
+
+def by_largest_score(
+    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
+) -> Tensor:
+    """First choices before second ones, then tokens by their largest score.
+
+    Source: batch-prioritised routing, Riquelme et al. 2021, section 4.
+    """
+    importance_T = scores_TE.amax(dim=1)[position_T]
+    position_T = position_T[importance_T.argsort(descending=True, stable=True)]
+    return by_position(scores_TE, expert_ids_TK, position_T, training)
+
+
+def at_random(
+    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
+) -> Tensor:
+    """First choices before second ones, tokens in an order drawn for each; outside training by position.
+
+    Source: random token selection, Rajbhandari et al. 2022 (DeepSpeed-MoE).
+    """
+    if not training:
+        return by_position(scores_TE, expert_ids_TK, position_T, training)
+    num_tokens, top_k = expert_ids_TK.shape
+    # In half precision many draws would be equal, and ties go to the earlier token.
+    keys_KT = torch.rand(top_k, num_tokens, device=position_T.device, dtype=torch.float32)
+    return _choice_by_choice(keys_KT.argsort(dim=1))
+
+
+def by_own_score(
+    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
+) -> Tensor:
+    """All copies by the score of their own expert, whatever choice they are."""
+    order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
+    scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
+    return order_N[scores_N.argsort(descending=True, stable=True)]
+
+
+def _choice_by_choice(order_KT: Tensor) -> Tensor:
+    """Return the copies [N] of the tokens in each choice's order, first choices first."""
+    top_k, num_tokens = order_KT.shape
+    first_K1 = torch.arange(top_k, device=order_KT.device).unsqueeze(1) * num_tokens
+    return (order_KT + first_K1).flatten()
+
+
+DROP_POLICIES = {
+    "position": by_position,
+    "bpr": by_largest_score,
+    "rts": at_random,
+    "probability": by_own_score,
+}
 
 
 def sentence_order(
@@ -25,3 +175,60 @@ def sentence_order(
     """Return the tokens [T] int64 in (sentence, time) order."""
     tokens_T = torch.arange(num_tokens, device=device)
     return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)
+
+
+def take_slots(
+    expert_ids_TK: Tensor,
+    scores_TE: Tensor,
+    asked_TK: Tensor | None,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+) -> tuple[Tensor, Tensor]:
+    """Number the copies of every expert, by the order of the drop policy where any can be dropped.
+
+    Args:
+        expert_ids_TK: [T, K] int64, the experts of each token, best first.
+        scores_TE: [T, E], detached.
+        asked_TK: [T, K] bool, False for choices that a token left out; None where it left out none.
+        capacity: of this forward.
+        rules: whose drop policy and backend.
+        batch: what the tokens are.
+
+    Returns:
+        slots_TK [T, K] int64, -1 where no place was asked for; assigned_KE [K, E] int64, the copies of
+        each choice that asked.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    ids_KT = expert_ids_TK.t()  # E for copies that ask for no place
+    if batch.real_T is not None:
+        ids_KT = torch.where(batch.real_T, ids_KT, num_experts)
+    if asked_TK is not None:
+        ids_KT = torch.where(asked_TK.t(), ids_KT, num_experts)
+    ids_KT, ops = ids_KT.contiguous(), kernels.ops(rules.backend, scores_TE.device)
+    if rules.drop_policy == "position" or not capacity.is_limited:
+        return ops.assign_slots(ids_KT, num_experts, batch.time_first)
+    position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
+    order = DROP_POLICIES[rules.drop_policy]
+    order_N = order(scores_TE, expert_ids_TK, position_T, batch.training)
+    return ops.assign_slots_by(order_N, ids_KT, num_experts)
+
+
+def keep(
+    slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, num_tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (kept_TK bool, dropped_K, counts_E): who has a place, by choice and by expert.
+
+    Args:
+        slots_TK: from `take_slots`, as the next.
+        assigned_KE: [K, E] int64.
+        capacity: of this forward.
+        num_tokens: [] int64, the real tokens.
+    """
+    kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
+    if not capacity.is_limited:
+        return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E
+    top_k, num_experts = assigned_KE.shape
+    limit = capacity.places(top_k, num_experts, num_tokens)
+    full_TK = slots_TK >= limit
+    return kept_TK & ~full_TK, full_TK.sum(dim=0), torch.minimum(counts_E, limit)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.capacity import evaluates_as_in_training
 from fairseq_tutel.moe.config import MoEConfig, label_of, options_of_scope
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.slots import evaluates_as_in_training
 from fairseq_tutel.plugin.flags import ModelOptions, defaults
 from fairseq_tutel.ranks.groups import Topology
 

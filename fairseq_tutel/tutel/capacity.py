@@ -6,7 +6,7 @@ T tokens, E experts, K top_k.
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.tutel.arguments import require
 

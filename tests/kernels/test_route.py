@@ -29,9 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.moe import routing
-from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.choice import softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
+from fairseq_tutel.moe.slots import Capacity
 
 # K, (time, batch), E: no token, one, several blocks, several tiles of experts.
 SLOTS = (

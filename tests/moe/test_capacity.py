@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.capacity import Capacity, capacity_of
-from fairseq_tutel.moe.drop_policies import POLICIES
 from fairseq_tutel.moe.routing import MicroBatch, Rules, assign
+from fairseq_tutel.moe.slots import DROP_POLICIES, Capacity, capacity_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
 
@@ -105,7 +104,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", DROP_POLICIES)
 @pytest.mark.parametrize("name", RULES)
 def test_every_policy_conserves_tokens_under_every_rule(policy, name):
     rule, num_experts = RULES[name], 4
@@ -129,7 +128,7 @@ def test_every_policy_conserves_tokens_under_every_rule(policy, name):
                 assert kept == int(a.counts_E[e]) == min(asked, limit)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", DROP_POLICIES)
 def test_a_call_s_factor_holds_for_that_call_alone(policy):
     layer = MoELayer(dataclasses.replace(CONFIG, drop_policy=policy), seed=1)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fairseq_tutel.moe.balance_weights import BALANCE_LOSSES, parse_balance_loss
+from fairseq_tutel.moe.balance import LOSSES
+from fairseq_tutel.moe.balance_weights import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig, options_of_scope
+from fairseq_tutel.moe.gates import GATES
+from fairseq_tutel.moe.slots import DROP_POLICIES
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 
@@ -206,10 +209,15 @@ def test_the_balance_loss_syntax(text, weights):
     assert parse_balance_loss(text) == weights
 
 
-def test_every_named_balance_loss_exists():
-    from fairseq_tutel.moe.balance import LOSSES
-
-    assert set(BALANCE_LOSSES) == set(LOSSES)
+@pytest.mark.parametrize(
+    "name, ours", [("balance_loss", LOSSES), ("gate_type", GATES), ("drop_policy", DROP_POLICIES)]
+)
+def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, ours):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(**GOOD, **{name: "luck"})
+    assert ", ".join(ours) in str(error.value)
+    for choice in ours:
+        MoEConfig(**GOOD, **{name: choice}, gate_noise=0.0 if choice == "hash" else 1.0)
 
 
 @pytest.mark.parametrize("scope", ("model", "system"))

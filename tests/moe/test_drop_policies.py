@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_tutel import route
-from fairseq_tutel.moe.drop_policies import POLICIES
+from fairseq_tutel.moe.slots import DROP_POLICIES
 
 E = 4
 
@@ -43,7 +43,7 @@ def brute_force(policy, probs, ids, real):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(list(DROP_POLICIES)),
     num_tokens=st.integers(0, 24),
     num_experts=st.integers(1, 6),
     k=st.integers(1, 6),
@@ -79,7 +79,7 @@ def test_every_policy_keeps_what_routing_promises(
     assert len(set(rows.tolist())) == len(rows)
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "rts"])
+@pytest.mark.parametrize("policy", [p for p in DROP_POLICIES if p != "rts"])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.5, 1.0, -0.7])
 @pytest.mark.parametrize("padded", [False, True])
@@ -98,7 +98,7 @@ def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded
     assert int(r.dropped_K.sum()) > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", DROP_POLICIES)
 def test_the_layout_of_tokens_changes_no_place(policy):
     time, batch = 5, 3
     batch_first = logits(time * batch, seed=4).view(batch, time, E)
@@ -112,7 +112,7 @@ def test_the_layout_of_tokens_changes_no_place(policy):
     assert torch.equal(got.slots_TK, slots)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", DROP_POLICIES)
 def test_no_policy_drops_anything_under_dropless(policy):
     for factor in (0.0, float(E), -float(E)):
         r = route(torch.zeros(12, E), 2, factor, drop_policy=policy, training=True)

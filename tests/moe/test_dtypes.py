@@ -12,8 +12,8 @@ from torch import Tensor
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.balance_bias import BalanceBias
 from fairseq_tutel.moe.choice import asked_at_random
-from fairseq_tutel.moe.drop_policies import slot_order
 from fairseq_tutel.moe.initial import draw_linear
+from fairseq_tutel.moe.slots import at_random
 from fairseq_tutel.ranks.gradients import square_norm
 
 SIZES = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4, "activation": "gelu"}
@@ -84,7 +84,7 @@ def test_random_numbers_a_hash_s_logits_and_norms_are_fp32_whatever_the_default(
         torch.manual_seed(1)
         asked_TK = asked_at_random(torch.full((2000, 2), 0.25))
         ids_TK, position_T = torch.zeros(2000, 1, dtype=torch.int64), torch.arange(2000)
-        order_N = slot_order("rts", torch.ones(2000, 1), ids_TK, position_T, True)
+        order_N = at_random(torch.ones(2000, 1), ids_TK, position_T, True)
         weight = torch.empty(50, 50, dtype=torch.float32)
         draw_linear(weight, 50, "weight", 0.0, torch.Generator().manual_seed(2))
         layer = MoELayer(MoEConfig(**SIZES, gate_type="hash"), seed=1)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.routing import MicroBatch, Rules, assign, lay_out
+from fairseq_tutel.moe.slots import Capacity
 
 E = 4
 EXPERTS = {"choice": "experts"}

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel.moe import balance, metrics, routing
-from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.slots import Capacity
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
 RULES = (

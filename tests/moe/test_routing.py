@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import Routing, route
-from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.choice import choose_experts
 from fairseq_tutel.moe.routing import MicroBatch, Rules, assign, lay_out
+from fairseq_tutel.moe.slots import Capacity
 
 E = 5
 

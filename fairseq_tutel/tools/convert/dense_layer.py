@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.tools.convert.layers import Layer
 from fairseq_tutel.tools.convert.moe_file import ROWS, experts_of
 from fairseq_tutel.tools.convert.upcycle_layer import sums_to_1

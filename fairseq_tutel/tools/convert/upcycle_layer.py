@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.initial import seeded_generator
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.ranks.slices import Part
 
 Tensors = dict[str, Tensor]
