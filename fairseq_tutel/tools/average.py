@@ -8,7 +8,6 @@ newest one. Its fp32 masters, which are weights too, are left out.
 
 import argparse
 import re
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
-from fairseq_tutel.tools.convert.files import (
-    add_overwrite,
-    load_lazily,
-    output_path,
-    refuse_output,
-    write,
-)
+from fairseq_tutel.tools.arguments import add_overwrite, option, output_path, refuse_output
+from fairseq_tutel.tools.convert.files import load_lazily, write
 from fairseq_tutel.zero.state import MASTER
 
 # How fairseq names what each flag takes, with the number that orders the files last.
@@ -53,21 +46,11 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
     add_overwrite(parser)
     number = parser.add_mutually_exclusive_group()
-    number.add_argument(
-        "--num-epoch-checkpoints", type=int, metavar="N", help="take the last N checkpointEPOCH.pt"
-    )
-    number.add_argument(
-        "--num-update-checkpoints",
-        type=int,
-        metavar="N",
-        help="take the last N checkpoint_EPOCH_UPDATE.pt",
-    )
-    number.add_argument(
-        "--num-best-checkpoints",
-        type=int,
-        metavar="N",
-        help="take the best N checkpoint.best_METRIC_VALUE.pt, of a folder or of the files given",
-    )
+    for key, (name, _) in NAMES.items():
+        which = f"last N {name}"
+        if key == "num_best_checkpoints":
+            which = f"best N {name}, of a folder or of the files given"
+        number.add_argument(option(key), type=int, metavar="N", help=f"take the {which}")
     parser.add_argument(
         "--checkpoint-upper-bound",
         type=int,
@@ -78,16 +61,16 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Average what the command line names; end with one sentence where that cannot be done."""
-    let_checkpoints_load()
-    try:
-        output = output_path(arguments.output)
-        inputs = chosen_inputs(arguments)
-        refuse_output(output, inputs, arguments.overwrite)
-        print("averaging", *inputs, sep="\n  ")
-        write(average(inputs), output)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    """Average what the command line names.
+
+    Raises:
+        ValueError: that cannot be done.
+    """
+    output = output_path(arguments.output)
+    inputs = chosen_inputs(arguments)
+    refuse_output(output, inputs, arguments.overwrite)
+    print("averaging", *inputs, sep="\n  ")
+    write(average(inputs), output)
     print(f"wrote {arguments.output}")
 
 
@@ -102,7 +85,7 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
     given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
     flag, count = next(iter(given.items()), ("", 1))
     if count < 1:
-        raise ValueError(f"{_option(flag)} is {count}; give a number of at least 1.")
+        raise ValueError(f"{option(flag)} is {count}; give a number of at least 1.")
     if flag in ("num_epoch_checkpoints", "num_update_checkpoints"):
         return _last(paths, flag, count, bound)
     if bound is not None:
@@ -121,17 +104,13 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
     return paths
 
 
-def _option(key: str) -> str:
-    return "--" + key.replace("_", "-")
-
-
 def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[Path]:
     """Return the `count` files of the one folder with the greatest numbers, greatest first."""
     if len(paths) == 1 and not paths[0].exists():
         raise ValueError(f"--inputs is {paths[0]}, which does not exist; give a folder.")
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
-            f"{_option(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
+            f"{option(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
         )
     matches = [(_match(flag, path), path) for path in paths[0].iterdir()]
     found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
@@ -153,12 +132,12 @@ def _best(paths: list[Path], count: int) -> list[Path]:
     for path in candidates:
         match = _match(flag, path)
         if match is None:
-            raise ValueError(f"{_option(flag)} needs files named {NAMES[flag][0]}; {path} is none.")
+            raise ValueError(f"{option(flag)} needs files named {NAMES[flag][0]}; {path} is none.")
         found.append((match[1], float(match[2]), path))
     metrics = sorted({metric for metric, _, _ in found})
     if len(metrics) > 1:
         raise ValueError(
-            f"{_option(flag)} found the metrics {' and '.join(metrics)}, whose values do not "
+            f"{option(flag)} found the metrics {' and '.join(metrics)}, whose values do not "
             "compare; name the files of one of them in --inputs."
         )
     larger_is_better = _maximizes_its_metric(load_lazily(candidates[0], "--inputs"))
@@ -180,7 +159,7 @@ def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None)
     if found < count:
         limit = "" if bound is None else f" up to {bound}"
         raise ValueError(
-            f"{_option(flag)} is {count}, but --inputs holds only {found} files {NAMES[flag][0]}{limit}; "
+            f"{option(flag)} is {count}, but --inputs holds only {found} files {NAMES[flag][0]}{limit}; "
             "lower it, or name other files."
         )
 

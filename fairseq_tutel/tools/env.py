@@ -5,6 +5,7 @@ import importlib.util
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,22 +22,24 @@ PACKAGES = (
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add the tool to the command line, and user-dir, which says where this package is."""
     parser = tools.add_parser(
         "env", help="print versions, devices and the backends chosen", description=__doc__
     )
     parser.set_defaults(run=run)
+    what = "print the directory to give fairseq as --user-dir"
+    parser = tools.add_parser("user-dir", help=what, description=f"user-dir: {what}.")
+    parser.set_defaults(run=lambda _: print(Path(__file__).resolve().parents[1]))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print every section."""
+    """Print every section of what there is."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sections = {
-        "versions": versions(),
-        "devices": devices(),
-        "chosen here": choices(device),
-    }
-    for title, lines in sections.items():
+    for title, lines in (
+        ("versions", versions()),
+        ("devices", devices()),
+        ("chosen here", choices(device)),
+    ):
         print(title)
         for name, value in lines:
             print(f"  {name}: {value}")

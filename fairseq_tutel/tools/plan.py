@@ -6,8 +6,7 @@ and the data are not in it. Formulas, sources and how far off it is: docs/scalin
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.tools.arguments import (
     DTYPES,
     add_numbers,
+    needing,
     option,
-    refuse_dtype,
     refuse_numbers,
     refuse_output,
+    writing,
 )
 
 PLOTS = (".png", ".svg", ".pdf")
@@ -83,23 +83,30 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plans that the command line asks for; end with one sentence if that cannot be done."""
-    try:
-        refuse_output("--json", arguments.json)
-        refuse_output("--plot", arguments.plot)
-        if arguments.plot and arguments.plot.suffix not in PLOTS:
-            raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
-        work = chosen_work(arguments)
-        machine = chosen_machine(arguments)
-        plans = ways(best(work, machine, arguments.nodes, arguments.gpus_per_node))
-        shown = plans[: arguments.top]
-        text = page(shown, work, machine)
-        if arguments.plot:
-            _draw(shown, work, machine, arguments.plot)
-        if arguments.json:
-            _write(_json(shown, work, machine), arguments.json)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    """Print the plans that the command line asks for.
+
+    Raises:
+        ValueError: that cannot be done.
+    """
+    for path, flag in ((arguments.json, "--json"), (arguments.plot, "--plot")):
+        if path:
+            refuse_output(path, flag=flag)
+    if arguments.plot and arguments.plot.suffix not in PLOTS:
+        raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
+    work = chosen_work(arguments)
+    machine = chosen_machine(arguments)
+    plans = ways(best(work, machine, arguments.nodes, arguments.gpus_per_node))
+    shown = plans[: arguments.top]
+    text = page(shown, work, machine)
+    if arguments.plot:
+        title = (
+            f"{plans[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
+        )
+        with needing("--plot", "report"), writing(arguments.plot, "--plot"):
+            _draw({name_of(plan): plan for plan in shown}, title, arguments.plot)
+    if arguments.json:
+        with writing(arguments.json, "--json"):
+            arguments.json.write_text(_json(shown, work, machine), encoding="utf-8")
     print(text)
     for path in (arguments.json, arguments.plot):
         if path:
@@ -113,7 +120,6 @@ def chosen_work(arguments: argparse.Namespace) -> Work:
         ValueError: an option that is too small, too large or unknown.
     """
     refuse_numbers(arguments, NUMBERS)
-    refuse_dtype(arguments.dtype)
     dense = arguments.dense_parameters
     if dense is None:
         dense = 4 * arguments.layers * arguments.model_dim**2
@@ -180,12 +186,8 @@ def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
     Raises:
         ValueError: what makes tables is not installed.
     """
-    try:
+    with needing("plan"):
         from tabulate import tabulate
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "plan needs tabulate, which is not installed; pip install tabulate."
-        ) from error
 
     cluster = plans[0].cluster
     head = (
@@ -264,26 +266,33 @@ def _json(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
     return json.dumps(made, indent=2) + "\n"
 
 
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"--json is {path}, which can not be written: {error.strerror}."
-        ) from error
+def _draw(plans: Mapping[str, Plan], title: str, path: Path) -> None:
+    """Write a picture of the plans, each a bar of its parts, the first on top."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-
-def _draw(plans: Sequence[Plan], work: Work, machine: Machine, path: Path) -> None:
-    try:
-        from fairseq_tutel.tools.plan_figure import draw
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--plot needs {error.name}, which is not installed; pip install 'fairseq-tutel[report]'."
-        ) from error
-    title = f"{plans[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
-    try:
-        draw({name_of(plan): plan for plan in plans}, title, path)
-    except OSError as error:
-        raise ValueError(
-            f"--plot is {path}, which can not be written: {error.strerror}."
-        ) from error
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    parts = list(next(iter(plans.values())).parts)
+    colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7, 1.6 + 0.32 * len(plans)), layout="constrained")
+        axes = figure.add_subplot(xlabel="milliseconds of a step", title=title)
+        names = list(plans)
+        left = [0.0] * len(names)
+        for part, color in zip(parts, colors, strict=False):
+            widths = [1e3 * plans[name].parts[part] for name in names]
+            axes.barh(names, widths, left=left, color=color, label=part, height=0.7)
+            left = [sum(pair) for pair in zip(left, widths, strict=True)]
+        for index, name in enumerate(names):
+            note = "" if plans[name].fits else ", does not fit"
+            axes.annotate(
+                f"{left[index]:.1f} ms, {plans[name].bytes / 1e9:.1f} GB{note}",
+                (left[index], index),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+            )
+        axes.set_xlim(right=1.35 * max(left))
+        axes.invert_yaxis()
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path, dpi=110)

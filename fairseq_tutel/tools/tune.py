@@ -10,9 +10,9 @@ slowest rank's.
 import argparse
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,7 +29,13 @@ from fairseq_tutel.planning.links import Row, fit_machine, predicted, relative_e
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.launcher import own_gpu, ranks_per_node
-from fairseq_tutel.tools.arguments import add_numbers, refuse_dtype, refuse_numbers, refuse_output
+from fairseq_tutel.tools.arguments import (
+    add_numbers,
+    needing,
+    refuse_numbers,
+    refuse_output,
+    writing,
+)
 
 NUMBERS = (
     ("model_dim", 512, "width of the model"),
@@ -67,19 +73,19 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print; end with one sentence where that cannot be done."""
-    try:
-        machine, rows = measured(arguments)
-        if machine is None:  # another rank prints
-            return
-        print(page(machine, rows))
-        if arguments.json:
+    """Measure and print.
+
+    Raises:
+        ValueError: that cannot be done.
+    """
+    machine, rows = measured(arguments)
+    if machine is None:  # another rank prints
+        return
+    print(page(machine, rows))
+    if arguments.json:
+        with writing(arguments.json, "--json"):
             machine.to_json(arguments.json)
-            print(f"\nwrote {arguments.json}")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: --json is {arguments.json}, which can not be written: {error.strerror}.")
+        print(f"\nwrote {arguments.json}")
 
 
 def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
@@ -88,14 +94,15 @@ def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
     Raises:
         ValueError: a bad option, something that is not installed, or experts that no ranks can share.
     """
-    refuse_output("--json", arguments.json)
+    if arguments.json:
+        refuse_output(arguments.json, flag="--json")
     refuse_numbers(arguments, NUMBERS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    refuse_dtype(dtype)
-    _refuse_without_tabulate()
+    dtype = _DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    with needing("tune"):
+        import tabulate  # noqa: F401
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _machine(arguments, device, _DTYPES[dtype], Topology()), []
+        return _machine(arguments, device, dtype, Topology()), []
     if device.type == "cuda":
         device = torch.device("cuda", own_gpu())
         torch.cuda.set_device(device)
@@ -107,7 +114,7 @@ def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
                 f"--experts is {arguments.experts}, which has no divisor in common with the "
                 f"{topology.world_size} ranks, so that no row would travel; give a multiple of these."
             )
-        machine = _machine(arguments, device, _DTYPES[dtype], topology)
+        machine = _machine(arguments, device, dtype, topology)
         rows = list(_exchanges(arguments, device, topology))
         return (fit_machine(rows, machine) if topology.rank == 0 else None), rows
     finally:
@@ -155,15 +162,6 @@ def page(machine: Machine, rows: list[Row]) -> str:
         f"{errors.largest:.0%} at most."
     )
     return "\n\n".join(tables)
-
-
-def _refuse_without_tabulate() -> None:
-    try:
-        import tabulate  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "tune needs tabulate, which is not installed; pip install tabulate."
-        ) from error
 
 
 def _machine(
@@ -247,20 +245,16 @@ def _exchanges(
     for nodes, within, on_link, ranks in linear:
         for rows_RD in _buffers(arguments, device, nodes * within):
             even = (len(rows_RD) // (nodes * within),) * (nodes * within)
-            step = _there(rows_RD, LinearTrip(group=ranks, send=even, receive=even))
-            row = _row(nodes, within, "linear", rows_RD, _time(step, arguments, device))
-            yield {**row, "on_link": on_link}
+            trip: Trip = LinearTrip(group=ranks, send=even, receive=even)
+            seconds = _time(partial(trip.there, rows_RD), arguments, device)
+            yield {**_row(nodes, within, "linear", rows_RD, seconds), "on_link": on_link}
     for rows_RD in _buffers(arguments, device, size) if grid else ():
         assert grid is not None
         each = torch.full((size, 1), len(rows_RD) // size, device=device)
         counts = hierarchical.exchange_counts(each, grid)
         trip = hierarchical.HierarchicalTrip.of(counts, counts.to_host(), grid)
-        step = _there(rows_RD, trip)
-        yield _row(*shape, "2dh", rows_RD, _time(step, arguments, device))
-
-
-def _there(rows_RD: torch.Tensor, trip: Trip) -> Callable[[], object]:
-    return lambda: trip.there(rows_RD)
+        seconds = _time(partial(trip.there, rows_RD), arguments, device)
+        yield _row(*shape, "2dh", rows_RD, seconds)
 
 
 def _buffers(

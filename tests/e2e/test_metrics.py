@@ -13,8 +13,7 @@ import pytest
 from cli import fairseq
 from models import lm_args, mt_args
 
-from fairseq_tutel.tools.run_files import find_log
-from fairseq_tutel.tools.training_log import join
+from fairseq_tutel.tools.training_log import find_log, join
 
 LAYERS = {"decoder_0": 4, "decoder_1": 6}
 QUANTITIES = ("entropy", "max_violation", "dropped", "dead_experts", "weight1", "weight2")

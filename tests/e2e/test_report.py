@@ -25,9 +25,7 @@ from models import lm_args
 from tool_in_process import tool
 
 from fairseq_tutel.tools.report import figures
-from fairseq_tutel.tools.report.curves import curve_sections
-from fairseq_tutel.tools.report.layers import layer_section
-from fairseq_tutel.tools.report.load import expert_sections
+from fairseq_tutel.tools.report.sections import curve_sections, expert_sections, layer_section
 from fairseq_tutel.tools.training_log import join, read_log
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}

@@ -3,8 +3,7 @@
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.tools.convert.layers import layers_of
-from fairseq_tutel.tools.convert.moe_file import open_moe
+from fairseq_tutel.tools.convert.layers import layers_of, open_moe
 
 D, H, E = 8, 6, 4
 # Of the model's options, what a field of MoEConfig is called.

@@ -13,9 +13,8 @@ import sys
 
 import pytest
 
-from fairseq_tutel.tools.report.summary import duration, summary_row
-from fairseq_tutel.tools.run_files import default_names, find_log
-from fairseq_tutel.tools.training_log import Entry, join, read_log
+from fairseq_tutel.tools.report.page import duration, summary_row
+from fairseq_tutel.tools.training_log import Entry, default_names, find_log, join, read_log
 
 
 def inner(update, loss="3.5", wall=None, **stats):

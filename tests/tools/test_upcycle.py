@@ -15,6 +15,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.tools.convert.layers import layers_of
+from fairseq_tutel.tools.convert.upcycle import copied_state
 from fairseq_tutel.tools.convert.upcycle_layer import (
     Variation,
     copies,
@@ -22,7 +23,6 @@ from fairseq_tutel.tools.convert.upcycle_layer import (
     moe_tensors,
     trained_tensors,
 )
-from fairseq_tutel.tools.convert.upcycle_optimizer import copied_state
 
 D, H, E = 8, 24, 6
 PLAIN = {"model_dim": D, "hidden_dim": H, "num_experts": E, "activation": "gelu"}

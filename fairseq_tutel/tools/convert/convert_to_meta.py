@@ -12,14 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
 from fairseq_tutel.tools.convert.fairseq_names import OPTIMIZERS, TASKS, has_twin
-from fairseq_tutel.tools.convert.files import (
-    add_overwrite,
-    load,
-    output_path,
-    refuse_output,
-    write_all,
-)
+from fairseq_tutel.tools.convert.files import load, write_all
 from fairseq_tutel.tools.convert.meta_files import prefix_of, rank_path, shared_path
 from fairseq_tutel.tools.convert.meta_options import to_meta
 from fairseq_tutel.tools.convert.meta_weights import (

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.shards import bind, unbind
-from fairseq_tutel.tools.convert.files import add_overwrite, load_any, refuse_output, write_all
+from fairseq_tutel.tools.arguments import add_overwrite, refuse_output
+from fairseq_tutel.tools.convert.files import load_any, write_all
 from fairseq_tutel.tools.convert.tutel import COUNT, LAYERS, add_namespace
 from fairseq_tutel.tools.convert.tutel_fairseq import is_fairseq, translate_to_tutel
 from fairseq_tutel.tools.convert.tutel_files import (

@@ -6,25 +6,38 @@ where it made no difference, and the tool says whether it did. Shared experts be
 """
 
 import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.tools import one_file
-from fairseq_tutel.tools.convert.dense_layer import dense_tensors, is_exact, usual_weight, widened
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.slots import capacity_of
+from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import write
-from fairseq_tutel.tools.convert.layers import Layer, dense_step, layers_of
-from fairseq_tutel.tools.convert.moe_file import MoEFile, open_moe
+from fairseq_tutel.tools.convert.layers import (
+    DENSE,
+    ROWS,
+    Layer,
+    MoEFile,
+    dense_step,
+    experts_of,
+    layers_of,
+    open_moe,
+)
 from fairseq_tutel.tools.convert.options import PARTS, drop, model_options, name_of, rename
 from fairseq_tutel.tools.convert.selection import by_layer, ids, refuse_unknown
+from fairseq_tutel.tools.convert.upcycle_layer import sums_to_1
 
 
 def add_to(kinds: Any) -> None:
     """Add the conversion to the command line."""
-    parser = kinds.add_parser(
-        "dense", help="make a dense checkpoint of chosen experts", description=__doc__
-    )
-    one_file.add_to(parser, "a checkpoint with experts")
+    text = "make a dense checkpoint of chosen experts"
+    parser = add_conversion(kinds, "dense", convert, text, __doc__, "a checkpoint with experts")
     parser.add_argument(
         "--experts",
         nargs="+",
@@ -40,26 +53,25 @@ def add_to(kinds: Any) -> None:
         help="what the chosen experts weigh together: by default what a token's experts do where their "
         "weights sum up to one number, else 1, for which a log's mean expert1_weight may be better",
     )
-    parser.set_defaults(convert=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     """Convert as the command line says, and say what the result computes.
 
     Raises:
         ValueError: it cannot be done.
     """
-    path, output = one_file.paths(arguments)
     if arguments.weight is not None and not 0 < arguments.weight < 1e6:
         raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     file = open_moe(path)
     chosen = _chosen(arguments.experts, file)
     steps, differ = {}, []
     for layer, config in file.layers.items():
-        usual = usual_weight(config)
+        # What a token's experts weigh together; 1 where that is a matter of probabilities.
+        usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
         weight = usual if arguments.weight is None else arguments.weight
-        steps[layer] = dense_tensors(file.model, layer, config, chosen[layer], weight)
-        if weight != usual or not is_exact(file.model, layer, config, chosen[layer]):
+        steps[layer] = _dense_tensors(file.model, layer, config, chosen[layer], weight)
+        if weight != usual or not _is_exact(file.model, layer, config, chosen[layer]):
             differ.append(layer.label)
     widths = _widen(file, steps)
     _make_dense(file.state, widths)
@@ -74,11 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _chosen(words: list[str], file: MoEFile) -> dict[Layer, list[int]]:
-    """Return the experts that become the network of every layer.
-
-    Raises:
-        ValueError: ids of no experts, or a layer without any.
-    """
+    """Return the experts that become the network of every layer."""
     all_of = {layer: list(range(config.num_experts)) for layer, config in file.layers.items()}
     read = by_layer("--experts", words, list(file.layers), _ids_or_all)
     for layer, found in read.items():
@@ -109,7 +117,7 @@ def _widen(file: MoEFile, steps: dict[Layer, dict[str, Tensor]]) -> dict[str, in
         widths[layer.side] = max(widths.get(layer.side, 0), len(step["fc1.bias"]))
     for layer, step in steps.items():
         if len(step["fc1.bias"]) < widths[layer.side]:
-            steps[layer] = widened(step, widths[layer.side])
+            steps[layer] = _widened(step, widths[layer.side])
             print(f"{layer.label}: hidden units of 0 are added, {widths[layer.side]} in all")
     return widths
 
@@ -142,3 +150,122 @@ def _weights(file: MoEFile, steps: dict[Layer, dict[str, Tensor]]) -> dict[str, 
             begun.add(layer)
             made |= {f"{layer.name}.{name}": value for name, value in steps[layer].items()}
     return made
+
+
+def _dense_tensors(
+    model: Mapping[str, Tensor],
+    layer: Layer,
+    config: MoEConfig,
+    chosen: Sequence[int],
+    weight: float,
+) -> dict[str, Tensor]:
+    """Return a dense step's tensors by their names within the layer.
+
+    Args:
+        model: the state dict.
+        layer: which of its layers.
+        config: of the layer.
+        chosen: ids of the experts.
+        weight: of all n together; an n-th of it goes into each one's second map.
+
+    Raises:
+        ValueError: experts that no dense step of fairseq's can be.
+    """
+    _refuse(config, layer, len(chosen))
+    scale = weight / len(chosen)
+    made = {}
+    for name in DENSE:
+        stack = model[f"{layer.step}.experts.{name.replace('.', '_')}"]
+        scales = name.startswith("fc2") and scale != 1
+        side_by_side = [stack[i] * scale if scales else stack[i] for i in chosen]
+        if config.shared_experts:
+            side_by_side.append(model[f"{layer.step}.beside.shared.{name}"])
+        if name == "fc2.bias":
+            made[name] = torch.stack(side_by_side).sum(dim=0)
+        else:
+            made[name] = torch.cat(side_by_side, dim=1 if name == "fc2.weight" else 0)
+    for kind in ("weight", "bias") if config.hidden_layer_norm else ():
+        made[f"ffn_layernorm.{kind}"] = model[f"{layer.step}.experts.hidden_layer_norm.{kind}"]
+    return made
+
+
+def _refuse(config: MoEConfig, layer: Layer, number: int) -> None:
+    if config.expert_type != "ffn":
+        raise ValueError(
+            f"{layer.label} has experts of the type {config.expert_type} ({label_of('expert_type')}), for "
+            "which fairseq has no dense layer; convert dense takes ffn."
+        )
+    if config.residual:
+        raise ValueError(
+            f"{layer.label} mixes experts and a dense network token by token ({label_of('residual')}), "
+            "which no dense layer can; convert dense takes models without it."
+        )
+    if config.hidden_layer_norm and (number > 1 or config.shared_experts):
+        raise ValueError(
+            f"{layer.label} normalises each expert's hidden layer by itself (--scale-fc), which one of "
+            "several side by side cannot; choose one in --experts, of a model without shared ones."
+        )
+
+
+def _is_exact(
+    model: Mapping[str, Tensor], layer: Layer, config: MoEConfig, chosen: Sequence[int]
+) -> bool:
+    """Whether a dense step of the usual weight computes what the layer does, in evaluation.
+
+    It does where the weights of a token's experts sum to 1, and experts repeat every p of them: a token
+    gets all p kinds alike, since p is 1 or its gate cannot tell them apart, and so does the dense step.
+    """
+    drops = capacity_of(config, training=False).is_limited
+    if not sums_to_1(config) or config.choice == "experts" or config.prescore or drops:
+        return False
+    return any(
+        _repeats(model, layer, config, p)
+        for p in range(1, len(chosen) + 1)
+        if len(counts := Counter(i % p for i in chosen)) == p and len(set(counts.values())) == 1
+    )
+
+
+def _repeats(model: Mapping[str, Tensor], layer: Layer, config: MoEConfig, p: int) -> bool:
+    """Whether experts repeat every p, and every token chooses runs of p neighbours, of one weight."""
+    num_experts = config.num_experts
+    if num_experts % p or config.top_k % p:
+        return False
+    return (p == 1 or _gate_knows_runs_alone(model, layer, config, p)) and all(
+        torch.equal(stack[i], stack[i % p])
+        for stack in experts_of(model, layer).values()
+        for i in range(p, num_experts)
+    )
+
+
+def _gate_knows_runs_alone(
+    model: Mapping[str, Tensor], layer: Layer, config: MoEConfig, p: int
+) -> bool:
+    """Whether the gate gives the p experts of every run of neighbours the same score."""
+    kind = config.gate_types[config.gate_index]
+    if kind == "hash":
+        return p == config.num_experts
+    if kind not in ROWS or config.balance_bias:
+        return False
+    gate = "gate" if config.gate_index == 0 else f"other_gates.{config.gate_index - 1}"
+    rows_ED = model[f"{layer.step}.{gate}.{ROWS[kind]}"]
+    return torch.equal(rows_ED, rows_ED[::p].repeat_interleave(p, dim=0))
+
+
+def _widened(step: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """Return a dense step with hidden units that are 0 and stay 0 behind its own, `width` in all.
+
+    Raises:
+        ValueError: a layer norm on the hidden layer, which they would change.
+    """
+    more = width - len(step["fc1.bias"])
+    if more and "ffn_layernorm.weight" in step:
+        raise ValueError(
+            "--input normalises hidden layers (--scale-fc) of several widths, and all of a dense model's "
+            "are equally wide; choose --experts that are."
+        )
+    return {
+        **step,
+        "fc1.weight": F.pad(step["fc1.weight"], (0, 0, 0, more)),
+        "fc1.bias": F.pad(step["fc1.bias"], (0, more)),
+        "fc2.weight": F.pad(step["fc2.weight"], (0, more)),
+    }

@@ -1,21 +1,24 @@
 """Checkpoint files as the tools have them: opened without a copy, written whole or not at all."""
 
-import argparse
 import contextlib
 import errno
 import os
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fairseq_tutel.checkpoint import files as whole_files
-from fairseq_tutel.checkpoint.files import TEMPORARY, TORN, is_whole, refused_class, system_error
+from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, system_error
+from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
 from fairseq_tutel.checkpoint.shards import bind, unbind
+from fairseq_tutel.tools.arguments import temporary
 
+# Where fairseq begins in the data, and how it says so.
+START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,15 +38,7 @@ def load(path: Path, flag: str) -> dict[str, Any]:
 
 
 def load_lazily(path: Path, flag: str) -> dict[str, Any]:
-    """Open a fairseq checkpoint; its tensors stay in the file, or in shards, until they are read.
-
-    Args:
-        path: of the file.
-        flag: of the command line that names it.
-
-    Raises:
-        ValueError: the file is missing, torn or no fairseq checkpoint, or its shards are missing.
-    """
+    """Open a fairseq checkpoint like `load`, but leave tensors that are in shards there, too."""
     state = load_any(path, flag)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
@@ -65,6 +60,7 @@ def load_any(path: Path, flag: str, only_look: bool = False) -> Any:
     Raises:
         ValueError: the file is missing, torn or of another kind.
     """
+    let_checkpoints_load()
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which {_unlike_a_file(path)}.")
     fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
@@ -111,15 +107,15 @@ def write_all(files: Iterable[tuple[Path, Any]]) -> None:
     try:
         for path, state in files:
             written.append(path)
-            whole_files.write(state, _temporary(path))
+            whole_files.write(state, temporary(path))
         for path in written:
-            os.replace(_temporary(path), path)
+            os.replace(temporary(path), path)
     except (OSError, RuntimeError) as error:
         raise not_written(written[-1], error) from error
     finally:
         for path in written:
             with contextlib.suppress(OSError):  # it is gone, or the disk is one to read from alone
-                _temporary(path).unlink()
+                temporary(path).unlink()
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
@@ -133,48 +129,20 @@ def not_written(output: Path, error: Exception) -> ValueError:
     return ValueError(f"--output {output} could not be written ({reason}); {fix}.")
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add the option without which no file is replaced."""
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace what --output names, if it is there"
-    )
+def begun_anew(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with which a training begins anew, as by fairseq's --finetune-from-model.
 
-
-def output_path(text: str) -> Path:
-    """Return --output as a path.
-
-    Raises:
-        ValueError: it is written as a folder.
+    Without optimizer state, meters, and place in the data; the history stays, which fairseq asks for.
     """
-    if text.endswith("/"):
-        raise ValueError(f"--output is {text}; give the name of a file, without / at its end.")
-    return Path(text)
-
-
-def refuse_output(output: Path, inputs: list[Path], overwrite: bool) -> None:
-    """Refuse an output that can not be written, or that would be lost by it, before any work.
-
-    Args:
-        output: the file to write.
-        inputs: none of which is replaced, whatever the user says.
-        overwrite: whether another file may be.
-
-    Raises:
-        ValueError: naming the output and the fix.
-    """
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
-    if output.exists() and not output.is_file():  # a device, which a rename would replace
-        raise ValueError(f"--output is {output}, which is no ordinary file; give another name.")
-    for path in inputs:
-        for target in (output, _temporary(output)):
-            if target.exists() and path.exists() and target.samefile(path):
-                raise ValueError(
-                    f"--output is {output}, which would overwrite the input {path}; give another name."
-                )
-    if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} exists; give another name, or add --overwrite.")
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + TEMPORARY)
+    kept = {key: value for key, value in state.items() if key != "last_optimizer_state"}
+    nothing = {
+        "criterion_name": "",
+        "optimizer_name": "",
+        "lr_scheduler_state": {},
+        "num_updates": 0,
+    }
+    return {
+        **kept,
+        "optimizer_history": state.get("optimizer_history") or [nothing],
+        "extra_state": {"train_iterator": dict(START)},
+    }

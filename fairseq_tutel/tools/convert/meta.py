@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
 from fairseq_tutel.tools.convert.fairseq_names import ENCODER_DECODERS, OPTIMIZERS, TASKS, has_twin
-from fairseq_tutel.tools.convert.files import add_overwrite, output_path, refuse_output, write
+from fairseq_tutel.tools.convert.files import write
 from fairseq_tutel.tools.convert.meta_files import MetaFiles, open_files
 from fairseq_tutel.tools.convert.meta_options import from_meta
 from fairseq_tutel.tools.convert.meta_weights import (

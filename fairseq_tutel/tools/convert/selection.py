@@ -1,12 +1,24 @@
-"""Options for all MoE layers of a checkpoint, as 3,5, or for some, as decoder_1=3,5 encoder_3=0."""
+"""Which experts: options for all MoE layers, as 3,5, or for some, as decoder_1=3,5 encoder_3=0; loads.
 
+A load is in even shares: 1 is what every expert would get if all got the same. It is from a training's log,
+or from the command line.
+"""
+
+import argparse
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.tools.convert.layers import Layer
+from fairseq_tutel.tools.training_log import LOAD, find_log, join
 
 T = TypeVar("T")
+Loads = dict[Layer, list[float]]
+# Records of a log that the mean is taken over, by default.
+LAST = 20
 
 
 def by_layer(
@@ -83,3 +95,98 @@ def refuse_unknown(flag: str, layer: Layer, found: Sequence[int], num_experts: i
                 f"{flag} names expert {i}, but {layer.label} has {num_experts}; give ids from 0 to "
                 f"{num_experts - 1}."
             )
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where loads are."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--log",
+        metavar="PATH",
+        help="take the loads from this log of a training with --log-format json, or from the one in this "
+        "--save-dir",
+    )
+    source.add_argument(
+        "--load",
+        nargs="+",
+        metavar="LOADS",
+        help="the loads, one number per expert, as 0.5,2,1,0.5, or by layer, as decoder_1=0.5,1.5",
+    )
+    parser.add_argument(
+        "--last-records",
+        type=int,
+        metavar="N",
+        help=f"of the log, take the mean over the last N records [{LAST}]",
+    )
+
+
+def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> Loads:
+    """Return the loads of the layers for which there are any; nothing where none are given.
+
+    Raises:
+        ValueError: a log without them, or numbers that are not one per expert.
+    """
+    last = arguments.last_records
+    if last is not None and last < 1:
+        raise ValueError(f"--last-records is {last}; give a number of at least 1.")
+    if last is not None and arguments.log is None:
+        raise ValueError(
+            f"--last-records is {last}, which is of a --log; add one, or leave it out."
+        )
+    found: Loads = {}
+    if arguments.log is not None:
+        found = of_log(Path(arguments.log), list(layers), LAST if last is None else last)
+    elif arguments.load is not None:
+        found = by_layer("--load", arguments.load, list(layers), _numbers)
+    for layer, load in found.items():
+        if len(load) != layers[layer].num_experts:
+            raise ValueError(
+                f"--load or --log has {len(load)} loads for {layer.label}, which has "
+                f"{layers[layer].num_experts} experts; give one per expert, or the log of this model."
+            )
+        if not any(load):
+            raise ValueError(
+                f"--load or --log has only loads of 0 for {layer.label}; give one above 0, or leave it out."
+            )
+    return found
+
+
+def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
+    """Return the mean loads of all layers over the last records of a training.
+
+    Raises:
+        ValueError: no log, or one without the loads of a layer.
+    """
+    records = join(find_log(path)[0]).training
+    found: Loads = {}
+    for layer in layers:
+        key = LOAD + layer.label
+        lists = [record.lists[key] for record in records if key in record.lists]
+        if not lists:
+            raise ValueError(
+                f"--log names {path}, which has no {key}; give the log of a training of this "
+                "model with a moe_ criterion and --log-format json."
+            )
+        if len({len(load) for load in lists[-last:]}) > 1:
+            raise ValueError(
+                f"--log names {path}, in which the number of experts changes; name another."
+            )
+        found[layer] = [statistics.fmean(of_one) for of_one in zip(*lists[-last:], strict=True)]
+    return found
+
+
+def _numbers(text: str) -> list[float]:
+    parts = text.split(",")
+    for part in parts:
+        if not _is_load(part):
+            raise ValueError(
+                f"{part!r} is no load; give a number of at least 0 for each expert, as 0.5,2,1,0.5"
+            )
+    return [float(part) for part in parts]
+
+
+def _is_load(text: str) -> bool:
+    try:
+        return 0 <= float(text) < 1e12
+    except ValueError:
+        return False

@@ -5,6 +5,7 @@ A run reads either by itself; this is for files that are kept, sent or opened by
 
 import argparse
 import contextlib
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,26 +16,29 @@ from torch import Tensor
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
 from fairseq_tutel.ranks.slices import Slice
-from fairseq_tutel.tools import one_file
+from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import load, not_written, write
 
 # Layer, tensor name, and the dictionary and key that hold it.
 Found = list[tuple[str, str, dict, Any]]
 
 
-def add_to(parsers: Any) -> None:
-    """Add both sub-commands of convert."""
+def add_to(kinds: Any) -> None:
+    """Add both conversions to the command line."""
     for name, text, action in (
         ("sharded", "experts into files of their own, beside the checkpoint", to_sharded),
         ("full", "everything into one file", write),
     ):
-        parser = parsers.add_parser(name, help=text, description=__doc__)
-        one_file.add_to(parser, "a checkpoint")
-        parser.set_defaults(convert=lambda arguments, action=action: _convert(arguments, action))
+        convert = functools.partial(_convert, action)
+        add_conversion(kinds, name, convert, text, __doc__, "a checkpoint")
 
 
-def _convert(arguments: argparse.Namespace, action: Callable[[dict[str, Any], Path], None]) -> None:
-    source, target = one_file.paths(arguments)
+def _convert(
+    action: Callable[[dict[str, Any], Path], None],
+    arguments: argparse.Namespace,
+    source: Path,
+    target: Path,
+) -> None:
     action(load(source, "--input"), target)
     print(f"wrote {target}")
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fairseq_tutel.moe.config import ACTIVATIONS
-from fairseq_tutel.tools.convert.files import add_overwrite, output_path, refuse_output, write
+from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
+from fairseq_tutel.tools.convert.files import write
 from fairseq_tutel.tools.convert.tutel_fairseq import (
     is_fairseq,
     layer_to_ours,

@@ -4,15 +4,20 @@ A run is a log of --log-format json (a --log-file, a captured output or hydra_tr
 TensorBoard files, or a --save-dir that holds one of these. Several runs are overlaid.
 """
 
+# ruff: noqa: RUF001 - dashes and crosses are meant
+
 import argparse
-import sys
+import math
+from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fairseq_tutel import __version__
-from fairseq_tutel.tools.report.summary import summary_row
-from fairseq_tutel.tools.run_files import default_names, find_log
-from fairseq_tutel.tools.training_log import Run, join
+from fairseq_tutel.tools.arguments import needing, refuse_output, writing
+from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join
+
+NOTHING = "–"
 
 
 def add_to(tools: Any) -> None:
@@ -35,44 +40,29 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page that the command line asks for; end with one sentence if that cannot be done."""
-    try:
-        output = arguments.output
-        refuse_output(output)
-        names = chosen_names(arguments.names, arguments.runs)
-        logs = [find_log(path) for path in arguments.runs]
-        runs = {name: join(log) for name, (log, _) in zip(names, logs, strict=True)}
-        files = {name: list(map(str, of)) for name, (_, of) in zip(names, logs, strict=True)}
-        text = page(runs, files)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        sys.exit(f"error: --output is {output}, which can not be written: {error.strerror}.")
-    print(f"wrote {output}")
-
-
-def refuse_output(output: Path) -> None:
-    """Refuse to write where no page can or should be: a log or a checkpoint is easily named by mistake.
+    """Write the page that the command line asks for.
 
     Raises:
-        ValueError: naming the output and the fix.
+        ValueError: that cannot be done.
     """
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"--output is {output}; give the name of a file in an existing folder.")
-    if output.exists() and output.suffix != ".html":
+    output = arguments.output
+    refuse_output(output)
+    if output.exists() and output.suffix != ".html":  # a log or a checkpoint, named by mistake
         raise ValueError(
             f"--output is {output}, which exists and is no .html file; give another name."
         )
+    names = _names(arguments.names, arguments.runs)
+    logs = [find_log(path) for path in arguments.runs]
+    runs = {name: join(log) for name, (log, _) in zip(names, logs, strict=True)}
+    files = {name: list(map(str, of)) for name, (_, of) in zip(names, logs, strict=True)}
+    text = _page(runs, files)
+    with writing(output):
+        output.write_text(text, encoding="utf-8")
+    print(f"wrote {output}")
 
 
-def chosen_names(names: list[str] | None, paths: list[Path]) -> list[str]:
-    """Return the runs' names.
-
-    Raises:
-        ValueError: there are not as many names as runs, or two are the same.
-    """
+def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
+    """Return the runs' names, which tell them apart."""
     names = default_names(paths) if names is None else names
     if len(names) != len(paths):
         raise ValueError(
@@ -86,22 +76,12 @@ def chosen_names(names: list[str] | None, paths: list[Path]) -> list[str]:
     return names
 
 
-def page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
-    """Return the HTML page of the runs, which `files` of the same names were read for.
-
-    Raises:
-        ValueError: what draws or fills in the page is not installed.
-    """
-    try:
+def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
+    """Return the HTML page of the runs, which `files` of the same names were read for."""
+    with needing("report", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-        from fairseq_tutel.tools.report.curves import curve_sections
-        from fairseq_tutel.tools.report.layers import layer_section
-        from fairseq_tutel.tools.report.load import expert_sections
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"report needs {error.name}, which is not installed; pip install 'fairseq-tutel[report]'."
-        ) from error
+        from fairseq_tutel.tools.report.sections import sections_of
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -109,12 +89,60 @@ def page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    loss, experts, *others = curve_sections(runs)
-    sections = [loss, experts, layer_section(runs), *expert_sections(runs), *others]
     return templates.get_template("report.html.j2").render(
         rows=[summary_row(name, run) for name, run in runs.items()],
-        sections=[section for section in sections if any(section.groups.values())],
+        sections=[section for section in sections_of(runs) if any(section.groups.values())],
         runs=runs,
         files=files,
         version=__version__,
     )
+
+
+def summary_row(name: str, run: Run) -> dict[str, str]:
+    """Return the cells of a run by their headings; perplexities are of one validation subset."""
+    subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
+    perplexities = _finite(run.subsets.get(subset, []), "ppl")
+    suffix = "" if subset == "valid" else f" ({subset})"
+    best = min(perplexities, key=lambda point: point[1], default=None)
+    speeds = [speed for _, speed in _finite(run.training, "wps")]
+    speeds = speeds[1:] or speeds  # the first updates warm up
+    return {
+        "Run": name,
+        "Updates": f"{run.last_update:,}",
+        "Training perplexity, last": _last(_finite(run.training, "ppl")),
+        "Validation perplexity, last": _last(perplexities) + suffix,
+        "Validation perplexity, best": (
+            NOTHING if best is None else f"{best[1]:.2f} at update {best[0]:,}{suffix}"
+        ),
+        "Tokens per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
+        "Training time": duration(run.seconds),
+        "MoE layers × experts": _layers(run),
+        "Ranks": ", then ".join(map(str, run.ranks)) or NOTHING,
+    }
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it."""
+    if math.isnan(seconds):
+        return NOTHING
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _layers(run: Run) -> str:
+    layers = Counter(run.experts.values())
+    if layers:
+        return ", ".join(f"{count} × {experts}" for experts, count in layers.items())
+    is_moe = any("moe_gate_loss" in record.values for record in run.training)
+    return "not logged" if is_moe else "none"
+
+
+def _finite(records: list[Record], key: str) -> list[tuple[int, float]]:
+    """Return (update, value) where a finite number of that key was logged."""
+    points = [(record.update, record.values.get(key, math.nan)) for record in records]
+    return [(update, value) for update, value in points if math.isfinite(value)]
+
+
+def _last(points: list[tuple[int, float]]) -> str:
+    return f"{points[-1][1]:.2f}" if points else NOTHING

@@ -1,14 +1,57 @@
-"""The curves of a report: which quantities, in which section, and how one is drawn."""
+"""The sections of a report: which quantities are in which, and how one is drawn."""
 
+import base64
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fairseq_tutel.tools.report.figures import Curve, line_chart
-from fairseq_tutel.tools.report.section import Picture, Section
-from fairseq_tutel.tools.training_log import Record, Run
+from fairseq_tutel.tools.report.figures import (
+    COLORS,
+    DROPPED_SCALE,
+    LOAD_SCALE,
+    Curve,
+    Scale,
+    heat_map,
+    legend_of,
+    line_chart,
+    scale_of,
+)
+from fairseq_tutel.tools.training_log import DROPPED, LAYERS, LOAD, Record, Run, layer_of, list_keys
 
 HOUR = 3600  # seconds
+# Of all heat maps of a section together, so that many layers do not make a page of many megabytes.
+COLUMNS = 4000
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG picture, its caption, and what it shows in words for who can not see it."""
+
+    title: str
+    text: str
+    alt: str
+    svg: str
+
+    @property
+    def address(self) -> str:
+        """The picture as an address that holds it, so that the page needs no other file."""
+        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode("ascii")
+
+
+@dataclass
+class Section:
+    """A part of the page; `groups` holds its pictures by the heading above them, "" for none."""
+
+    name: str
+    title: str
+    text: str
+    groups: dict[str, list[Picture]] = field(default_factory=dict)
+
+
+def sections_of(runs: dict[str, Run]) -> list[Section]:
+    """Return all sections in their order; one is without pictures where nothing is to show."""
+    loss, experts, *others = curve_sections(runs)
+    return [loss, experts, layer_section(runs), *expert_sections(runs), *others]
 
 
 @dataclass(frozen=True)
@@ -186,3 +229,126 @@ def _in_words(title: str, curves: list[Curve]) -> str:
         f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves
     ]
     return f"{title}: {'; '.join(ends)}."
+
+
+LAYERS_TEXT = """
+Of the training: one line for each MoE layer or, where there are more layers than colours, a map with the
+first layer on top. The layer that departs from its neighbours is the one to look at below.
+"""
+
+# What is logged layer by layer: a picture's title, the label of its axis, whether that begins at 0.
+QUANTITIES = {
+    "entropy": ("Gate entropy", "entropy (nats)", False),
+    "max_violation": ("Busiest expert", "load (even shares)", False),
+    "dropped": ("Dropped share", "dropped (%)", True),
+    "dead_experts": ("Dead experts", "experts", True),
+}
+
+
+def layer_section(runs: dict[str, Run]) -> Section:
+    """Return the pictures of every run that logged lists over layers; without pictures if none did."""
+    section = Section("layers", "Layer by layer", LAYERS_TEXT)
+    for name, run in runs.items():
+        made = [_layer_picture(name, run, key) for key in list_keys(LAYERS, run.training)]
+        section.groups[name] = [picture for picture in made if picture is not None]
+    return section
+
+
+def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
+    """Return the picture of one quantity; None of drops and dead experts where there never were any."""
+    records = [record for record in run.training if key in record.lists]
+    quantity = key.removeprefix(LAYERS)
+    choice = quantity.removeprefix("weight")
+    weight = (f"Weight of choice {choice}", "mean weight", False)
+    title, unit, from_zero = QUANTITIES.get(quantity, weight)
+    if from_zero and not any(value > 0 for record in records for value in record.lists[key]):
+        return None
+    labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
+    last = ", ".join(
+        f"{label} {value:g}" for label, value in zip(labels, records[-1].lists[key], strict=True)
+    )
+    alt = f"{name}, {title.lower()} by layer: at update {records[-1].update} {last}."
+    return Picture(title, "", alt, _drawn(records, key, labels, unit, from_zero))
+
+
+def _drawn(records: list[Record], key: str, labels: list[str], unit: str, from_zero: bool) -> str:
+    updates = [record.update for record in records]
+    values_UL = [record.lists[key] for record in records]
+    if len(labels) > len(COLORS):
+        return heat_map(
+            updates, values_UL, scale_of(unit, values_UL), rows="MoE layer", legend=True
+        )
+    curves = [
+        Curve(label, updates, values, run=i)
+        for i, (label, values) in enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
+    ]
+    return line_chart(curves, "updates", unit, from_zero=from_zero)
+
+
+@dataclass(frozen=True)
+class Maps:
+    """One kind of heat maps.
+
+    `prefix` begins the keys of the lists, `colours` says the scale and `values` the last values in
+    words. `any_above` is what some value must exceed for a layer to be worth a picture.
+    """
+
+    name: str
+    title: str
+    text: str
+    prefix: str
+    scale: Scale
+    colours: str
+    values: str
+    any_above: float
+
+
+MAPS = (
+    Maps(
+        "load", "Load of every expert",
+        "One picture for each MoE layer: a row is an expert, a column the updates from one record to "
+        "the next. White is an even share of the tokens; orange experts get more, violet ones less. A "
+        "row that stays dark violet is an expert that hardly learns.",
+        LOAD, LOAD_SCALE,
+        "From violet, a quarter of an even share or less, over white to orange, four or more.",
+        "have {:.2f} to {:.2f} even shares", any_above=-1,
+    ),
+    Maps(
+        "dropped", "Dropped share of every expert",
+        "Of the tokens that chose an expert, those that found it full, where any did. Rows and columns "
+        "are as above. White drops nothing; a row that stays dark is an expert that the gate asks "
+        "more of than the capacity factor lets it do.",
+        DROPPED, DROPPED_SCALE,
+        "From white, nothing dropped, over orange, a quarter, to black, all of it.",
+        "drop a share of {:.3f} to {:.3f}", any_above=0,
+    ),
+)  # fmt: skip
+
+
+def expert_sections(runs: dict[str, Run]) -> list[Section]:
+    """Return the sections of heat maps; without pictures if no run logged such lists."""
+    return [_maps_section(maps, runs) for maps in MAPS]
+
+
+def _maps_section(maps: Maps, runs: dict[str, Run]) -> Section:
+    shown = [
+        (name, what, key, kept)
+        for name, run in runs.items()
+        for what, records in {"training": run.training, **run.subsets}.items()
+        for key in list_keys(maps.prefix, records)
+        if (kept := [record for record in records if key in record.lists])
+        and any(value > maps.any_above for record in kept for value in record.lists[key])
+    ]
+    section = Section(maps.name, maps.title, maps.text)
+    if shown:
+        section.groups[""] = [Picture("Colours", "", maps.colours, legend_of(maps.scale))]
+    columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
+    for name, what, key, records in shown:
+        values = [record.lists[key] for record in records]
+        updates = [record.update for record in records]
+        last = maps.values.format(min(values[-1]), max(values[-1]))
+        layer = layer_of(key, maps.prefix)
+        alt = f"{name}, {what}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
+        svg = heat_map(updates, values, maps.scale, columns=columns)
+        section.groups.setdefault(f"{name}, {what}", []).append(Picture(layer, "", alt, svg))
+    return section
