@@ -15,9 +15,6 @@ from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.plugin import keep_freed_memory
 from fairseq_tutel.ranks.groups import Topology, make_topology
-
-# After the module of this name was imported: the name is the function from here on, and
-# `from fairseq_tutel.moe.layer import MoELayer` finds the module all the same.
 from fairseq_tutel.tutel.layer import moe_layer
 
 __version__ = "0.1.0"

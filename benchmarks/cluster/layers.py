@@ -78,7 +78,9 @@ def step_of(layer: ft.MoELayer, x_TD: Tensor) -> Step:
 
 def experts_alone(layer: ft.MoELayer, rows_RD: Tensor) -> Step:
     """Return forward and backward of this rank's expert by itself, on rows that are here."""
-    return _forward_and_backward(layer, rows_RD, lambda r: layer.experts(r, [len(r)]))
+    return _forward_and_backward(
+        layer, rows_RD, lambda r: layer.experts(r, Groups.of_host([len(r)], r.device))
+    )
 
 
 def _forward_and_backward(
@@ -105,7 +107,7 @@ def rows_arriving(layer: ft.MoELayer, step: Step) -> int:
     """Return how many rows this rank's experts get in a step."""
     seen: list[int] = []
     hook = layer.experts.register_forward_pre_hook(
-        lambda module, arguments: seen.append(sum(arguments[1]))
+        lambda module, arguments: seen.append(sum(arguments[1].host))
     )
     step()
     hook.remove()

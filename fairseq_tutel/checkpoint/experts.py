@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.expert_shards import States, write_experts
-from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.slices import Slice, join, slice_of
@@ -64,7 +64,7 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
             for name, parameter in experts.expert_parameters().items()
         }
         if topology.rank == 0:
-            experts.gathered = {k: v for k, v in gathered.items() if v is not None}
+            experts.save_as({k: v for k, v in gathered.items() if v is not None})
 
 
 def save_in_shards(
@@ -77,34 +77,39 @@ def save_in_shards(
     records = write_experts(model, topology, states, save_dir)
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
-            experts.gathered = {name: records[layer, name] for name in experts.expert_parameters()}
+            experts.save_as({name: records[layer, name] for name in experts.expert_parameters()})
     return records
 
 
 def drop_gathered(model: nn.Module) -> None:
     """Free what was kept for a checkpoint; a later state dict holds the local slice again."""
     for experts in expert_modules(model):
-        experts.gathered = None
+        experts.save_as(None)
 
 
-def gather_everywhere(model: nn.Module, topology: Topology) -> None:
+def gather_everywhere(model: nn.Module, topology: Topology) -> int:
     """Give every rank a full copy of all experts, so that it can run without the others. Collective.
 
-    Costs P times the local experts in memory on each rank until `drop_everywhere`.
+    Returns:
+        The bytes that the copies take on each rank until `drop_everywhere`.
     """
     if topology.expert_parallel_size == 1:
-        return
+        return 0
+    num_bytes = 0
     for experts in expert_modules(model):
-        experts.everywhere = {
+        copies = {
             name: _all_gather(parameter, topology)
             for name, parameter in experts.expert_parameters().items()
         }
+        experts.compute_with(MadeWeights(copies, of_all=True))
+        num_bytes += sum(copy.numel() * copy.element_size() for copy in copies.values())
+    return num_bytes
 
 
 def drop_everywhere(model: nn.Module) -> None:
     """Return to one slice of the experts per rank."""
     for experts in expert_modules(model):
-        experts.everywhere = None
+        experts.compute_with(OWN)
 
 
 def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:

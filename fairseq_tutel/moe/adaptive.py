@@ -23,7 +23,7 @@ from torch import Tensor
 from fairseq_tutel.comm.all_to_all import even_exchange
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.slices import slice_of
@@ -40,6 +40,33 @@ def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
     """Return the largest r that is allowed and at most `degree`, for a layer with fewer slices."""
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
+
+
+def weights_of(
+    experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp, device: torch.device
+) -> Weights:
+    """Return where this forward's tensors come from. Collective where ranks share the experts.
+
+    Args:
+        experts: this rank's.
+        topology: where the others are.
+        degree: r.
+        stamp: of this call.
+        device: of the rows.
+
+    Raises:
+        ValueError: experts that were pruned or parametrized, of which other ranks know nothing.
+    """
+    if topology.expert_parallel_size == 1 or experts.weights.of_all:
+        return experts.weights
+    gone = sorted(set(experts.names) - set(experts.expert_parameters()))
+    if gone:
+        raise ValueError(
+            f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
+            "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
+        )
+    gathered = gather_weights(experts, topology, degree, stamp)
+    return MadeWeights(experts.prepared(gathered, device), of_all=degree == 0)
 
 
 def gather_weights(

@@ -15,12 +15,46 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.ranks.slices import Part, Slice, cut, mark_slice
 
 logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Any]
+
+
+class Weights:
+    """Where the tensors come from that experts compute with in a forward: these are their own."""
+
+    # Whether they are those of all experts, so that no row need travel.
+    of_all: bool = False
+
+    def tensors(self, stack: "ExpertStack", groups: Groups) -> Tensors:
+        """Return the tensors by name.
+
+        Asked for within the experts' forward, since hooks, such as those of torch.nn.utils.prune, make
+        tensors just before.
+
+        Args:
+            stack: whose they are.
+            groups: rows of each of its experts.
+        """
+        return {name: getattr(stack, name) for name in stack.names}
+
+
+class MadeWeights(Weights):
+    """Tensors that were made before: gathered for one forward, or copies of all experts."""
+
+    def __init__(self, tensors: Tensors, of_all: bool = False) -> None:
+        self.made, self.of_all = tensors, of_all
+
+    def tensors(self, stack: "ExpertStack", groups: Groups) -> Tensors:
+        """Return them."""
+        return self.made
+
+
+OWN = Weights()
 
 
 class StoredStack(Protocol):
@@ -63,30 +97,69 @@ class ExpertStack(nn.Module):
         self.num_local, self.first = self.part.num_local, self.part.first
         # How a part that cannot be read ends the loading.
         self.refuse: Callable[[ValueError], NoReturn] = _raise
-        # Whether `load_state_dict` takes this rank's part, too: where every rank saves a file of its own.
-        self.saved_by_rank = False
-        # What a state dict holds in place of the local part: all experts, or where they were written.
-        self.gathered: dict[str, Any] | None = None
-        self.everywhere: dict[str, Tensor] | None = None
+        self.weights = OWN
+        self._saved_by_rank = False
+        self._in_state_dict: Mapping[str, Any] | None = None
 
-    def forward(self, rows_RD: Tensor, groups: Groups, tensors: Tensors | None = None) -> Tensor:
+    def compute_with(self, weights: Weights) -> None:
+        """Take the tensors of the next forwards from elsewhere; from `OWN` is how it begins."""
+        self.weights = weights
+
+    def save_as(self, tensors: Mapping[str, Any] | None) -> None:
+        """Let state dicts hold these in place of the local part; None for the local part.
+
+        Args:
+            tensors: all experts by name, or records of where they were written.
+        """
+        self._in_state_dict = tensors
+
+    def save_by_rank(self) -> None:
+        """Let `load_state_dict` take this rank's part, too: every rank saves a file of its own."""
+        self._saved_by_rank = True
+
+    def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
         """Run expert i on its group of rows.
 
         Args:
             rows_RD: [R, D] expert-major; what lies behind the last group is nobody's.
-            groups: rows of each local expert.
-            tensors: what to compute with, by name; None for `self.tensors()`.
+            groups: rows of each local expert, or of all where `weights` are of all.
+            weights: what gives the tensors to compute with.
 
         Returns:
             [R, D], or without the rows behind the last group.
         """
-        tensors = self.tensors() if tensors is None else tensors
+        tensors = weights.tensors(self, groups)
         if self.checkpoints and torch.is_grad_enabled():
             return checkpoint(self.run, rows_RD, groups, tensors, use_reentrant=False)
         return self.run(rows_RD, groups, tensors)
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
         """Run the experts; see `forward`."""
+        raise NotImplementedError
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether somebody is to be told when `forward` is called, as what prunes weights is."""
+        return bool(
+            self._forward_pre_hooks
+            or self._forward_hooks
+            or self._backward_pre_hooks
+            or self._backward_hooks
+        )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether `mix` takes tokens of this rank alone through the experts, without rows of their own."""
+        return False
+
+    def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
+        """Return every token's weighted sum over its experts: dispatch, `forward` and combine in one.
+
+        Args:
+            x_TD: [T, D].
+            routing: of these tokens, in the compact layout.
+            weights: as in `forward`.
+        """
         raise NotImplementedError
 
     @property
@@ -106,13 +179,6 @@ class ExpertStack(nn.Module):
     def names(self) -> tuple[str, ...]:
         """The stacked tensors, as built; one that is pruned later, say, is no parameter any more."""
         return tuple(self.expert_parameters())
-
-    def tensors(self) -> Tensors:
-        """Return what a forward computes with: the local experts, or all of them where gathered.
-
-        To be asked within it: hooks, such as those of torch.nn.utils.prune, make tensors just before.
-        """
-        return self.everywhere or {name: getattr(self, name) for name in self.names}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,9 +236,9 @@ class ExpertStack(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in (self.gathered or {}).items():
+        for name, tensor in (self._in_state_dict or {}).items():
             destination[prefix + name] = tensor
-        if self.saved_by_rank and not self.gathered and hasattr(destination, "_metadata"):
+        if self._saved_by_rank and not self._in_state_dict and hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["part"] = self._held()
 
     def _held(self) -> tuple[int, ...]:
@@ -181,7 +247,7 @@ class ExpertStack(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
-        if self.saved_by_rank:
+        if self._saved_by_rank:
             self._check_part(state_dict, prefix, local_metadata.get("part"))
         for name in self.expert_parameters():
             tensor = state_dict.get(prefix + name)
@@ -218,7 +284,7 @@ class ExpertStack(nn.Module):
     def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor | StoredStack:
         name = key.rpartition(".")[2]
         expected = (self.config.num_experts, *self.whole_shape(name))
-        if self.saved_by_rank and self._is_own_part(name, tensor):
+        if self._saved_by_rank and self._is_own_part(name, tensor):
             return tensor
         if tuple(tensor.shape) != expected:
             self.refuse(
@@ -237,7 +303,7 @@ class ExpertStack(nn.Module):
 
     def _fitting(self) -> str:
         """Return what would give a checkpoint's tensors their shapes."""
-        if self.saved_by_rank:
+        if self._saved_by_rank:
             return (
                 f"or, of a rank's own file, {self.num_local} of them; build the layer with the arguments, "
                 "and on the number of ranks, that it was saved with"

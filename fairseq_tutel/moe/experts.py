@@ -18,7 +18,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.build import construct, draw, is_custom, load_class
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
-from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.initial import draw_linear, hashed_seed, seeded_generator
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.slices import Part
@@ -93,31 +93,17 @@ class Experts(ExpertStack):
             return self._by_parts(rows_RD, groups, tensors)
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
-    def forward(
-        self,
-        rows_RD: Tensor,
-        groups: Groups,
-        tensors: Tensors | None = None,
-        routing: Routing | None = None,
-    ) -> Tensor:
-        """Run expert i on its group of rows; or, with a routing, on the tokens that it gives it.
+    @property
+    def mixes(self) -> bool:
+        """Whether `mix` will do: where they are one node, and nobody hooked `forward`."""
+        return self.is_one_node and not self.is_hooked
 
-        Args:
-            rows_RD: [R, D], or with a routing tokens [T, D].
-            groups: rows of each local expert.
-            tensors: what to compute with; None for `self.tensors()`.
-            routing: whose experts are all here, where they are one node.
-
-        Returns:
-            [R, D], or with a routing every token's weighted sum [T, D].
-        """
-        if routing is None:
-            return super().forward(rows_RD, groups, tensors)
-        x_TD, device = rows_RD, rows_RD.device
-        tensors = self.prepared(self.tensors() if tensors is None else tensors, device)
-        return mixed_ffn(
-            x_TD, routing, tensors, self._call(groups, device, tensors["fc1_weight"].dtype)
-        )
+    def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D], as one node."""
+        groups = Groups.of_tensor(routing.counts_E)
+        tensors = self.prepared(weights.tensors(self, groups), x_TD.device)
+        call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
+        return mixed_ffn(x_TD, routing, tensors, call)
 
     @property
     def checkpoints(self) -> bool:

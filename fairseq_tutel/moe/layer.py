@@ -14,16 +14,15 @@ from fairseq_tutel.comm import exchange
 from fairseq_tutel.comm.stamp import Calls, Stamp
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
-from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe import balance as losses
 from fairseq_tutel.moe import exploration, routing
-from fairseq_tutel.moe.adaptive import gather_weights, nearest_degree
+from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance_bias import BalanceBias
 from fairseq_tutel.moe.balance_weights import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig, is_whole
 from fairseq_tutel.moe.dispatch import combine, dispatch
-from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
-from fairseq_tutel.moe.experts import Experts, build_experts
+from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
+from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.shared_experts import Beside
@@ -226,9 +225,9 @@ class MoELayer(nn.Module):
         capacity = self._buffer_capacity(counts_E, options) or 0
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
-        tensors = self._tensors(options, device)
+        weights = self._weights(options, device)
         exchange.run(
-            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, tensors), options
+            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, weights), options
         )
 
     def _route(
@@ -282,7 +281,7 @@ class MoELayer(nn.Module):
         slices = self.topology.slices(self.config.num_experts)
         degree = nearest_degree(self.strategy.adaptive_r, slices, self.config.hidden_layer_norm)
         # Experts that are all here, for good or for this forward, need nobody else.
-        here = self.experts.everywhere is not None or degree == 0
+        here = self.experts.weights.of_all or degree == 0
         return exchange.ExchangeOptions(
             group=None if here else self.topology.expert_group,
             grid=self.topology.grid,
@@ -300,29 +299,18 @@ class MoELayer(nn.Module):
         self, x_TD: Tensor, decision: routing.Routing, options: exchange.ExchangeOptions
     ) -> Tensor:
         """Dispatch, exchange, run the experts and combine; in one node where no row leaves."""
-        config, experts, tensors = self.config, self.experts, self._tensors(options, x_TD.device)
-        stays = options.group is None and not config.prescore
-        if stays and isinstance(experts, Experts) and experts.is_one_node:
-            return experts(x_TD, Groups.of_tensor(decision.counts_E), tensors, decision)
+        config, experts, weights = self.config, self.experts, self._weights(options, x_TD.device)
+        if options.group is None and not config.prescore and experts.mixes:
+            return experts.mix(x_TD, decision, weights)
         rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
         rows_RD = exchange.run(
-            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, tensors), options
+            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, weights), options
         )
         return combine(rows_RD, decision, config.backend, config.prescore)
 
-    def _tensors(self, options: exchange.ExchangeOptions, device: torch.device) -> Tensors | None:
-        """Return the tensors that this rank's experts compute with in this forward; None for their own."""
-        if self.topology.expert_parallel_size == 1 or self.experts.everywhere is not None:
-            return None
-        gone = sorted(set(self.experts.names) - set(self.experts.expert_parameters()))
-        if gone:
-            raise ValueError(
-                f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
-                "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
-            )
+    def _weights(self, options: exchange.ExchangeOptions, device: torch.device) -> Weights:
         degree = options.strategy.adaptive_r
-        gathered = gather_weights(self.experts, self.topology, degree, options.stamp)
-        return self.experts.prepared(gathered, device)
+        return weights_of(self.experts, self.topology, degree, options.stamp, device)
 
     @staticmethod
     def _buffer_capacity(counts_E: Tensor, options: exchange.ExchangeOptions) -> int | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.expert_stack import OWN
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import Tally, tally_of
 from fairseq_tutel.ranks.groups import Topology
@@ -67,8 +68,8 @@ class MoEFeedForward(MoELayer):
         if self.wait_for_turn is not None and not self.training:
             self.wait_for_turn()
         if self.training:
-            self.experts.everywhere = None
-        elif self.generates and self.gather is not None and self.experts.everywhere is None:
+            self.experts.compute_with(OWN)
+        elif self.generates and self.gather is not None and not self.experts.weights.of_all:
             self.gather()
         mask = self.padding_mask
         if self.skip_tokens:

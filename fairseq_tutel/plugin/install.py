@@ -143,10 +143,9 @@ def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
     said: list[int] = []
 
     def gather() -> None:
-        experts.gather_everywhere(model, topology)
+        num_bytes = experts.gather_everywhere(model, topology)
         if not said:
-            held = [layer.experts.tensors().values() for layer in moe_layers(model)]
-            said.append(sum(t.numel() * t.element_size() for tensors in held for t in tensors))
+            said.append(num_bytes)
             logger.info(
                 "the model generates while it is trained: for that each rank gathers all experts, %.1f MB, "
                 "since beams differ in length; --moe-expert-parallel-size 1 would keep them there",

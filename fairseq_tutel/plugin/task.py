@@ -122,7 +122,7 @@ class MoETaskMixin(InferenceMixin):
     ) -> Any:
         """Run forward and backward; a dummy batch, which keeps ranks in step, routes and counts nothing."""
         layers = moe_layers(model)
-        if layers and layers[0].experts.everywhere is not None:
+        if layers and layers[0].experts.weights.of_all:
             experts.drop_everywhere(model)
         for layer in layers:
             layer.skip_tokens = ignore_grad

@@ -123,7 +123,7 @@ class TutelMoELayer(nn.Module):
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
         self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.strategy = strategy
-        self.experts.saved_by_rank = True
+        self.experts.save_by_rank()
         options.say_copies(topology.num_replicas)
         self.result_func = result_func
         if scan_expert_func is not None:

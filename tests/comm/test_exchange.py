@@ -168,7 +168,7 @@ def run_without_the_others() -> None:
     drop_everywhere(split)
     x, _ = inputs(Case(), dist.get_rank())
     torch.testing.assert_close(split(x)[0], whole(x)[0])
-    assert split.experts.everywhere is None
+    assert not split.experts.weights.of_all
 
 
 @pytest.mark.parametrize("world_size", (2, 4))

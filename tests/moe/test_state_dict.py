@@ -51,7 +51,7 @@ def test_loading_leaves_the_callers_dict_whole():
 def test_a_state_dict_holds_the_local_slice_until_the_experts_are_gathered():
     part, whole = layer(1, 2), layer()
     assert part.state_dict()["experts.fc1_bias"].shape == (2, 6)
-    part.experts.gathered = whole.experts.expert_parameters()
+    part.experts.save_as(whole.experts.expert_parameters())
     assert torch.equal(part.state_dict()["experts.fc1_bias"], whole.experts.fc1_bias)
 
 

@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe.layer` beside its numbers: how it is built, and what one call is given.
+"""`fairseq_tutel.moe_layer` beside its numbers: how it is built, and what one call is given.
 
 Covered: counts, seeds, hooks; keywords of a call, and that none is sticky; attributes, which are; capacity
 where it is not Tutel's, and where it is; no tokens, dtypes, where the loss hangs; what has no effect; the
@@ -9,8 +9,6 @@ import gc
 import logging
 import math
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -350,41 +348,6 @@ def test_defaults_and_what_comes_to_the_same_are_not_worth_a_word(caplog):
                 tokens(T), adaptive_r=1, a2a_ffn_overlap_degree=1, megablocks_size=0
             )
     assert not caplog.records
-
-
-BOTH = """
-assert fairseq_tutel.moe.layer({"type": "top"}, 4, {"type": "ffn", "hidden_size_per_expert": 4})
-from fairseq_tutel.moe.layer import MoELayer, MoEOutput
-assert fairseq_tutel.MoELayer is MoELayer is fairseq_tutel.tutel.layer.MoELayer
-assert callable(fairseq_tutel.moe.layer)
-"""
-
-
-def test_the_function_and_the_module_of_one_name():
-    orders = (
-        "import fairseq_tutel",
-        "from fairseq_tutel.moe.layer import MoELayer; import fairseq_tutel",
-        "import fairseq_tutel.moe.layer",
-        "import fairseq_tutel.tutel.layer, fairseq_tutel.moe.layer",
-        "import importlib, fairseq_tutel; importlib.import_module('fairseq_tutel.moe.layer')",
-    )
-    # One process each, and torch is imported once: a child starts with the package unknown.
-    code = f"""
-import os, torch
-for order in {orders!r}:
-    child = os.fork()
-    if child == 0:
-        try:
-            exec(order + {BOTH!r})
-        except BaseException as error:
-            print(order, repr(error), flush=True)
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ft.moe_layer is ft.tutel_layer.moe_layer and MoELayer is ft.MoELayer
 
 
 def test_the_example_of_the_documentation_runs():
