@@ -15,7 +15,7 @@ from benchmarks.output import Row
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint import expert_shards as written
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.planning.cost import all_gather_seconds
+from fairseq_tutel.planning.links import all_gather_seconds
 from fairseq_tutel.planning.machine import PRESETS
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero import partition

@@ -7,7 +7,7 @@ import torch
 
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.planning.cost import faster_algorithm
+from fairseq_tutel.planning.links import faster_algorithm
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology

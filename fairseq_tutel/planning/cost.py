@@ -2,14 +2,16 @@
 
 W ranks on nodes of L, expert-parallel size P, E experts; s = max(1, P // E) ranks share an expert's hidden
 dimension. T tokens a rank, D model_dim, H hidden_dim, K experts of a token, R = T * K rows. The load is
-even, and nothing is in the links' way. Formulas and sources: docs/scaling.md.
+even, and nothing is in the links' way. What collectives take: `links`. Formulas and sources:
+docs/scaling.md.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fairseq_tutel.planning.machine import PRESETS, Machine
+from fairseq_tutel.planning.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
+from fairseq_tutel.planning.machine import Machine
 from fairseq_tutel.planning.memory import Held, held_bytes
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 
@@ -106,114 +108,6 @@ class Cluster:
     def slices(self, experts: int) -> int:
         """Return s, the ranks that share an expert's hidden dimension."""
         return max(1, self.expert_parallel_size // experts)
-
-
-def exchange_seconds(
-    bytes_per_rank: float,
-    machine: Machine,
-    nodes: int,
-    local: int,
-    algorithm: str,
-    on_link: int | None = None,
-) -> float:
-    """Return the time of one even all-to-all over nodes of `local` ranks.
-
-    Args:
-        bytes_per_rank: what a rank holds before, its own share included.
-        machine: the links.
-        nodes: N.
-        local: L.
-        algorithm: of `strategy.ALGORITHMS`.
-        on_link: as in `all_gather_seconds`.
-    """
-    ranks = nodes * local
-    if ranks == 1:
-        return 0.0
-    share = bytes_per_rank / ranks
-    within, across = local - 1, ranks - local
-    sent_across = _on_link(machine, on_link or local) * across * share
-    if algorithm == "linear":  # both kinds of link work at once
-        return machine.launch_s + max(
-            machine.intra.seconds(within, within * share),
-            machine.inter.seconds(across, sent_across),
-        )
-    return (
-        2 * machine.launch_s
-        + machine.intra.seconds(within, within * nodes * share)
-        + machine.inter.seconds(nodes - 1, sent_across)
-        + 2 * regroup_seconds(bytes_per_rank, machine)
-    )
-
-
-def regroup_seconds(bytes_per_rank: float, machine: Machine) -> float:
-    """Return the time to gather rows into another order: each byte is read and written."""
-    return 2 * bytes_per_rank / machine.memory_bytes_per_s
-
-
-def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the all-to-all that takes less time; linear where there is nothing to gain.
-
-    Args:
-        machine: None takes the A100's numbers.
-        nodes: N of the expert group.
-        local: L, ranks of the group in a node.
-        bytes_per_rank: of one exchange.
-    """
-    if nodes == 1 or local == 1:
-        return "linear"
-    known = machine or PRESETS["a100"]
-    return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
-
-
-def all_gather_seconds(
-    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
-) -> float:
-    """Return the time in which every rank gets `num_bytes` from each, by a ring; or a reduce-scatter.
-
-    Args:
-        num_bytes: of one rank.
-        machine: the links.
-        nodes: N of the group.
-        local: ranks of the group in a node.
-        on_link: ranks of a node, of this group or of others, that do the same at once; `local` if None.
-            Their bytes add up where a node has one link.
-    """
-    ranks = nodes * local
-    if ranks == 1:
-        return 0.0
-    arriving = num_bytes * (ranks - local) / local * _on_link(machine, on_link or local)
-    return (
-        machine.launch_s
-        + machine.intra.alpha_s * (ranks - nodes)
-        + machine.inter.alpha_s * (nodes - 1)
-        + max(
-            num_bytes * (ranks - 1) / machine.intra.bytes_per_s if local > 1 else 0.0,
-            arriving / machine.inter.bytes_per_s,
-        )
-    )
-
-
-def all_reduce_seconds(
-    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
-) -> float:
-    """Return the time to sum `num_bytes` of every rank: within nodes by a ring, across by a tree.
-
-    The arguments are those of `all_gather_seconds`.
-    """
-    ranks = nodes * local
-    if ranks == 1:
-        return 0.0
-    across = 2 * num_bytes * (nodes - 1) / nodes / local * _on_link(machine, on_link or local)
-    within = 2 * num_bytes * (ranks - 1) / ranks
-    return (
-        machine.launch_s
-        + machine.intra.alpha_s * 2 * (local - 1)
-        + machine.inter.alpha_s * 2 * math.ceil(math.log2(nodes))
-        + max(
-            within / machine.intra.bytes_per_s if local > 1 else 0.0,
-            across / machine.inter.bytes_per_s,
-        )
-    )
 
 
 def experts_seconds(
@@ -350,8 +244,8 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A candidate with what it costs a rank: seconds of a step, bytes on device and host; does it fit?"""
+class Candidate:
+    """A way to run the layers and what it costs a rank: seconds of a step, bytes; whether it fits."""
 
     cluster: Cluster
     strategy: Strategy
@@ -371,13 +265,13 @@ class Plan:
         return sum(self.memory.values())
 
 
-def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Plan]:
+def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
     """Return all candidates, those that fit in memory first, each kind from fast to slow."""
-    plans = []
+    found = []
     for cluster, strategy in candidates(work, nodes, local):
         memory = memory_bytes(work, cluster, strategy)
-        plans.append(
-            Plan(
+        found.append(
+            Candidate(
                 cluster=cluster,
                 strategy=strategy,
                 parts=step_parts(work, machine, cluster, strategy),
@@ -386,12 +280,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Plan]:
                 fits=sum(memory.values()) <= machine.memory_bytes,
             )
         )
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds))
-
-
-def _on_link(machine: Machine, at_once: int) -> int:
-    """Return how many ranks' bytes go over one link between nodes, of so many of a node that send."""
-    return at_once if machine.inter_shared else 1
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 
 def _stored_parameters(work: Work, cluster: Cluster) -> float:
@@ -451,13 +340,9 @@ def _trip_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Stra
 def _pipelined(trip: float, experts: float, chunks: int) -> float:
     """Return the time of all chunks there, through the experts and back; one trip at a time.
 
-    What bounds it: the link, or the first chunk and all trips back, or the experts between two trips.
+    What bounds it: the link, or the experts between the first trip and the last.
     """
-    return max(
-        2 * chunks * trip,
-        trip + experts + chunks * trip,
-        2 * trip + experts + (chunks - 1) * max(trip, experts),
-    )
+    return max(2 * chunks * trip, 2 * trip + experts + (chunks - 1) * max(trip, experts))
 
 
 def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
@@ -471,7 +356,7 @@ def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: St
     size = _stored_parameters(work, cluster) * work.bytes_per_element / tensors
     local = min(ranks, cluster.local)
     nodes = math.ceil(ranks / local)
-    gather = all_gather_seconds(size, machine, nodes, local, cluster.local)
+    gather = all_gather_seconds(size, machine, nodes, local)
     return _there_and_back(machine) * tensors * gather
 
 

@@ -1,15 +1,130 @@
-"""Fit: links from measured all-to-alls, by least squares of the relative error."""
+"""Links: what all-to-alls, gathers and all-reduces take over them, and links fitted to measured ones.
 
+An alpha-beta model; N nodes of L ranks. The fit is by least squares of the relative error.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from fairseq_tutel.planning.cost import exchange_seconds, regroup_seconds
-from fairseq_tutel.planning.machine import Link, Machine
+from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.planning.strategy import ALGORITHMS
 
 _ROUNDS = 30
+
+
+def exchange_seconds(
+    bytes_per_rank: float,
+    machine: Machine,
+    nodes: int,
+    local: int,
+    algorithm: str,
+    on_link: int | None = None,
+) -> float:
+    """Return the time of one even all-to-all over nodes of `local` ranks.
+
+    Args:
+        bytes_per_rank: what a rank holds before, its own share included.
+        machine: the links.
+        nodes: N.
+        local: L.
+        algorithm: of `strategy.ALGORITHMS`.
+        on_link: as in `all_gather_seconds`.
+    """
+    ranks = nodes * local
+    if ranks == 1:
+        return 0.0
+    share = bytes_per_rank / ranks
+    within, across = local - 1, ranks - local
+    sent_across = _on_link(machine, on_link or local) * across * share
+    if algorithm == "linear":  # both kinds of link work at once
+        return machine.launch_s + max(
+            machine.intra.seconds(within, within * share),
+            machine.inter.seconds(across, sent_across),
+        )
+    return (
+        2 * machine.launch_s
+        + machine.intra.seconds(within, within * nodes * share)
+        + machine.inter.seconds(nodes - 1, sent_across)
+        + 2 * regroup_seconds(bytes_per_rank, machine)
+    )
+
+
+def regroup_seconds(bytes_per_rank: float, machine: Machine) -> float:
+    """Return the time to gather rows into another order: each byte is read and written."""
+    return 2 * bytes_per_rank / machine.memory_bytes_per_s
+
+
+def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
+    """Return the all-to-all that takes less time; linear where there is nothing to gain.
+
+    Args:
+        machine: None takes the A100's numbers.
+        nodes: N of the expert group.
+        local: L, ranks of the group in a node.
+        bytes_per_rank: of one exchange.
+    """
+    known = machine or PRESETS["a100"]
+    return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
+
+
+def all_gather_seconds(
+    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the time in which every rank gets `num_bytes` from each, by a ring; or a reduce-scatter.
+
+    Args:
+        num_bytes: of one rank.
+        machine: the links.
+        nodes: N of the group.
+        local: ranks of the group in a node.
+        on_link: ranks of a node, of this group or of others, that do the same at once; `local` if None.
+            Their bytes add up where a node has one link.
+    """
+    ranks = nodes * local
+    if ranks == 1:
+        return 0.0
+    arriving = num_bytes * (ranks - local) / local * _on_link(machine, on_link or local)
+    return (
+        machine.launch_s
+        + machine.intra.alpha_s * (ranks - nodes)
+        + machine.inter.alpha_s * (nodes - 1)
+        + max(
+            num_bytes * (ranks - 1) / machine.intra.bytes_per_s if local > 1 else 0.0,
+            arriving / machine.inter.bytes_per_s,
+        )
+    )
+
+
+def all_reduce_seconds(
+    num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the time to sum `num_bytes` of every rank: within nodes by a ring, across by a tree.
+
+    The arguments are those of `all_gather_seconds`.
+    """
+    ranks = nodes * local
+    if ranks == 1:
+        return 0.0
+    across = 2 * num_bytes * (nodes - 1) / nodes / local * _on_link(machine, on_link or local)
+    within = 2 * num_bytes * (ranks - 1) / ranks
+    return (
+        machine.launch_s
+        + machine.intra.alpha_s * 2 * (local - 1)
+        + machine.inter.alpha_s * 2 * math.ceil(math.log2(nodes))
+        + max(
+            within / machine.intra.bytes_per_s if local > 1 else 0.0,
+            across / machine.inter.bytes_per_s,
+        )
+    )
+
+
+def _on_link(machine: Machine, at_once: int) -> int:
+    """Return how many ranks' bytes go over one link between nodes, of so many of a node that send."""
+    return at_once if machine.inter_shared else 1
 
 
 class Row(TypedDict):

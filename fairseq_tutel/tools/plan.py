@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.planning.cost import Plan, Work, best
+from fairseq_tutel.planning.cost import Candidate, Work, best
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.tools.arguments import (
     DTYPES,
@@ -172,15 +172,15 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
     return replace(machine, intra=intra, inter=inter)
 
 
-def ways(plans: Sequence[Plan]) -> list[Plan]:
+def ways(plans: Sequence[Candidate]) -> list[Candidate]:
     """Return the first, so the best, plan of every (P, r), in their order."""
-    first: dict[tuple[int, int], Plan] = {}
+    first: dict[tuple[int, int], Candidate] = {}
     for plan in plans:
         first.setdefault((plan.cluster.expert_parallel_size, plan.strategy.adaptive_r), plan)
     return list(first.values())
 
 
-def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
+def page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
     """Return the tables of ranked plans: all in a line each, the first ones by their parts.
 
     Raises:
@@ -223,7 +223,7 @@ def page(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
     )
 
 
-def name_of(plan: Plan) -> str:
+def name_of(plan: Candidate) -> str:
     """Return a plan's choices in a few letters."""
     strategy, size = plan.strategy, plan.cluster.expert_parallel_size
     if strategy.adaptive_r == 0 or size == 1:
@@ -245,7 +245,7 @@ def _shared(work: Work) -> str:
     return stage + ", optimizer state in host memory" * work.offload
 
 
-def _line(plan: Plan, work: Work) -> list[str]:
+def _line(plan: Candidate, work: Work) -> list[str]:
     strategy, size = plan.strategy, plan.cluster.expert_parallel_size
     travels = strategy.adaptive_r > 0 and size > 1
     return [
@@ -260,13 +260,13 @@ def _line(plan: Plan, work: Work) -> list[str]:
     ]
 
 
-def _json(plans: Sequence[Plan], work: Work, machine: Machine) -> str:
+def _json(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
     listed = [{**asdict(plan), "seconds": plan.seconds, "bytes": plan.bytes} for plan in plans]
     made = {"work": asdict(work), "machine": asdict(machine), "plans": listed}
     return json.dumps(made, indent=2) + "\n"
 
 
-def _draw(plans: Mapping[str, Plan], title: str, path: Path) -> None:
+def _draw(plans: Mapping[str, Candidate], title: str, path: Path) -> None:
     """Write a picture of the plans, each a bar of its parts, the first on top."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -22,7 +22,8 @@ from tool_in_process import tool
 from workers import Workers
 
 from fairseq_tutel.__main__ import main
-from fairseq_tutel.planning.cost import Cluster, Work, exchange_seconds, memory_bytes, step_seconds
+from fairseq_tutel.planning.cost import Cluster, Work, memory_bytes, step_seconds
+from fairseq_tutel.planning.links import exchange_seconds
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.planning.strategy import Strategy
 

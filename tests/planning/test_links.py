@@ -1,0 +1,197 @@
+"""Links: the times of collectives by hand, what must hold of any such model, and its fit.
+
+Covered: both all-to-alls and which is faster; gathers, all-reduces; links that a node's ranks share; links
+from exact and from noisy measurements.
+"""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from fairseq_tutel.planning.links import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    exchange_seconds,
+    faster_algorithm,
+    fit,
+    fit_machine,
+    predicted,
+    relative_errors,
+)
+from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+
+ROUND = Machine(  # numbers that a reader can follow
+    name="round",
+    intra=Link(1.0, 100.0),
+    inter=Link(10.0, 10.0),
+    memory_bytes_per_s=1000.0,
+    flops_per_s=1e6,
+    gate_flops_per_s=1e5,
+    memory_bytes=1e9,
+    launch_s=0.5,
+)
+A100 = PRESETS["a100"]
+
+
+def test_a_linear_all_to_all_is_bounded_by_the_slower_kind_of_link():
+    # 4 nodes of 2: 80 bytes for each of 8 ranks; 1 message within the node, 6 across.
+    assert exchange_seconds(640, ROUND, 4, 2, "linear") == 0.5 + max(1 + 80 / 100, 60 + 480 / 10)
+    one_node = exchange_seconds(640, ROUND, 1, 8, "linear")
+    assert one_node == 0.5 + 7 * 1 + 560 / 100
+    assert exchange_seconds(640, ROUND, 1, 1, "linear") == 0
+
+
+def test_2dh_is_one_leg_after_the_other_and_two_gathers():
+    within = 1 * 1 + 4 * 80 / 100
+    across = 3 * 10 + 3 * 2 * 80 / 10
+    gathers = 2 * 2 * 640 / 1000
+    found = exchange_seconds(640, ROUND, 4, 2, "2dh")
+    assert found == pytest.approx(2 * 0.5 + within + across + gathers)
+
+
+def test_2dh_loses_on_small_clusters_and_wins_on_large_ones_with_small_messages():
+    def ratio(gpus, mebibytes):
+        size = mebibytes * 2**20
+        linear, hierarchical = (
+            exchange_seconds(size, A100, gpus // 8, 8, a) for a in ("linear", "2dh")
+        )
+        return linear / hierarchical
+
+    for size in (1 / 16, 1, 32, 256):
+        assert ratio(16, size) < 1
+        ratios = [ratio(8 * nodes, size) for nodes in (2, 8, 32, 128, 512, 2048)]
+        assert all(after > before for before, after in pairwise(ratios))
+        assert ratios[-1] > 1.5
+    assert ratio(128, 32) < 1 < ratio(256, 32)  # what the alpha of the presets was set by
+    # Messages shrink from W - L to N - 1, so no message size gains more than L.
+    assert 7 < ratio(16384, 1 / 1024) < 8
+
+
+def test_the_faster_algorithm_is_by_the_machine_s_links():
+    for machine in (None, A100):
+        assert faster_algorithm(machine, 1, 8, 2**20) == "linear"
+        assert faster_algorithm(machine, 64, 1, 1) == "linear"
+        assert faster_algorithm(machine, 2, 8, 2**25) == "linear"
+        assert faster_algorithm(machine, 256, 8, 2**20) == "2dh"
+    slow_messages = replace(A100, inter=Link(1.0, 25e9))
+    assert faster_algorithm(slow_messages, 2, 8, 2**25) == "2dh"
+
+
+def test_gathers_and_all_reduces_by_hand():
+    # 2 nodes of 2 in a ring: 2 hops within, 1 across; each node's link brings 2 ranks' bytes, by halves.
+    gathered = all_gather_seconds(100, ROUND, 2, 2)
+    assert gathered == 0.5 + 2 * 1 + 1 * 10 + max(300 / 100, 100 / 10)
+    reduced = all_reduce_seconds(400, ROUND, 2, 2)
+    assert reduced == 0.5 + 2 * 1 + 2 * 10 + max(2 * 300 / 100, 2 * 400 / 2 / 2 / 10)
+    assert all_gather_seconds(100, ROUND, 1, 1) == all_reduce_seconds(1, ROUND, 1, 1) == 0
+    assert all_gather_seconds(100, ROUND, 1, 2) == 0.5 + 1 + 1
+
+
+def test_the_bytes_of_all_ranks_that_share_a_node_s_link_add_up():
+    shared = replace(ROUND, inter_shared=True)
+    assert exchange_seconds(640, shared, 4, 2, "linear") == 0.5 + 60 + 2 * 480 / 10
+    # 4 nodes of 2, one rank of each in a group; both groups' bytes cross the node's link.
+    assert exchange_seconds(640, shared, 4, 1, "linear", 2) == 0.5 + 30 + 2 * 480 / 10
+    assert all_gather_seconds(100, shared, 4, 1, 2) == 0.5 + 30 + 2 * 300 / 10
+    assert all_reduce_seconds(400, shared, 4, 1, 2) == 0.5 + 40 + 2 * 2 * 300 / 10
+    for seconds in (all_gather_seconds, all_reduce_seconds):
+        assert seconds(400, ROUND, 4, 1, 2) == seconds(400, ROUND, 4, 1)
+        assert seconds(400, shared, 4, 2) == seconds(400, shared, 4, 2, 2)
+
+
+def test_a_fit_recovers_alpha_and_beta():
+    link = Link(3e-6, 2e9)
+    points = [(m, b, link.seconds(m, b)) for m in (1, 7) for b in (1e3, 1e5, 1e7)]
+    found = fit(points)
+    assert found.alpha_s == pytest.approx(3e-6)
+    assert found.bytes_per_s == pytest.approx(2e9)
+    noise = random.Random(1)
+    noisy = fit((m, b, s * noise.uniform(0.95, 1.05)) for m, b, s in points * 8)
+    assert noisy.alpha_s == pytest.approx(3e-6, rel=0.05)
+    assert noisy.bytes_per_s == pytest.approx(2e9, rel=0.05)
+
+
+@pytest.mark.parametrize("points", [[], [(1, 10, 2.0), (1, 1000, 1.0)]])
+def test_what_tells_no_bandwidth_is_refused(points):
+    with pytest.raises(ValueError, match="do not take longer with more bytes; measure larger"):
+        fit(points)
+
+
+CLUSTER = Machine(
+    name="emulated",
+    intra=Link(3e-5, 2e9),
+    inter=Link(1.2e-4, 1e8),
+    memory_bytes_per_s=5e9,
+    flops_per_s=1e11,
+    gate_flops_per_s=1e11,
+    memory_bytes=1e9,
+    launch_s=2e-4,
+    inter_shared=True,
+)
+SHAPES = [(2, 2), (4, 2), (4, 1), (2, 4), (1, 4)]
+
+
+def measured(shapes, spread=0.0):
+    """What benchmarks of that cluster would have measured."""
+    noise = random.Random(2)
+    rows = [
+        {"nodes": n, "local": local, "algorithm": a, "bytes_per_rank": 2**power}
+        for n, local in shapes
+        for a in (("linear", "2dh") if n > 1 and local > 1 else ("linear",))
+        for power in range(10, 24, 2)
+    ]
+    return [
+        {**row, "seconds": predicted(row, CLUSTER) * noise.uniform(1 - spread, 1 + spread)}
+        for row in rows
+    ]
+
+
+START = replace(A100, memory_bytes_per_s=CLUSTER.memory_bytes_per_s, inter_shared=True)
+
+
+def test_a_machine_is_recovered_from_all_to_alls_of_many_shapes():
+    found = fit_machine(measured(SHAPES), START)
+    assert found.launch_s == pytest.approx(2e-4)
+    for name in ("intra", "inter"):
+        link, expected = getattr(found, name), getattr(CLUSTER, name)
+        assert link.alpha_s == pytest.approx(expected.alpha_s)
+        assert link.bytes_per_s == pytest.approx(expected.bytes_per_s)
+    assert relative_errors(measured(SHAPES), found).largest < 1e-9
+
+
+def test_rails_that_share_a_link_are_told_apart_from_one_alone():
+    # As `tune` measures them: both rails of a node at once, besides the whole grid.
+    rows = measured([(4, 2), (1, 2)])
+    rail = {"nodes": 4, "local": 1, "algorithm": "linear", "on_link": 2}
+    for power in range(10, 24, 2):
+        row = {**rail, "bytes_per_rank": 2**power}
+        row["seconds"] = exchange_seconds(2**power, CLUSTER, 4, 1, "linear", 2)
+        rows.append(row)
+    found = fit_machine(rows, START)
+    assert found.inter.bytes_per_s == pytest.approx(CLUSTER.inter.bytes_per_s)
+    assert relative_errors(rows, found).largest < 1e-9
+
+
+def test_a_fit_of_noisy_rows_says_how_far_it_is_off():
+    rows = measured(SHAPES, spread=0.1)
+    found = fit_machine(rows, START)
+    errors = relative_errors(rows, found)
+    assert 0.01 < errors.median < errors.p90 < errors.largest < 0.2
+    assert found.inter.bytes_per_s == pytest.approx(1e8, rel=0.05)
+    assert relative_errors(measured([(8, 4)]), found).largest < 0.15  # a cluster it has not seen
+
+
+def test_one_shape_tells_no_launch_and_one_node_no_link_between_nodes():
+    rows = measured([(1, 4)])
+    found = fit_machine(rows, START)
+    assert found.launch_s == 0
+    assert found.intra.alpha_s == pytest.approx(3e-5 + 2e-4 / 3)
+    assert found.inter == START.inter
+    assert relative_errors(rows, found).largest < 1e-9
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(ValueError, match="no measured all-to-all to fit; measure one"):
+        fit_machine([], START)
