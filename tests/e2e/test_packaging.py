@@ -42,7 +42,7 @@ def _modules():
         *(ROOT / "fairseq_tutel").rglob("*.py"),
         *(ROOT / "fairseq_tutel/kernels").glob("*.py"),
     }
-    data = {"fairseq_tutel/py.typed", "fairseq_tutel/tools/report.html.j2"}
+    data = {"fairseq_tutel/py.typed", "fairseq_tutel/tools/report/report.html.j2"}
     return {str(path.relative_to(ROOT)) for path in files} | data
 
 

@@ -171,7 +171,7 @@ def save_unseen(folder: str) -> str:
     split, place = model(2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(shards.shard_folder, "PARENT", "seen")
+            patch.setattr(shards.folders, "PARENT", "seen")
             (Path(folder) / "seen").symlink_to(Path(folder) / "other")
             (Path(folder) / "other").mkdir()
             patch.setattr(shards, "write_file", lambda values, path: write_elsewhere(values, path))

@@ -142,7 +142,7 @@ def watched_updates():
     (key,) = tuner.tuner.best
     told = []
     tuner.tuner.record = lambda key, strategy, cost: told.append(cost)
-    for _ in range(2 * update_tuner.WATCH_EVERY + 1):
+    for _ in range(2 * update_tuner.WATCH_EVERY):
         update(tuner, layer, 8)
     return len(told), tuner.key(8, 0) == key
 

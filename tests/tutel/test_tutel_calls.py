@@ -1,8 +1,8 @@
 """`fairseq_tutel.moe_layer` beside its numbers: how it is built, and what one call is given.
 
 Covered: counts, seeds, hooks; keywords of a call, and that none is sticky; attributes, which are; capacity
-where it is not Tutel's, and where it is; no tokens, dtypes, where the loss hangs; what has no effect; the
-name beside the module's.
+where it is not Tutel's, and where it is; no tokens, dtypes, where the loss hangs; what has no
+effect.
 """
 
 import gc
