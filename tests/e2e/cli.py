@@ -1,11 +1,13 @@
 """Run fairseq's real command lines in tests, without paying its import every time.
 
-The fork server has imported fairseq; each run is a child of it that calls `cli_main` with its own
-argv, environment and log. The plugin is not preloaded: every run imports it through --user-dir.
+The fork server has imported fairseq and the plugin's modules; each run is a child of it that calls
+`cli_main` with its own argv, environment and log, and registers the plugin as it imports --user-dir.
+A fairseq-train without --user-dir is stock's: it starts from nothing, slowly.
 Several ranks get the environment that torchrun gives.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -24,6 +26,7 @@ TIMEOUT_S = 150
 GRACE_S = 15
 
 _context = forkserver.context()
+_stock = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def start(command, *args, ranks=1, env=None, stdin=None):
     argv = [f"fairseq-{command}", *map(str, args)]
     if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
         argv += ["--num-workers", "0"]  # starting a worker costs more than these few batches
+    is_stock = command == "train" and "--user-dir" not in argv
     base = {"OMP_NUM_THREADS": "1", **(env or {})}
     directory = Path(_scratch())
     started = []
@@ -91,7 +95,7 @@ def start(command, *args, ranks=1, env=None, stdin=None):
         extra = {} if ranks == 1 else torchrun_environment(rank, ranks, port)
         log = directory / f"{command}-{time.monotonic_ns()}-{rank}.log"
         arguments = (command, argv, {**base, **extra}, str(log), stdin)
-        process = _context.Process(target=_child, args=arguments)
+        process = (_stock if is_stock else _context).Process(target=_child, args=arguments)
         process.start()
         started.append((process, log))
     return started
@@ -163,6 +167,8 @@ def _child(command, argv, env, log, stdin):
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
+    if "fairseq_tutel.plugin" in sys.modules:  # what registering says depends on the words
+        sys.modules["fairseq_tutel.plugin"]._registered = False
     if command in ("tutel-train", "tutel-run"):
         importlib.import_module("fairseq_tutel." + command.removeprefix("tutel-")).main()
     else:

@@ -1,4 +1,4 @@
-"""The one fork server of a test session: it has imported what is slow to import, and nothing of ours.
+"""The one fork server of a test session: it has imported what is slow to import, the plugin too.
 
 Python has one such server per process, with one list of preloaded modules, so all tests share it.
 """
@@ -15,6 +15,10 @@ PRELOADED = [
     "fairseq_cli.eval_lm",
     "fairseq_cli.validate",
     "torch._dynamo",  # every optimizer of torch imports it, which takes longer than a small training
+    "fairseq_tutel.models",  # which registers the whole plugin
+    "fairseq_tutel.train",
+    "fairseq_tutel.run",
+    "tests.helpers.warm",
 ]
 
 
