@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.moe.choice import scores_of
-from fairseq_tutel.moe.routing import Decision
+from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.guard import guarded
 
 
@@ -38,7 +38,7 @@ class GateOutput:
     num_ranks: int = 1
 
 
-def gshard_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
+def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
     """E * sum_e f_e P_e over the real tokens of one micro-batch; 0 where there is no token.
 
     f_e is the share of tokens whose first choice is e, before dropping (a constant); P_e is the mean
@@ -50,7 +50,7 @@ def gshard_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
     return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 
-def gshard_all_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor:
+def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
     """The gshard loss with f_e the share of all (token, choice) pairs, not of first choices alone.
 
     1 at uniform load and uniform probabilities, for every K.
@@ -59,7 +59,7 @@ def gshard_all_loss(routing: Decision, gate: GateOutput | None = None) -> Tensor
     return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 
-def gshard_global_loss(routing: Decision, gate: GateOutput) -> Tensor:
+def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """The gshard_all loss with f_e over the micro-batches of all ranks; P_e stays this rank's.
 
     Collective in training: one all-reduce of E numbers.
@@ -73,7 +73,7 @@ def gshard_global_loss(routing: Decision, gate: GateOutput) -> Tensor:
     return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 
-def gshard_sequence_loss(routing: Decision, gate: GateOutput) -> Tensor:
+def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """The gshard_all loss of every sentence, averaged over those that have a real token.
 
     Source: DeepSeek-V3 (2024), equations 17 to 20, with E for their 1 / K in f.
@@ -94,7 +94,7 @@ def gshard_sequence_loss(routing: Decision, gate: GateOutput) -> Tensor:
     return loss_S.sum() / (tokens_S > 0).sum().clamp_min(1)
 
 
-def load_importance_loss(routing: Decision, gate: GateOutput) -> Tensor:
+def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Half the sum of cv^2(importance) and cv^2(load), over the real tokens.
 
     Importance_e is the sum over tokens of the probability without noise. Load_e is the sum of the chance
@@ -118,7 +118,7 @@ def load_importance_loss(routing: Decision, gate: GateOutput) -> Tensor:
     return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
 
 
-def load_importance_tutel_loss(routing: Decision, gate: GateOutput) -> Tensor:
+def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """The load_importance loss in Tutel's form, for those who resume a training that began with it.
 
     There the K-th largest noisy logit is subtracted from a probability, not from a logit, and it is not
@@ -132,7 +132,7 @@ def load_importance_tutel_loss(routing: Decision, gate: GateOutput) -> Tensor:
     )
 
 
-def z_loss(routing: Decision, gate: GateOutput) -> Tensor:
+def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Mean over the real tokens of (log sum_e exp logit_e)^2, which keeps the logits small.
 
     Source: ST-MoE (Zoph et al. 2022), equation 5.
@@ -143,7 +143,7 @@ def z_loss(routing: Decision, gate: GateOutput) -> Tensor:
     return square_T.sum() / routing.num_tokens.clamp_min(1)
 
 
-def _load_times_probability(routing: Decision, load_E: Tensor, total: Tensor) -> Tensor:
+def _load_times_probability(routing: Routing, load_E: Tensor, total: Tensor) -> Tensor:
     """E * sum_e (load_e / total) * (mean probability of e)."""
     probs_TE = _real_probs(routing)
     share_E = load_E.to(probs_TE.dtype) / total.clamp_min(1).to(probs_TE.dtype)
@@ -151,7 +151,7 @@ def _load_times_probability(routing: Decision, load_E: Tensor, total: Tensor) ->
     return probs_TE.shape[1] * (share_E * probs_TE.sum(dim=0)).sum() / tokens
 
 
-def _importance_and_load(routing: Decision, importance_TE: Tensor, chance_TE: Tensor) -> Tensor:
+def _importance_and_load(routing: Routing, importance_TE: Tensor, chance_TE: Tensor) -> Tensor:
     if routing.real_T is not None:
         hidden_T1 = ~routing.real_T.unsqueeze(1)
         importance_TE = importance_TE.masked_fill(hidden_T1, 0.0)
@@ -175,7 +175,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _real_probs(routing: Decision) -> Tensor:
+def _real_probs(routing: Routing) -> Tensor:
     probs_TE = _wide(routing.probs_TE)
     if routing.real_T is None:
         return probs_TE
@@ -196,7 +196,7 @@ LOSSES = {
 
 
 def balance_losses(
-    names: dict[str, float], routing: Decision, gate: GateOutput
+    names: dict[str, float], routing: Routing, gate: GateOutput
 ) -> dict[str, Tensor]:
     """Return the scalar of every named loss; `names` maps name to weight, see parse_balance_loss."""
     return {name: LOSSES[name](routing, gate) for name in names}

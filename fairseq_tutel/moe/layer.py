@@ -19,6 +19,7 @@ from fairseq_tutel.moe import exploration, routing
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance_bias import BalanceBias
 from fairseq_tutel.moe.balance_weights import parse_balance_loss
+from fairseq_tutel.moe.choice import MicroBatch, Rules
 from fairseq_tutel.moe.config import MoEConfig, is_whole
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
@@ -133,7 +134,7 @@ class MoELayer(nn.Module):
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
-        self.rules = [routing.Rules.of(c) for c in self.gate_configs]
+        self.rules = [Rules.of(c) for c in self.gate_configs]
         self.balance_weights = parse_balance_loss(config.balance_loss)
 
     def reset_parameters(self, seed: int, name: str) -> None:
@@ -183,7 +184,7 @@ class MoELayer(nn.Module):
         if padding_T is not None:
             # Attention leaves NaN where a sentence is all padding, and 0 * NaN is a gradient.
             x_TD = x_TD.masked_fill(padding_T.unsqueeze(1), 0.0)
-        batch = routing.MicroBatch(
+        batch = MicroBatch(
             real_T=None if padding_T is None else ~padding_T,
             time_first=(x.shape[0], x.shape[1]) if time_first else None,
             training=self.training,
@@ -195,9 +196,8 @@ class MoELayer(nn.Module):
             token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
             sentences=_sentences(x, time_first),
         )
-        assignment, gate = self._route(x_TD, batch, call)
         options = self._exchange_options()
-        decision = routing.lay_out(assignment, self._buffer_capacity(assignment.counts_E, options))
+        decision, gate = self._route(x_TD, batch, call, options)
         if not torch.is_autocast_enabled(x.device.type):
             x_TD = x_TD.to(self.experts.dtype)
         y_TD = self._mixed(x_TD, decision, options)
@@ -231,28 +231,29 @@ class MoELayer(nn.Module):
         )
 
     def _route(
-        self, x_TD: Tensor, batch: routing.MicroBatch, call: "_Call"
-    ) -> tuple[routing.Assignment, losses.GateOutput]:
-        """Gate and assign, by the gate of this call; count what the balance bias goes by."""
+        self, x_TD: Tensor, batch: MicroBatch, call: "_Call", options: exchange.ExchangeOptions
+    ) -> tuple[routing.Routing, losses.GateOutput]:
+        """Gate and decide, by the gate of this call; count what the balance bias goes by."""
         gate, config, rules = self.gate_at(call.gate_index)
         top_k = config.top_k if call.top_k is None else call.top_k
         seen_TD = exploration.gate_input(x_TD, config, self.training)
         clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
         logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
         bias = self.balance_bias
-        assignment = routing.assign(
+        decision = routing.decide(
             logits_TE,
             top_k,
             capacity_of(config, self.training, call.capacity_factor),
             rules,
             batch,
             None if bias is None else bias.bias,
+            lambda counts_E: self._buffer_capacity(counts_E, options),
         )
         if bias is not None and self.training and self.counts_load:
-            bias.count(assignment.assigned_KE)
+            bias.count(decision.assigned_KE)
         if self.watches_load and self.training:
-            self.busiest = assignment.assigned_KE.sum(0).max()
-        return assignment, losses.GateOutput(
+            self.busiest = decision.assigned_KE.sum(0).max()
+        return decision, losses.GateOutput(
             logits_TE=logits_TE,
             clean_TE=clean_TE,
             noise=config.gate_noise / config.num_experts,
@@ -262,7 +263,7 @@ class MoELayer(nn.Module):
             num_ranks=self.topology.world_size if self.training else 1,
         )
 
-    def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, routing.Rules]:
+    def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, Rules]:
         """Return a gate, and the configuration and rules that go with it.
 
         Raises:

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from fairseq_tutel.moe.routing import Decision
+from fairseq_tutel.moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def metric_names(top_k: int) -> list[str]:
 
 
 @torch.no_grad()
-def tally_of(routing: Decision) -> Tally:
+def tally_of(routing: Routing) -> Tally:
     """Count a decision."""
     probs_TE, weights_TK = routing.probs_TE, routing.weights_TK
     # At least fp32: half precision can not hold sums over tokens.
@@ -133,7 +133,7 @@ def _rows(tallies: list[Tally]) -> tuple[Tensor, Tensor]:
     return torch.cat(columns, dim=1).float(), tokens_L1
 
 
-def routing_metrics(routing: Decision) -> dict[str, Tensor]:
+def routing_metrics(routing: Routing) -> dict[str, Tensor]:
     """Return the metrics of one micro-batch by name, as scalars on the device; see `metric_rows`."""
     rows_LN, _ = metric_rows([tally_of(routing)])
     return dict(zip(metric_names(len(routing.dropped_K)), rows_LN[0].unbind(), strict=True))

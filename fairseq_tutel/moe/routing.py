@@ -4,6 +4,7 @@ T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the ex
 "source" is t * K + j: the j-th copy of token t.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,35 +58,20 @@ class Routing:
     capacity: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """Routing before its rows are laid out: who goes to which slot, and what was dropped."""
-
-    expert_ids_TK: Tensor
-    weights_TK: Tensor
-    slots_TK: Tensor
-    kept_TK: Tensor
-    counts_E: Tensor
-    assigned_KE: Tensor
-    dropped_K: Tensor
-    num_tokens: Tensor
-    probs_TE: Tensor
-    real_T: Tensor | None
-    max_rows: int  # of the compact layout, known without asking the device
+# counts_E -> places per expert of the padded layout, at least the largest count; None for the compact one.
+PlacesOf = Callable[[Tensor], int | None]
 
 
-Decision = Assignment | Routing  # what losses and metrics read stands in both
-
-
-def assign(
+def decide(
     logits_TE: Tensor,
     top_k: int,
     capacity: Capacity,
     rules: Rules,
     batch: MicroBatch,
     bias_E: Tensor | None = None,
-) -> Assignment:
-    """Choose experts and slots for every token.
+    places_of: PlacesOf | None = None,
+) -> Routing:
+    """Choose experts, slots and rows for every token.
 
     Args:
         logits_TE: [T, E] gate logits.
@@ -94,17 +80,16 @@ def assign(
         rules: how experts are chosen, weighed and filled.
         batch: what the tokens are.
         bias_E: [E], added to the scores for the choice alone.
+        places_of: called once it is known how many rows each expert gets; None for the compact layout.
 
     Raises:
         ValueError: `top_k` is not in 1 .. E, or more than the groups of a token hold.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
-    num_tokens, num_experts = logits_TE.shape
-    check_top_k(top_k, num_experts, rules)
+    check_top_k(top_k, logits_TE.shape[1], rules)
     if rules.choice == "experts":
-        scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
-        return _assign_by_experts(scores_TE, probs_TE, top_k, capacity, rules, batch)
+        return _decide_by_experts(logits_TE, top_k, capacity, rules, batch, places_of)
     scores_TE, probs_TE, expert_ids_TK, weights_TK = choose(logits_TE, top_k, rules, batch, bias_E)
     if rules.normalize_gate == "before" and top_k > 1:
         weights_TK = _normalized(weights_TK)
@@ -114,78 +99,88 @@ def assign(
     slots_TK, assigned_KE = take_slots(
         expert_ids_TK, scores_TE.detach(), asked_TK, capacity, rules, batch
     )
-    real_tokens = assigned_KE[0].sum()
-    kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, real_tokens)
+    num_tokens = assigned_KE[0].sum()
+    kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
     if rules.normalize_gate == "after" and top_k > 1:
         weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
-    return Assignment(
+    places = None if places_of is None else places_of(counts_E)
+    row_of_TK, source_of_R = lay_out(
+        expert_ids_TK, slots_TK, kept_TK, counts_E, places, most_rows=expert_ids_TK.numel()
+    )
+    return Routing(
         expert_ids_TK=expert_ids_TK,
         weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
-        kept_TK=kept_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
         dropped_K=dropped_K,
-        num_tokens=real_tokens,
+        num_tokens=num_tokens,
         probs_TE=probs_TE,
         real_T=batch.real_T,
-        max_rows=num_tokens * top_k,
+        row_of_TK=row_of_TK,
+        source_of_R=source_of_R,
+        capacity=places,
     )
 
 
-def _assign_by_experts(
-    scores_TE: Tensor,
-    probs_TE: Tensor,
+def _decide_by_experts(
+    logits_TE: Tensor,
     top_k: int,
     capacity: Capacity,
     rules: Rules,
     batch: MicroBatch,
-) -> Assignment:
+    places_of: PlacesOf | None,
+) -> Routing:
     """Let every expert choose; a token's K' columns are the experts that took it, lower ids first.
 
     K' is the largest number of experts that took one token on CPU, and E elsewhere, since it would
     need a device-to-host read. Choice 1 stands for all in `assigned_KE` and `dropped_K`: the copies that
     experts took, and the real tokens that none took.
     """
-    num_tokens, num_experts = scores_TE.shape
+    length, num_experts = logits_TE.shape
+    scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
     real_T = batch.real_T
     # Filled on the device: a copy from the host would wait for it.
-    real_tokens = (
-        torch.full((), num_tokens, device=scores_TE.device) if real_T is None else real_T.sum()
-    )
-    limit = capacity.places(top_k, num_experts, real_tokens)
-    position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
+    num_tokens = torch.full((), length, device=scores_TE.device) if real_T is None else real_T.sum()
+    limit = capacity.places(top_k, num_experts, num_tokens)
+    position_T = sentence_order(length, batch.time_first, scores_TE.device)
     slots_TE = experts_choose(scores_TE.detach(), limit, position_T, real_T)
     taken_TE = slots_TE >= 0
     on_cpu = scores_TE.device.type == "cpu"
-    columns = int(taken_TE.sum(dim=1).amax()) if on_cpu and num_tokens else num_experts
+    columns = int(taken_TE.sum(dim=1).amax()) if on_cpu and length else num_experts
     columns = max(columns, top_k)
-    ids_TK = taken_TE.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :columns]
-    slots_TK = slots_TE.gather(1, ids_TK)
+    expert_ids_TK = taken_TE.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    expert_ids_TK = expert_ids_TK[:, :columns]
+    slots_TK = slots_TE.gather(1, expert_ids_TK)
     kept_TK = slots_TK >= 0
-    weights_TK = scores_TE.gather(1, ids_TK).masked_fill(~kept_TK, 0.0)
+    weights_TK = scores_TE.gather(1, expert_ids_TK).masked_fill(~kept_TK, 0.0)
     if rules.normalize_gate == "after":
         weights_TK = _normalized(weights_TK)
     counts_E = taken_TE.sum(dim=0)
     assigned_KE = counts_E.new_zeros(top_k, num_experts)
     assigned_KE[0] = counts_E
     dropped_K = counts_E.new_zeros(top_k)
-    dropped_K[0] = real_tokens - taken_TE.any(dim=1).sum()
-    most = min(capacity.most_places(top_k, num_experts, num_tokens), num_tokens)
-    return Assignment(
-        expert_ids_TK=ids_TK,
+    dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
+    most = min(capacity.most_places(top_k, num_experts, length), length)
+    places = None if places_of is None else places_of(counts_E)
+    row_of_TK, source_of_R = lay_out(
+        expert_ids_TK, slots_TK, kept_TK, counts_E, places, most_rows=most * num_experts
+    )
+    return Routing(
+        expert_ids_TK=expert_ids_TK,
         weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
-        kept_TK=kept_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
         dropped_K=dropped_K,
-        num_tokens=real_tokens,
+        num_tokens=num_tokens,
         probs_TE=probs_TE,
         real_T=real_T,
-        max_rows=most * num_experts,
+        row_of_TK=row_of_TK,
+        source_of_R=source_of_R,
+        capacity=places,
     )
 
 
@@ -199,43 +194,37 @@ def _scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
     return weights_TK if factor == 1 else weights_TK * factor
 
 
-def lay_out(assignment: Assignment, capacity: int | None = None) -> Routing:
-    """Give every kept copy its row, and make both row maps.
+def lay_out(
+    expert_ids_TK: Tensor,
+    slots_TK: Tensor,
+    kept_TK: Tensor,
+    counts_E: Tensor,
+    capacity: int | None,
+    most_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Give every kept copy its row; return both maps, (row_of_TK, source_of_R).
 
     Args:
-        assignment: from `assign`.
-        capacity: places per expert of the padded layout, at least the largest count; None for the
-            compact layout. Compact rows number the kept copies on CPU; elsewhere T * K, the unused
-            tail marked -1, since the exact number would need a device-to-host read.
+        expert_ids_TK: as `Routing` has it, likewise the next.
+        slots_TK: [T, K] int64.
+        kept_TK: [T, K] bool, whether a copy has its slot.
+        counts_E: [E] int64.
+        capacity: places per expert of the padded layout; None for the compact one.
+        most_rows: of the compact layout. There rows number the kept copies on CPU; elsewhere there are so
+            many, the unused tail marked -1, since the exact number would need a device-to-host read.
     """
-    a = assignment
-    num_tokens, top_k = a.expert_ids_TK.shape
     if capacity is None:
-        offsets_E = a.counts_E.cumsum(0) - a.counts_E
-        row_of_TK = offsets_E[a.expert_ids_TK] + a.slots_TK
-        on_cpu = a.counts_E.device.type == "cpu"
-        num_rows = int(a.counts_E.sum()) if on_cpu else a.max_rows
+        offsets_E = counts_E.cumsum(0) - counts_E
+        row_of_TK = offsets_E[expert_ids_TK] + slots_TK
+        num_rows = int(counts_E.sum()) if counts_E.device.type == "cpu" else most_rows
     else:
-        row_of_TK = a.expert_ids_TK * capacity + a.slots_TK
-        num_rows = a.counts_E.shape[0] * capacity
+        row_of_TK = expert_ids_TK * capacity + slots_TK
+        num_rows = counts_E.shape[0] * capacity
     # Dropped copies all land on one spare row behind the last, which is cut off.
-    landing_N = torch.where(a.kept_TK, row_of_TK, num_rows).flatten()
+    landing_N = torch.where(kept_TK, row_of_TK, num_rows).flatten()
     source_of_R = landing_N.new_full((num_rows + 1,), -1)
-    source_of_R[landing_N] = torch.arange(num_tokens * top_k, device=landing_N.device)
-    return Routing(
-        expert_ids_TK=a.expert_ids_TK,
-        weights_TK=a.weights_TK,
-        slots_TK=a.slots_TK,
-        counts_E=a.counts_E,
-        assigned_KE=a.assigned_KE,
-        dropped_K=a.dropped_K,
-        num_tokens=a.num_tokens,
-        probs_TE=a.probs_TE,
-        real_T=a.real_T,
-        row_of_TK=torch.where(a.kept_TK, row_of_TK, -1),
-        source_of_R=source_of_R[:num_rows],
-        capacity=capacity,
-    )
+    source_of_R[landing_N] = torch.arange(landing_N.numel(), device=landing_N.device)
+    return torch.where(kept_TK, row_of_TK, -1), source_of_R[:num_rows]
 
 
 def route(
@@ -249,7 +238,7 @@ def route(
     bias_E: Tensor | None = None,
     **rules: Any,
 ) -> Routing:
-    """Assign and lay out in the compact layout.
+    """Decide, with rows in the compact layout.
 
     Args:
         logits_TE: [T, E] gate logits.
@@ -263,4 +252,4 @@ def route(
     """
     batch = MicroBatch(real_T=real_T, time_first=time_first, training=training)
     capacity = Capacity(factor=capacity_factor)
-    return lay_out(assign(logits_TE, top_k, capacity, Rules(**rules), batch, bias_E))
+    return decide(logits_TE, top_k, capacity, Rules(**rules), batch, bias_E)

@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe import routing
-from fairseq_tutel.moe.choice import softmax_top_k
+from fairseq_tutel.moe.choice import MicroBatch, Rules, softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
+from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import Capacity
 
 # K, (time, batch), E: no token, one, several blocks, several tiles of experts.
@@ -214,10 +214,10 @@ def compare_layer_gradients(options: dict, device: str):
 
 def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
     """Route, dispatch and combine, in a layout whose size is known."""
-    rules = routing.Rules(backend="triton", drop_policy="bpr")
+    rules = Rules(backend="triton", drop_policy="bpr")
     capacity = Capacity(factor=0.5)
-    a = routing.assign(logits_TE, 2, capacity, rules, routing.MicroBatch(time_first=(3, 3)))
-    decided = routing.lay_out(a, capacity=9)
+    batch = MicroBatch(time_first=(3, 3))
+    decided = decide(logits_TE, 2, capacity, rules, batch, places_of=lambda counts_E: 9)
     rows_RD = dispatch(x_TD, decided, "triton") * 2
     return combine(rows_RD, decided, "triton").square().sum() + decided.probs_TE.square().sum()
 
@@ -241,12 +241,12 @@ def uses_of_the_fused_gate(options: dict, biased: bool, training: bool) -> int:
     """Return how often the fused op was launched for one assignment."""
     ops = kernels.ops("triton", torch.device("cpu"))
     launched, launch = [], ops.softmax_top_k
-    rules = dataclasses.replace(routing.Rules(**options), backend="triton")
-    batch = routing.MicroBatch(training=training)
+    rules = dataclasses.replace(Rules(**options), backend="triton")
+    batch = MicroBatch(training=training)
     ops.softmax_top_k = lambda *given: launched.append(given) or launch(*given)
     try:
         bias_E = torch.zeros(4) if biased else None
-        routing.assign(torch.eye(4), 2, Capacity(), rules, batch, bias_E)
+        decide(torch.eye(4), 2, Capacity(), rules, batch, bias_E)
     finally:
         ops.softmax_top_k = launch
     return len(launched)

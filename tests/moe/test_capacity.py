@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.routing import MicroBatch, Rules, assign
+from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import DROP_POLICIES, Capacity, capacity_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
@@ -116,16 +117,17 @@ def test_every_policy_conserves_tokens_under_every_rule(policy, name):
             real_T = torch.arange(num_tokens) % 5 != 1
             num_real = int(real_T.sum())
             batch = MicroBatch(real_T=real_T, training=True)
-            a = assign(logits_TE, top_k, rule, Rules(drop_policy=policy), batch)
+            r = decide(logits_TE, top_k, rule, Rules(drop_policy=policy), batch)
+            kept_TK = r.row_of_TK >= 0
             limit = math.inf
             if rule.is_limited:
                 limit = by_hand(rule, top_k, num_experts, num_real)
-            assert int(a.kept_TK.sum()) + int(a.dropped_K.sum()) == top_k * num_real
-            assert not a.kept_TK[~real_T].any()
+            assert int(kept_TK.sum()) + int(r.dropped_K.sum()) == top_k * num_real
+            assert not kept_TK[~real_T].any()
             for e in range(num_experts):
-                asked = int(((a.expert_ids_TK == e) & real_T[:, None]).sum())
-                kept = int(((a.expert_ids_TK == e) & a.kept_TK).sum())
-                assert kept == int(a.counts_E[e]) == min(asked, limit)
+                asked = int(((r.expert_ids_TK == e) & real_T[:, None]).sum())
+                kept = int(((r.expert_ids_TK == e) & kept_TK).sum())
+                assert kept == int(r.counts_E[e]) == min(asked, limit)
 
 
 @pytest.mark.parametrize("policy", DROP_POLICIES)

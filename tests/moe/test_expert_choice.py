@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.routing import MicroBatch, Rules, assign, lay_out
+from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import Capacity
 
 E = 4
@@ -128,9 +129,11 @@ def test_the_layout_of_tokens_changes_nothing(padded):
 )
 def test_an_expert_takes_as_many_tokens_as_it_has_places(rule, num_real, places):
     real_T = torch.arange(14) < num_real
-    assignment = assign(logits(14), 2, rule, Rules(**EXPERTS), MicroBatch(real_T=real_T))
-    assert assignment.counts_E.tolist() == [places] * E
-    assert assignment.max_rows >= places * E
+    r = decide(logits(14), 2, rule, Rules(**EXPERTS), MicroBatch(real_T=real_T))
+    assert r.counts_E.tolist() == [places] * E
+    batch = MicroBatch(real_T=real_T.to("meta"))
+    elsewhere = decide(logits(14).to("meta"), 2, rule, Rules(**EXPERTS), batch)
+    assert len(elsewhere.source_of_R) >= places * E
 
 
 @pytest.mark.parametrize(
@@ -146,9 +149,9 @@ def test_an_expert_takes_as_many_tokens_as_it_has_places(rule, num_real, places)
 def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
     """There the largest number of a token's experts is not known, nor how many rows are filled."""
     batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool))
-    on_cpu = lay_out(assign(logits(10), 2, rule, Rules(**EXPERTS), batch))
+    on_cpu = decide(logits(10), 2, rule, Rules(**EXPERTS), batch)
     batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool, device="meta"))
-    r = lay_out(assign(logits(10).to("meta"), 2, rule, Rules(**EXPERTS), batch))
+    r = decide(logits(10).to("meta"), 2, rule, Rules(**EXPERTS), batch)
     assert r.expert_ids_TK.shape == r.weights_TK.shape == r.row_of_TK.shape == (10, E)
     assert r.source_of_R.shape == (rows * E,)
     assert int(on_cpu.counts_E.max()) <= rows
@@ -156,8 +159,8 @@ def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
 
 
 def test_the_padded_layout_gives_every_expert_its_own_block():
-    assignment = assign(logits(9), 1, Capacity(), Rules(**EXPERTS), MicroBatch())
-    r = lay_out(assignment, 5)
+    given = logits(9), 1, Capacity(), Rules(**EXPERTS), MicroBatch()
+    r = decide(*given, places_of=lambda counts_E: 5)
     for e, tokens in enumerate(taken(r)):
         rows = [int(s) // r.row_of_TK.shape[1] for s in r.source_of_R[e * 5 : e * 5 + 3]]
         assert rows == tokens

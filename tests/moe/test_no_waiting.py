@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fairseq_tutel.moe import balance, metrics, routing
+from fairseq_tutel.moe import balance, metrics
+from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import Capacity
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
@@ -20,7 +22,8 @@ RULES = (
     {"score_function": "sigmoid", "expert_groups": 2, "groups_per_token": 1},
     {"second_expert_policy": "random", "drop_policy": "rts"},
     {"second_expert_policy": "sampling", "drop_policy": "bpr"},
-    {"rsample": True, "sinkhorn": True, "drop_policy": "probability", "normalize_gate": "after"},
+    {"rsample": True, "drop_policy": "probability", "normalize_gate": "after"},
+    {"sinkhorn": True},
 )
 
 
@@ -38,12 +41,9 @@ class NoCopies(TorchFunctionMode):
 def test_routing_losses_and_metrics_ask_no_device(rules, padded, factor):
     logits_TE = torch.randn(12, 6, device="meta")
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
-    batch = routing.MicroBatch(real_T=real_T, time_first=(3, 4), training=True)
+    batch = MicroBatch(real_T=real_T, time_first=(3, 4), training=True)
     with NoCopies():
-        assigned = routing.assign(
-            logits_TE, 2, Capacity(factor=factor), routing.Rules(**rules), batch
-        )
-        decided = routing.lay_out(assigned)
+        decided = decide(logits_TE, 2, Capacity(factor=factor), Rules(**rules), batch)
         gate = balance.GateOutput(
             logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
         )
