@@ -76,10 +76,10 @@ def _states(parameter: nn.Parameter) -> dict[str, Tensor]:
 def _load(root: Path, folder: Path, tensors: written.Written) -> Row:
     state = {
         key: ShardedTensor(
-            root=root, folder=f"experts/{folder.name}", shape=shape, dtype=dtype, how=how,
+            root=root, folder=f"experts/{folder.name}", shape=shape, dtype=dtype, slicing=slicing,
             pieces=tuple(pieces[order] for order in sorted(pieces)),
         ).record()
-        for key, (shape, dtype, how, pieces) in tensors.items()
+        for key, (shape, dtype, slicing, pieces) in tensors.items()
     }  # fmt: skip
     path, opened, safe_open = root / "checkpoint.pt", [], safetensors.safe_open
     torch.save(state, path)

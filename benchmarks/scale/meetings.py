@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.output import Row
 from benchmarks.scale import swarm
-from fairseq_tutel.ranks import guard, restart
+from fairseq_tutel.ranks import guard, rendezvous
 
 WORLDS = (64, 256, 512)  # threads of more wait for each other, and no longer for the store
 LATE_SECONDS = 2.0  # by which the last rank comes after the others
@@ -40,7 +40,7 @@ def restarts(quick: bool) -> Iterator[Row]:
         def meet(store: dist.Store, rank: int, world: int = world) -> bool:
             if rank == world - 1:
                 time.sleep(0.1 if quick else LATE_SECONDS)
-            restart.fresh(store, rank, world, LIMIT)
+            rendezvous.fresh(store, rank, world, LIMIT)
             return True
 
         yield _row(world, swarm.run(world, meet))

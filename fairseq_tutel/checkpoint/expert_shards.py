@@ -16,9 +16,8 @@ from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.ranks.first import of_first
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.groups import Slice, Topology
 from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.ranks.slices import Slice
 
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
 # What a rank tells, by layer and tensor: the stack's shape and dtype, its cut, and the pieces that the rank
@@ -71,10 +70,10 @@ def write_experts(
             folder=committed,
             shape=shape,
             dtype=dtype,
-            how=how,
+            slicing=slicing,
             pieces=tuple(pieces[order] for order in sorted(pieces)),
         ).record()
-        for key, (shape, dtype, how, pieces) in tensors.items()
+        for key, (shape, dtype, slicing, pieces) in tensors.items()
     }
 
 
@@ -127,11 +126,11 @@ def _write_own(
     for turn, (layer, stack) in enumerate(layers):
         tensors: dict[str, tuple[Tensor, Slice]] = {}
         for name, parameter in stack.expert_parameters().items():
-            how = stack.slice_of(name)
-            tensors[name] = (parameter, how)
+            slicing = stack.slice_of(name)
+            tensors[name] = (parameter, slicing)
             for key, value in states(parameter).items():
                 # What has not the parameter's shape, such as a scale, is the same for all slices.
-                cut = how if value.shape == parameter.shape else Slice()
+                cut = slicing if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
         names += len(tensors)
         if failed is None:  # after an error no more is written, but others may wait in `states`
@@ -157,20 +156,20 @@ def _write_layer(
     file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
     written: Written = {}
     values: dict[str, Tensor] = {}
-    for name, (stacked, how) in tensors.items():
+    for name, (stacked, slicing) in tensors.items():
         shape = list(stacked.shape)
-        shape[how.dim] *= how.count
+        shape[slicing.dim] *= slicing.count
         shape[0] = stack.config.num_experts
         pieces: Pieces = {}
-        if not share or (how.count == 1 and index > 0):  # the same in all slices
+        if not share or (slicing.count == 1 and index > 0):  # the same in all slices
             continue
-        written[layer, name] = (tuple(shape), stacked.dtype, how, pieces)
+        written[layer, name] = (tuple(shape), stacked.dtype, slicing, pieces)
         for i in share:
             value = stacked[i].detach().cpu().contiguous()
             expert = part.first + i
             key = f"{expert}.{name}"
             values[key] = value
-            pieces[expert, index if how.count > 1 else 0] = Piece(file, key, digest(value))
+            pieces[expert, index if slicing.count > 1 else 0] = Piece(file, key, digest(value))
     if values:
         write_file(values, folder / file)
         sizes[file] = (folder / file).stat().st_size
@@ -194,12 +193,12 @@ def _joined(parts: list[Written]) -> Written:
     """Put together what the ranks wrote."""
     joined: Written = {}
     for part in parts:
-        for key, (shape, dtype, how, pieces) in part.items():
-            joined.setdefault(key, (shape, dtype, how, {}))[3].update(pieces)
-    for (layer, name), (shape, _, how, pieces) in joined.items():
-        if len(pieces) != shape[0] * how.count:
+        for key, (shape, dtype, slicing, pieces) in part.items():
+            joined.setdefault(key, (shape, dtype, slicing, {}))[3].update(pieces)
+    for (layer, name), (shape, _, slicing, pieces) in joined.items():
+        if len(pieces) != shape[0] * slicing.count:
             raise ValueError(
-                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * how.count}: "
+                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * slicing.count}: "
                 f"{_DIFFER}"
             )
     return joined

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.expert_shards import States, write_experts
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.ranks.slices import Slice, join, slice_of
 
 # Of all ranks' parts that stand on rank 0's device at once.
 GATHERED_BYTES = 64 * 2**20
@@ -27,16 +26,18 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
-def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None) -> Tensor | None:
+def gather_to_first(
+    tensor: Tensor, topology: Topology, slicing: Slice | None = None
+) -> Tensor | None:
     """Put the expert group's parts of a parameter together; on rank 0, in host memory, else None.
 
-    A tensor of a parameter's shape, such as a moment, is cut as the parameter is: give `how` then.
+    A tensor of a parameter's shape, such as a moment, is cut as the parameter is: give `slicing` then.
 
     Only the expert group of rank 0 communicates: its ranks hold every expert once.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
-    how = slice_of(tensor) if how is None else how
+    slicing = slice_of(tensor) if slicing is None else slicing
     flat, size = tensor.detach().contiguous().view(-1), topology.expert_parallel_size
     first, group = topology.rank == 0, topology.expert_group
     whole = torch.empty(size, *tensor.shape, dtype=tensor.dtype) if first else None
@@ -51,7 +52,7 @@ def gather_to_first(tensor: Tensor, topology: Topology, how: Slice | None = None
                 own[begin : begin + step] = part
     if whole is None:
         return None
-    return join(list(whole), how) if how.count > 1 else whole.flatten(0, 1)
+    return join(list(whole), slicing) if slicing.count > 1 else whole.flatten(0, 1)
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
@@ -113,8 +114,8 @@ def drop_everywhere(model: nn.Module) -> None:
 
 
 def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
-    how, tensor = slice_of(tensor), tensor.detach().contiguous()
+    slicing, tensor = slice_of(tensor), tensor.detach().contiguous()
     parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
     with guarded("the gathering of experts on every rank", topology.expert_group):
         dist.all_gather(parts, tensor, group=topology.expert_group)
-    return join(parts, how)
+    return join(parts, slicing)

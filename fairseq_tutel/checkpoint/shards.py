@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.ranks.slices import Slice
+from fairseq_tutel.ranks.groups import Slice
 
 VERSION = 1
 MARK = "expert_shards"
@@ -47,7 +47,7 @@ class ShardedTensor:
         folder: of the shards, from there.
         shape: of the stack.
         dtype: of the stack.
-        how: how the experts are cut into pieces.
+        slicing: how the experts are cut into pieces.
         pieces: E * s of them, expert by expert.
         opened: the files that were read, by path, which all tensors of a checkpoint share.
     """
@@ -56,25 +56,25 @@ class ShardedTensor:
     folder: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    how: Slice
+    slicing: Slice
     pieces: tuple[Piece, ...]
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def read(self, first: int, count: int, how: Slice | None = None, index: int = 0) -> Tensor:
+    def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
         """Return experts first .. first + count - 1, or slice `index` of each, in memory of its own.
 
         Raises:
             ValueError: a file is missing, torn or not what was saved.
         """
-        how = Slice() if how is None else how
+        slicing = Slice() if slicing is None else slicing
         shape = list(self.shape)
-        shape[how.dim] //= how.count
+        shape[slicing.dim] //= slicing.count
         shape[0] = count
         if count:  # no memory is taken by sizes that are the record's alone
-            self._file(self.pieces[first * self.how.count])
+            self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
-            self._read_expert(out[i], first + i, how, index)
+            self._read_expert(out[i], first + i, slicing, index)
         return out
 
     def whole(self) -> Tensor:
@@ -85,14 +85,14 @@ class ShardedTensor:
         """
         return self.read(0, self.shape[0])
 
-    def _read_expert(self, out: Tensor, expert: int, how: Slice, index: int) -> None:
-        s, dim = self.how.count, self.how.dim or how.dim
+    def _read_expert(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
+        s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
             out.copy_(self._open(pieces[0]))
             return
         # The wanted range may lie in one piece, in a part of it, or in several.
-        width, length = self.shape[dim] // s, self.shape[dim] // how.count
+        width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
         joined = torch.cat([self._open(pieces[j]) for j in touched], dim - 1)
@@ -119,7 +119,7 @@ class ShardedTensor:
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, str(error)) from error
         shape = list(self.shape)
-        shape[self.how.dim] //= self.how.count
+        shape[self.slicing.dim] //= self.slicing.count
         if found != shape[1:]:
             raise self._unlike(piece)
         return self.opened[path]
@@ -135,7 +135,7 @@ class ShardedTensor:
             "folder": self.folder,
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "slices": [self.how.count, self.how.dim],
+            "slices": [self.slicing.count, self.slicing.dim],
             "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
         }
 
@@ -225,7 +225,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             folder=record["folder"],
             shape=tuple(record["shape"]),
             dtype=getattr(torch, record["dtype"]),
-            how=Slice(*record["slices"]),
+            slicing=Slice(*record["slices"]),
             pieces=tuple(Piece(*piece) for piece in record["pieces"]),
             opened=opened,
         )
@@ -241,7 +241,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
 
 def _is_sound(tensor: ShardedTensor) -> bool:
     """Whether a record, which may be from elsewhere, leads to no other file and to no other numbers."""
-    shape, (count, dim) = tensor.shape, (tensor.how.count, tensor.how.dim)
+    shape, (count, dim) = tensor.shape, (tensor.slicing.count, tensor.slicing.dim)
     return (
         bool(NAME.fullmatch(tensor.folder))
         and all(Path(piece.file).name == piece.file for piece in tensor.pieces)

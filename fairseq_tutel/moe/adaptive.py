@@ -24,9 +24,8 @@ from fairseq_tutel.comm.all_to_all import even_exchange
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.groups import Topology, slice_of
 from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.ranks.slices import slice_of
 
 WHAT = "the gathering of experts' weights"
 

@@ -17,7 +17,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled
-from fairseq_tutel.ranks.slices import Part, Slice, cut, mark_slice
+from fairseq_tutel.ranks.groups import Part, Slice, cut, mark_slice
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class StoredStack(Protocol):
 
     shape: tuple[int, ...]
 
-    def read(self, first: int, count: int, how: Slice | None = None, index: int = 0) -> Tensor:
+    def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
         """Return experts first .. first + count - 1, or slice `index` of each."""
 
 
@@ -225,8 +225,8 @@ class ExpertStack(nn.Module):
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter of one expert that is not cut."""
-        shape, how = list(self.expert_parameters()[name].shape), self.slice_of(name)
-        shape[how.dim] *= how.count
+        shape, slicing = list(self.expert_parameters()[name].shape), self.slice_of(name)
+        shape[slicing.dim] *= slicing.count
         return tuple(shape[1:])
 
     @torch.no_grad()
@@ -294,9 +294,9 @@ class ExpertStack(nn.Module):
                 )
             )
         if not isinstance(tensor, Tensor):
-            how = self.slice_of(name)
+            slicing = self.slice_of(name)
             try:
-                return tensor.read(self.first, self.num_local, how, self.part.index)
+                return tensor.read(self.first, self.num_local, slicing, self.part.index)
             except ValueError as error:
                 self.refuse(error)
         return self.own_part(name, tensor[self.first : self.first + self.num_local])

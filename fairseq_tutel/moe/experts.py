@@ -21,7 +21,7 @@ from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.initial import draw_linear, hashed_seed, seeded_generator
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.ranks.slices import Part
+from fairseq_tutel.ranks.groups import Part
 
 
 class Experts(ExpertStack):

@@ -22,7 +22,7 @@ from fairseq_tutel.planning.cost import OVERLAPS
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 from fairseq_tutel.planning.tuner import Tuner
 from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.ranks.launcher import ranks_per_node
+from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from fairseq_tutel.ranks.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.slices import Slice, cut, slice_of
+from fairseq_tutel.ranks.groups import Slice, Topology, cut, slice_of
 from fairseq_tutel.zero.state import MASTER
 
 # In a checkpoint's optimizer state that other ranks have parts of.
@@ -186,14 +185,14 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 def own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
     """Return this rank's part of the state of all experts of a parameter."""
-    how, shape = slice_of(parameter), list(parameter.shape)
-    shape[0] = shape[0] * place.expert_parallel_size // how.count
-    shape[how.dim] *= how.count
+    slicing, shape = slice_of(parameter), list(parameter.shape)
+    shape[0] = shape[0] * place.expert_parallel_size // slicing.count
+    shape[slicing.dim] *= slicing.count
     part = place.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
         # What has not the parameter's shape, such as a scale, is the same for all slices.
-        cut_as = how if list(value.shape) == shape else Slice()
+        cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):
             return value.read(part.first, part.num_local, cut_as, index)

@@ -47,7 +47,7 @@ from fairseq_tutel.plugin.task_options import give_system_options
 from fairseq_tutel.ranks.gradients import is_expert
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.ranks.launcher import ranks_per_node
+from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 

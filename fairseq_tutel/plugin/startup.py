@@ -27,8 +27,7 @@ from fairseq_tutel.plugin.flags import SystemOptions, defaults
 from fairseq_tutel.plugin.run_config import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
-from fairseq_tutel.ranks.launcher import own_gpu
-from fairseq_tutel.ranks.rendezvous import meeting
+from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 
 logger = logging.getLogger(__name__)
 

@@ -67,9 +67,9 @@ from fairseq_tutel.plugin.startup import (
     read_on_every_rank,
     refusals_are_sentences,
 )
-from fairseq_tutel.ranks import groups, restart
+from fairseq_tutel.ranks import groups, rendezvous
 from fairseq_tutel.ranks.first import of_first
-from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks.guard import guarded, keeps_the_store
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +271,8 @@ def call_main(original: Any) -> Any:
             read_on_every_rank(cfg)
             if hasattr(cfg.model, "moe_freq"):  # before stock looks for fairscale
                 refuse_backend(cfg.distributed_training)
-        if cfg.distributed_training.distributed_init_method == "env://" and restart.may_happen():
-            cfg.distributed_training.distributed_init_method = restart.METHOD
+        if cfg.distributed_training.distributed_init_method == "env://" and keeps_the_store():
+            cfg.distributed_training.distributed_init_method = rendezvous.METHOD
         with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:
 
             def met_main(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Topology: which ranks exchange tokens and which hold the same experts; the only creator of groups.
+"""Groups: which ranks exchange tokens, which hold the same experts, and which part of them each holds.
 
-W world_size, P expert_parallel_size, E experts. P consecutive ranks exchange tokens (an expert group);
-ranks equal modulo P are replicas of the same experts (a replica group). Where P exceeds a layer's E,
-s = P / E consecutive ranks hold a slice each of one expert.
+W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks exchange tokens (an expert
+group); ranks equal modulo P are replicas of the same experts (a replica group). Where P exceeds a layer's
+E, s = P / E consecutive ranks hold a slice each of one expert. Groups are made here alone.
 """
 
 import math
@@ -11,11 +11,44 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.guard import guarded, name_ranks, timeout_of_groups, watched
-from fairseq_tutel.ranks.slices import Part
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How a stacked tensor [e, ...] is cut: into `count` parts along `dim`."""
+
+    count: int = 1
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of a layer's experts a rank holds.
+
+    Attributes:
+        num_local: e, whole or in slices.
+        first: global id of the first of them.
+        slices: s, ranks that hold one expert, a part of its hidden dimension each.
+        index: which of these parts is here.
+    """
+
+    num_local: int
+    first: int = 0
+    slices: int = 1
+    index: int = 0
+
+    def of(self, num_experts: int) -> str:
+        """Return in words which of so many experts these are."""
+        last = self.first + self.num_local - 1
+        which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
+        cut = f" in slice {self.index} of {self.slices}" if self.slices > 1 else ""
+        return f"{which} of {num_experts}{cut}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,3 +351,30 @@ def _new(
     operation = f"the creation of the group of {name_ranks(ranks)}"
     with watched(operation), guarded(operation, callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
+
+
+def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
+    """Let a parameter say how it is cut, and the fp32 copy that fairseq makes of it too."""
+    # The one attribute that fairseq copies with its value; it reads it in its composite optimizer
+    # alone, which experts on several ranks refuse.
+    parameter.param_group = slicing  # type: ignore[attr-defined]
+
+
+def slice_of(parameter: Tensor) -> Slice:
+    """Return what `mark_slice` said of a parameter; one whole part where it was not called."""
+    slicing = getattr(parameter, "param_group", None)
+    return slicing if isinstance(slicing, Slice) else Slice()
+
+
+def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
+    """Put the parts of consecutive ranks together: slices of an expert first, then the experts."""
+    n = slicing.count
+    if n > 1:
+        parts = [torch.cat(list(parts[i : i + n]), slicing.dim) for i in range(0, len(parts), n)]
+    return torch.cat(list(parts))
+
+
+def cut(whole: Tensor, slicing: Slice, index: int) -> Tensor:
+    """Return part `index` of a tensor whose `dim` is whole; a view."""
+    width = whole.shape[slicing.dim] // slicing.count
+    return whole.narrow(slicing.dim, index * width, width)

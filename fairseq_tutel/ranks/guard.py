@@ -12,14 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-from fairseq_tutel.ranks.launcher import keeps_the_store
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +184,15 @@ def how_to_wait_longer(seconds: float) -> str:
     if seconds:
         return f"raise --moe-comm-timeout (now {seconds:g})"
     return "give --moe-comm-timeout beyond torch's own limits"
+
+
+def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the store by which ranks find each other is the launcher's, and not rank 0's.
+
+    The launcher may then start ranks again beside it, also where it allows no restart after a failure:
+    torchrun starts all ranks again when a node joins.
+    """
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _no_store() -> str:

@@ -28,7 +28,7 @@ from fairseq_tutel.moe.experts import grouped_linear
 from fairseq_tutel.planning.links import Row, fit_machine, predicted, relative_errors
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.ranks.groups import Topology, make_topology
-from fairseq_tutel.ranks.launcher import own_gpu, ranks_per_node
+from fairseq_tutel.ranks.rendezvous import own_gpu, ranks_per_node
 from fairseq_tutel.tools.arguments import (
     add_numbers,
     needing,

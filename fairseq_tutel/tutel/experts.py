@@ -22,7 +22,7 @@ from fairseq_tutel.moe.config import AT_LEAST_1, MoEConfig, Rule
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.moe.experts import Experts, build_experts
 from fairseq_tutel.moe.initial import hashed_seed
-from fairseq_tutel.ranks.slices import Part
+from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.tutel.arguments import TRUE_OR_FALSE, check, check_keys, require
 
 COUNTS = ("num_experts_per_device", "count_per_node")  # the second is the older name of the first

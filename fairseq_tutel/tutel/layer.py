@@ -20,7 +20,7 @@ from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
 from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.ranks.launcher import ranks_per_node
+from fairseq_tutel.ranks.rendezvous import ranks_per_node
 from fairseq_tutel.tutel import arguments as options
 from fairseq_tutel.tutel.capacity import most_tokens, tutel_capacity
 from fairseq_tutel.tutel.experts import (

@@ -28,20 +28,22 @@ from fairseq_tutel.checkpoint.shards import (
     unbind,
     write_file,
 )
-from fairseq_tutel.ranks.slices import Slice, cut
+from fairseq_tutel.ranks.groups import Slice, cut
 
 FOLDER = "experts/0123456789abcdef"
 PIECE = ["layer.0.safetensors", "0.0", "00"]
 
 
-def write(root: Path, whole: Tensor, how: Slice, first: int = 0) -> ShardedTensor:
+def write(root: Path, whole: Tensor, slicing: Slice, first: int = 0) -> ShardedTensor:
     """Write a stack, two experts a file, and return it as it is read."""
     pieces = []
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for begin in range(0, len(whole), 2):
         file, values = f"layer.{begin}.safetensors", {}
-        for e, i in itertools.product(range(begin, min(begin + 2, len(whole))), range(how.count)):
-            value = cut(whole, how, i)[e].contiguous()
+        for e, i in itertools.product(
+            range(begin, min(begin + 2, len(whole))), range(slicing.count)
+        ):
+            value = cut(whole, slicing, i)[e].contiguous()
             values[f"{e}.{i}"] = value
             pieces.append(Piece(file, f"{e}.{i}", digest(value)))
         save_file(values, root / FOLDER / file)
@@ -50,7 +52,7 @@ def write(root: Path, whole: Tensor, how: Slice, first: int = 0) -> ShardedTenso
         folder=FOLDER,
         shape=tuple(whole.shape),
         dtype=whole.dtype,
-        how=how,
+        slicing=slicing,
         pieces=tuple(pieces),
     )
 
@@ -59,9 +61,9 @@ def write(root: Path, whole: Tensor, how: Slice, first: int = 0) -> ShardedTenso
 @pytest.mark.parametrize("dim", [1, 2])
 def test_any_part_is_a_slice_of_the_whole(tmp_path, saved, read, dim):
     whole = torch.randn(5, 8, 4)
-    how = Slice(saved, dim) if saved > 1 else Slice()
+    slicing = Slice(saved, dim) if saved > 1 else Slice()
     wanted = Slice(read, dim) if read > 1 else Slice()
-    tensor = write(tmp_path, whole, how)
+    tensor = write(tmp_path, whole, slicing)
     assert torch.equal(tensor.whole(), whole)
     for index in range(read):
         part = tensor.read(1, 3, wanted, index)

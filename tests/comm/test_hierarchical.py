@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm import all_to_all, hierarchical
-from fairseq_tutel.ranks import launcher
 from fairseq_tutel.ranks.groups import make_topology
 
 # Ranks, those of an expert group, those of a node.
@@ -119,17 +118,3 @@ def grids(locals_):
 def test_there_is_no_grid_where_experts_are_not_on_several_whole_nodes(ranks):
     # One rank a node; three, which do not divide 4; all on one node; no node known.
     assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4
-
-
-@pytest.mark.parametrize(
-    "environment, expected",
-    [
-        ({"LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"SLURM_NTASKS_PER_NODE": "8(x2)"}, 8),
-        ({"SLURM_NTASKS_PER_NODE": "8,4"}, 0),
-        ({}, 0),
-    ],
-)
-def test_a_launcher_says_how_many_ranks_a_node_has(environment, expected):
-    assert launcher.ranks_per_node(environment) == expected

@@ -1,12 +1,15 @@
 """Ranks that never come, and a store that never answers, end a start-up in time and with a sentence.
 
 Covered: a rank, and the one that keeps the store, that does not come; torch's own time-outs before and
-after; an error after the meeting; a watch that ends its process, and one that need not.
+after; an error after the meeting; a watch that ends its process, and one that need not. Ranks started again
+with the same store: as many, fewer, after a start that broke off, without some. What launchers say.
 """
 
 import os
 import sys
+import threading
 import time
+from datetime import timedelta
 
 import forkserver
 import pytest
@@ -74,3 +77,96 @@ def test_a_watch_ends_what_waits_for_a_store_for_ever(seconds, code, tmp_path):
         "CommunicationError: rank 3 could not finish a test and gave up after 2 s: "
         "see rank 0's error above or in its log: it keeps the store by which ranks find each other, which "
     ) == bool(code)
+
+
+SECONDS = timedelta(seconds=10)
+
+
+def _started(store, world_size, who=None, timeout=SECONDS):
+    """Let ranks meet, each in a thread; return by rank what it got: a store, or an error."""
+    got = {}
+
+    def meet(rank):
+        try:
+            got[rank] = rendezvous.fresh(store, rank, world_size, timeout)
+        except dist.DistError as error:
+            got[rank] = error
+
+    ranks = range(world_size) if who is None else who
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
+
+
+def _is_common_and_empty(stores):
+    """Whether all ranks see what one of them writes, in a place where nothing was."""
+    new = not any(store.check(["address"]) for store in stores.values())
+    stores[0].set("address", "here")
+    return new and all(store.check(["address"]) for store in stores.values())
+
+
+def test_every_start_has_a_place_of_its_own():
+    store = dist.HashStore()
+    for world_size in (3, 3, 2, 1, 4):
+        assert _is_common_and_empty(_started(store, world_size)), world_size
+
+
+class _CountingStore(dist.HashStore):
+    asked = 0
+
+    def check(self, keys):
+        self.asked += 1
+        return super().check(keys)
+
+    def wait(self, keys, timeout):
+        self.asked += 1
+        return super().wait(keys, timeout)
+
+
+def test_waiting_for_a_late_rank_asks_the_store_nothing():
+    store, late = _CountingStore(), threading.Event()
+    thread = threading.Timer(0.5, lambda: (late.set(), rendezvous.fresh(store, 1, 3, SECONDS)))
+    thread.start()
+    got = _started(store, 3, [0, 2])
+    thread.join()
+    assert late.is_set() and all(isinstance(one, dist.Store) for one in got.values())
+    assert store.asked <= 8
+
+
+def test_what_a_start_left_that_broke_off_deceives_nobody():
+    store, short = dist.HashStore(), timedelta(seconds=0.2)
+    for who in ([0, 2], [1, 2], [0], [2]):
+        got = _started(store, 3, who, short)
+        assert isinstance(got[who[0]], dist.DistStoreError), who
+        assert _is_common_and_empty(_started(store, 3)), who
+
+
+def test_who_does_not_come_is_said_in_time():
+    got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=0.2))
+    assert str(got[0]) == "2/3 ranks came"
+    got = _started(dist.HashStore(), 2, [1], timedelta(seconds=0.2))
+    assert str(got[1]) == "rank 0 did not answer, or waits for another rank"
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "8,4"}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_launcher_says_how_many_ranks_a_node_has(environment, expected):
+    assert rendezvous.ranks_per_node(environment) == expected
+
+
+@pytest.mark.parametrize(("keeps", "restarts"), [("True", "0"), ("False", "2"), (None, None)])
+def test_a_launcher_keeps_the_store_whatever_restarts_it_allows(keeps, restarts):
+    given = {"USE_AGENT_STORE": keeps, "MAX_RESTARTS": restarts}
+    environment = {f"TORCHELASTIC_{name}": value for name, value in given.items() if value}
+    assert guard.keeps_the_store(environment) == (keeps == "True")

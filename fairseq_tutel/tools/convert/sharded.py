@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
-from fairseq_tutel.ranks.slices import Slice
+from fairseq_tutel.ranks.groups import Slice
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import load, not_written, write
 
@@ -62,7 +62,7 @@ def to_sharded(state: dict[str, Any], target: Path) -> None:
                 folder=committed,
                 shape=tuple(holder[key].shape),
                 dtype=holder[key].dtype,
-                how=Slice(),
+                slicing=Slice(),
                 pieces=tuple(each),
             ).record()
         write(state, target)

@@ -18,7 +18,7 @@ from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.initial import seeded_generator
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.slots import capacity_of
-from fairseq_tutel.ranks.slices import Part
+from fairseq_tutel.ranks.groups import Part
 
 Tensors = dict[str, Tensor]
 
