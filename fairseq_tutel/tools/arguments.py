@@ -53,6 +53,25 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_files(
+    parser: argparse.ArgumentParser,
+    source: str,
+    output: str = "the file to write",
+    kind: str = "FILE",
+) -> None:
+    """Add --input, --output and --overwrite.
+
+    Args:
+        parser: of a conversion.
+        source: what the input is, for the help.
+        output: what the output is.
+        kind: of name that the output is.
+    """
+    parser.add_argument("--input", required=True, metavar="FILE", help=source)
+    parser.add_argument("--output", required=True, metavar=kind, help=output)
+    add_overwrite(parser)
+
+
 def add_conversion(
     kinds: Any,
     name: str,
@@ -72,9 +91,7 @@ def add_conversion(
         source: what the input is, for the help.
     """
     parser: LateParser = kinds.add_parser(name, help=help, description=description)
-    parser.add_argument("--input", required=True, metavar="FILE", help=source)
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
-    add_overwrite(parser)
+    add_files(parser, source)
 
     def run(arguments: argparse.Namespace) -> None:
         source, output = Path(arguments.input), output_path(arguments.output)

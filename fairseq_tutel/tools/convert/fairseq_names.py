@@ -1,5 +1,9 @@
 """Names of stock fairseq that have a twin here: architectures, tasks, optimizers."""
 
+from typing import Any
+
+from fairseq_tutel.tools.convert.options import name_of, rename
+
 ENCODER_DECODERS = (
     "transformer",
     "transformer_tiny",
@@ -27,11 +31,47 @@ OPTIMIZERS = {
 }
 
 
-def has_twin(arch: str) -> bool:
-    """Return whether an architecture of stock fairseq has a twin that these tools know."""
-    return arch.startswith("transformer_lm") or arch in ENCODER_DECODERS
-
-
 def is_language_model(arch: str) -> bool:
     """Return whether an architecture, stock or ours, has a decoder alone."""
     return arch.removeprefix("moe_").startswith("transformer_lm")
+
+
+def rename_to_ours(state: dict[str, Any], option: str) -> None:
+    """Give the architecture and task of a checkpoint our names.
+
+    Args:
+        state: the checkpoint.
+        option: of the command line that names it.
+
+    Raises:
+        ValueError: the architecture has no twin that these tools know.
+    """
+    arch, task = name_of(state, "model"), name_of(state, "task")
+    if not is_language_model(arch) and arch not in ENCODER_DECODERS:
+        raise ValueError(
+            f"{option} has the architecture {arch or 'without a name'}, which has no twin here; there are "
+            f"transformer_lm…, {', '.join(ENCODER_DECODERS)}."
+        )
+    rename(state, "model", f"moe_{arch}")
+    rename(state, "task", TASKS.get(task, task))
+
+
+def rename_to_stock(state: dict[str, Any], other: str) -> None:
+    """Give the architecture and task of a checkpoint of ours the names of stock fairseq.
+
+    Args:
+        state: the checkpoint.
+        other: the system that is to read it.
+
+    Raises:
+        ValueError: that has no such architecture.
+    """
+    arch, task = name_of(state, "model").removeprefix("moe_"), name_of(state, "task")
+    if not is_language_model(arch) and arch not in ENCODER_DECODERS:
+        raise ValueError(
+            f"--input has the architecture {arch or 'without a name'}, and {other} has experts in "
+            "transformer_lm… and transformer… alone; give a checkpoint of such a model."
+        )
+    rename(state, "model", arch)
+    stock = {ours: theirs for theirs, ours in reversed(TASKS.items())}
+    rename(state, "task", stock.get(task, task))

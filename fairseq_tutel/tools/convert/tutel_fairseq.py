@@ -8,8 +8,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from fairseq_tutel.tools.convert.fairseq_names import TASKS, has_twin, is_language_model
-from fairseq_tutel.tools.convert.options import model_options, name_of, rename
+from fairseq_tutel.tools.convert.fairseq_names import (
+    is_language_model,
+    rename_to_ours,
+    rename_to_stock,
+)
+from fairseq_tutel.tools.convert.options import model_options, name_of
 from fairseq_tutel.tools.convert.our_options import (
     RUN_OPTIONS,
     flag,
@@ -75,11 +79,7 @@ def translate_to_ours(state: dict[str, Any], layers: dict[str, int], activation:
         ValueError: no model of ours computes the same.
     """
     arch, options = name_of(state, "model"), model_options(state)
-    if not has_twin(arch):
-        raise ValueError(
-            f"--input-prefix has the architecture {arch or 'without a name'}, which has no twin here; give "
-            "a checkpoint of transformer_lm… or transformer…."
-        )
+    rename_to_ours(state, "--input-prefix")
     freq = _frequency(layers, options)
     if len(set(layers.values())) > 1:
         raise ValueError(
@@ -96,8 +96,6 @@ def translate_to_ours(state: dict[str, Any], layers: dict[str, int], activation:
     sides = {} if is_language_model(arch) else {"encoder_moe_freq": 0, "decoder_moe_freq": freq}
     count = str(next(iter(layers.values())))
     options.update(FIXED, activation_fn=activation, moe_freq=freq, moe_expert_count=count, **sides)
-    rename(state, "model", f"moe_{arch}")
-    rename(state, "task", TASKS.get(name_of(state, "task"), name_of(state, "task")))
     notes = [
         "the weight of the balance loss stood in the environment (L_AUX_WT); give a training "
         "--moe-gate-loss-wt, with --moe-gate-loss-combine-method sum."
@@ -129,12 +127,8 @@ def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> l
     Raises:
         ValueError: the example cannot compute the same.
     """
-    arch, options = name_of(state, "model"), model_options(state)
-    if not has_twin(arch.removeprefix("moe_")):
-        raise ValueError(
-            f"--input has the architecture {arch}, and Tutel's example knows transformer_lm… and "
-            "transformer… alone; give a checkpoint of such a model."
-        )
+    options = model_options(state)
+    rename_to_stock(state, "Tutel's example")
     if ranks != num_experts:
         raise ValueError(
             f"--ranks is {ranks}, and Tutel's example has one expert on each; give {num_experts}."
@@ -167,9 +161,6 @@ def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> l
             notes.append(f"{flag(key)} is {value}; Tutel's example has {fixed}, fixed in its code.")
     for key in (*our_defaults(), *RUN_OPTIONS):
         options.pop(key, None)
-    rename(state, "model", arch.removeprefix("moe_"))
-    stock = {ours: theirs for theirs, ours in reversed(TASKS.items())}
-    rename(state, "task", stock.get(name_of(state, "task"), name_of(state, "task")))
     if state.pop(OPTIMIZER, None):
         notes.append("the optimizer state is left out: each rank's is its own in Tutel's example.")
     return notes
