@@ -36,13 +36,8 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser(
         "average", help="average the weights of checkpoints", description=__doc__
     )
-    parser.add_argument(
-        "--inputs",
-        required=True,
-        nargs="+",
-        metavar="FILE",
-        help="checkpoints; or, with one of the --num- flags, the folder that holds them",
-    )
+    text = "checkpoints; or, with one of the --num- flags, the folder that holds them"
+    parser.add_argument("--inputs", required=True, nargs="+", metavar="FILE", help=text)
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
     add_overwrite(parser)
     number = parser.add_mutually_exclusive_group()
@@ -51,12 +46,8 @@ def add_to(tools: Any) -> None:
         if key == "num_best_checkpoints":
             which = f"best N {name}, of a folder or of the files given"
         number.add_argument(option(key), type=int, metavar="N", help=f"take the {which}")
-    parser.add_argument(
-        "--checkpoint-upper-bound",
-        type=int,
-        metavar="X",
-        help="leave out epochs, or updates, after X",
-    )
+    text = "leave out epochs, or updates, after X"
+    parser.add_argument("--checkpoint-upper-bound", type=int, metavar="X", help=text)
     parser.set_defaults(run=run)
 
 
@@ -124,31 +115,24 @@ def _best(paths: list[Path], count: int) -> list[Path]:
     """Return the `count` best of the files named by their metric, the best first."""
     flag = "num_best_checkpoints"
     if len(paths) == 1 and paths[0].is_dir():
-        candidates = [path for path in sorted(paths[0].iterdir()) if _match(flag, path)]
-    else:
-        candidates = paths
-    _refuse_too_few(flag, count, len(candidates))
-    found = []
-    for path in candidates:
+        paths = [path for path in sorted(paths[0].iterdir()) if _match(flag, path)]
+    _refuse_too_few(flag, count, len(paths))
+    values: dict[Path, float] = {}
+    metrics = set()
+    for path in paths:
         match = _match(flag, path)
         if match is None:
             raise ValueError(f"{option(flag)} needs files named {NAMES[flag][0]}; {path} is none.")
-        found.append((match[1], float(match[2]), path))
-    metrics = sorted({metric for metric, _, _ in found})
+        metrics.add(match[1])
+        values[path] = float(match[2])
     if len(metrics) > 1:
         raise ValueError(
-            f"{option(flag)} found the metrics {' and '.join(metrics)}, whose values do not "
+            f"{option(flag)} found the metrics {' and '.join(sorted(metrics))}, whose values do not "
             "compare; name the files of one of them in --inputs."
         )
-    larger_is_better = _maximizes_its_metric(load_lazily(candidates[0], "--inputs"))
-    found.sort(key=lambda entry: entry[1], reverse=larger_is_better)
-    return [path for _, _, path in found[:count]]
-
-
-def _maximizes_its_metric(state: dict[str, Any]) -> bool:
-    """Whether the training that saved a checkpoint had --maximize-best-checkpoint-metric."""
-    cfg = state.get("cfg") or {}
-    return bool(cfg.get("checkpoint", {}).get("maximize_best_checkpoint_metric", False))
+    saved = load_lazily(paths[0], "--inputs").get("cfg") or {}
+    larger_is_better = saved.get("checkpoint", {}).get("maximize_best_checkpoint_metric", False)
+    return sorted(paths, key=values.__getitem__, reverse=bool(larger_is_better))[:count]
 
 
 def _match(flag: str, path: Path) -> re.Match[str] | None:
@@ -230,14 +214,9 @@ def mean(tensors: list[Tensor]) -> Tensor:
     integers round down, as in fairseq.
     """
     dtype = tensors[0].dtype
-    total = torch.zeros_like(tensors[0], dtype=_sum_dtype(dtype))
+    wider = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    total = torch.zeros_like(tensors[0], dtype=wider if dtype.is_floating_point else torch.int64)
     for tensor in tensors:
         total += tensor
     rounding = None if total.is_floating_point() else "floor"
     return torch.div(total, len(tensors), rounding_mode=rounding).to(dtype)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32

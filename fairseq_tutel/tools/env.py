@@ -65,10 +65,7 @@ def devices() -> Iterator[tuple[str, str]]:
     kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         built = torch.version.hip or torch.version.cuda
-        yield (
-            "gpu",
-            f"none found ({f'torch is built for {kind}' if built else 'torch is a CPU build'})",
-        )
+        yield "gpu", f"none found (torch is {f'built for {kind}' if built else 'a CPU build'})"
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         memory = facts.total_memory / 2**30
@@ -83,30 +80,24 @@ def choices(device: torch.device) -> Iterator[tuple[str, str]]:
     for requested in BACKENDS:
         yield f"kernels (--moe-backend {requested})", _backend(requested, device)
     at_once = backend_for("auto", device)[0] == "triton"
-    yield (
-        "products of experts",
-        "one launch for all experts, but in fp64" if at_once else "expert by expert",
-    )
+    products = "one launch for all experts, but in fp64" if at_once else "expert by expert"
+    yield "products of experts", products
     cache = TuningCache.here()
     yield "kernel timings", f"{len(cache.entries)} for this device and version, in {cache.path}"
     try:
         yield "kernel tuning", f"{seconds_allowed():g} s a process, on a GPU"
     except ValueError as error:
         yield "kernel tuning", f"refused: {error}"
-    if on_gpu:
-        yield "ranks talk by", "nccl, since there is a GPU"
-    else:
-        yield "ranks talk by", "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
+    talk = "nccl, since there is a GPU"
+    precisions = "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"
+    if not on_gpu:
+        talk = "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
+        precisions = "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU"
+    yield "ranks talk by", talk
     adam, norm = _fairseq_classes(on_gpu)
     yield "moe_adam", adam
     yield "LayerNorm", norm
-    if on_gpu:
-        yield "precisions", "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"
-    else:
-        yield (
-            "precisions",
-            "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU",
-        )
+    yield "precisions", precisions
 
 
 def _backend(requested: str, device: torch.device) -> str:
@@ -132,15 +123,13 @@ def _fairseq_classes(on_gpu: bool) -> tuple[str, str]:
         from fairseq.optim.fused_adam import get_fused_adam_class
     except ImportError:
         return ("fairseq is not installed",) * 2
+    why = "no apex" if on_gpu else "apex needs a GPU"
+    adam = f"torch's fused AdamW for fp32 and fp64, fairseq's loop for half weights, since: {why}"
+    norm = f"torch's, since: {why}"
     if on_gpu and get_fused_adam_class() is not None:
         adam = (
             "apex's FusedAdam, since it can be imported; torch's fused AdamW with --fp16-adam-stats"
         )
-    else:
-        why = "no apex" if on_gpu else "apex needs a GPU"
-        adam = (
-            f"torch's fused AdamW for fp32 and fp64, fairseq's loop for half weights, since: {why}"
-        )
     if on_gpu and has_fused_layernorm:
-        return adam, "apex's FusedLayerNorm, since it can be imported"
-    return adam, f"torch's, since: {'no apex' if on_gpu else 'apex needs a GPU'}"
+        norm = "apex's FusedLayerNorm, since it can be imported"
+    return adam, norm

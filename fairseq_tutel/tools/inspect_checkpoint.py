@@ -44,21 +44,14 @@ def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser("inspect", help="say what a checkpoint holds", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="a checkpoint")
-    parser.add_argument(
-        "--log",
-        metavar="PATH",
-        help="add the experts' loads by this log of the training with --log-format json, or by the one in "
-        "this --save-dir",
-    )
-    parser.add_argument(
-        "--tensors", action="store_true", help="list the tensors of our own files too"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="read everything, shard files too, and compare it with the check sums",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    log = "add the experts' loads by this log of the training with --log-format json, or by the one in "
+    parser.add_argument("--log", metavar="PATH", help=f"{log}this --save-dir")
+    for name, text in (
+        ("--tensors", "list the tensors of our own files too"),
+        ("--check", "read everything, shard files too, and compare it with the check sums"),
+        ("--json", "print everything as JSON"),
+    ):
+        parser.add_argument(name, action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -94,7 +87,11 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
         for tensor in shards:
             for expert in range(tensor.shape[0]):
                 tensor.read(expert, 1)  # and compares its digest
-        facts["checked"] = _is_checked(path)
+        if not is_whole(str(path)):
+            raise ValueError(
+                f"FILE names {path}, whose bytes are not what was saved; give an older checkpoint."
+            )
+        facts["checked"] = zipfile.is_zipfile(path)  # others have no check sums
     experts = {key for key in weights if EXPERTS.search(key)}
     facts["bytes"] = {
         "experts": _bytes(weights[key] for key in experts),
@@ -108,7 +105,12 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
     if layers:
         facts["layers"] = [_layer(weights, layer) for layer in layers]
     if layers and is_checkpoint:
-        facts["options"] = _not_defaults(model_options(state))
+        options = model_options(state)
+        facts["options"] = {
+            flag(key): plain(options[key])
+            for key, default in our_defaults().items()
+            if key in options and key not in IN_TABLE and plain(options[key]) not in (None, default)
+        }
     if log is not None:
         _add_loads(facts, layers, Path(log))
     facts["tensors"] = _grouped(weights)
@@ -123,15 +125,6 @@ def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for key, value in items:
             yield from _tensors(value, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _is_checked(path: Path) -> bool:
-    """Whether a file has check sums, which must be right."""
-    if not is_whole(str(path)):
-        raise ValueError(
-            f"FILE names {path}, whose bytes are not what was saved; give an older checkpoint."
-        )
-    return zipfile.is_zipfile(path)
 
 
 def _kind(weights: Mapping[str, Any], layers: list[Layer], is_checkpoint: bool) -> str:
@@ -186,15 +179,6 @@ def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
     }
 
 
-def _not_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's options of experts that are not the defaults, by their flags."""
-    return {
-        flag(key): plain(options[key])
-        for key, default in our_defaults().items()
-        if key in options and key not in IN_TABLE and plain(options[key]) not in (None, default)
-    }
-
-
 def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
     """Add each layer's mean loads over the last records of a training."""
     if not layers:
@@ -233,28 +217,24 @@ def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
     for tensor in tensors:
         for piece in tensor.pieces:
             keys.setdefault(tensor.root / tensor.folder / piece.file, set()).add(piece.key)
+    from safetensors import SafetensorError, safe_open  # takes its time, and few need it
+
     for path, wanted in keys.items():
-        _refuse_torn(path, wanted)
+        try:
+            with safe_open(path, framework="pt") as file:
+                whole = wanted <= set(file.keys())
+        except (OSError, SafetensorError):
+            whole = False
+        if not whole:
+            raise ValueError(
+                f"FILE keeps experts in {path}, which is torn; give an older checkpoint, or put the "
+                "folder back that stood beside this one."
+            )
     return {
         "folders": sorted({str(path.parent) for path in keys}),
         "files": len(keys),
         "bytes": sum(path.stat().st_size for path in keys),
     }
-
-
-def _refuse_torn(path: Path, wanted: set[str]) -> None:
-    from safetensors import SafetensorError, safe_open  # takes its time, and few need it
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            whole = wanted <= set(file.keys())
-    except (OSError, SafetensorError):
-        whole = False
-    if not whole:
-        raise ValueError(
-            f"FILE keeps experts in {path}, which is torn; give an older checkpoint, or put the folder "
-            "back that stood beside this one."
-        )
 
 
 def _lines(facts: Facts, with_tensors: bool) -> list[str]:

@@ -57,24 +57,12 @@ def add_to(tools: Any) -> None:
     )
     parser.add_argument("--glu", action="store_true", help="experts of three matrices")
     parser.add_argument("--dtype", default="bf16", help=f"one of {', '.join(DTYPES)} [bf16]")
-    parser.add_argument(
-        "--dense-parameters",
-        type=int,
-        metavar="N",
-        help="all that is not experts [attention of the MoE layers: 4 x layers x model-dim squared]",
-    )
-    parser.add_argument(
-        "--zero-stage",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of --moe-zero-stage: 1 cuts the optimizer's state, 2 gradients too [0]",
-    )
-    parser.add_argument(
-        "--offload-optimizer",
-        action="store_true",
-        help="as --moe-offload-optimizer: the optimizer's state is in host memory",
-    )
+    text = "all that is not experts [attention of the MoE layers: 4 x layers x model-dim squared]"
+    parser.add_argument("--dense-parameters", type=int, metavar="N", help=text)
+    text = "of --moe-zero-stage: 1 cuts the optimizer's state, 2 gradients too [0]"
+    parser.add_argument("--zero-stage", type=int, default=0, metavar="N", help=text)
+    text = "as --moe-offload-optimizer: the optimizer's state is in host memory"
+    parser.add_argument("--offload-optimizer", action="store_true", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans here too")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw them here: {', '.join(PLOTS)}"
@@ -93,17 +81,17 @@ def run(arguments: argparse.Namespace) -> None:
             refuse_output(path, flag=flag)
     if arguments.plot and arguments.plot.suffix not in PLOTS:
         raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
-    work = chosen_work(arguments)
-    machine = chosen_machine(arguments)
-    plans = ways(best(work, machine, arguments.nodes, arguments.gpus_per_node))
+    work = _work(arguments)
+    machine = _machine(arguments)
+    plans = _ways(best(work, machine, arguments.nodes, arguments.gpus_per_node))
     shown = plans[: arguments.top]
-    text = page(shown, work, machine)
+    text = _page(shown, work, machine)
     if arguments.plot:
         title = (
             f"{plans[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
         )
         with needing("--plot", "report"), writing(arguments.plot, "--plot"):
-            _draw({name_of(plan): plan for plan in shown}, title, arguments.plot)
+            _draw({_name(plan): plan for plan in shown}, title, arguments.plot)
     if arguments.json:
         with writing(arguments.json, "--json"):
             arguments.json.write_text(_json(shown, work, machine), encoding="utf-8")
@@ -113,12 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"wrote {path}")
 
 
-def chosen_work(arguments: argparse.Namespace) -> Work:
-    """Return the model of the command line.
-
-    Raises:
-        ValueError: an option that is too small, too large or unknown.
-    """
+def _work(arguments: argparse.Namespace) -> Work:
+    """Return the model of the command line."""
     refuse_numbers(arguments, NUMBERS)
     dense = arguments.dense_parameters
     if dense is None:
@@ -142,12 +126,8 @@ def chosen_work(arguments: argparse.Namespace) -> Work:
     )
 
 
-def chosen_machine(arguments: argparse.Namespace) -> Machine:
-    """Return the machine of the command line, with the links that it gives.
-
-    Raises:
-        ValueError: an unknown GPU, a bad file, or a number that is too small.
-    """
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """Return the machine of the command line, with the links that it gives."""
     for key in ("intra_gb_s", "inter_gb_s"):
         value = getattr(arguments, key)
         if value is not None and not value > 0:
@@ -165,14 +145,17 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--gpu is {arguments.gpu}; give one of {', '.join(PRESETS)}, or a --machine FILE."
         )
-    intra = _with(machine.intra, arguments.intra_gb_s)
-    inter = _with(machine.inter, arguments.inter_gb_s)
+    intra, inter = machine.intra, machine.inter
+    if arguments.intra_gb_s is not None:
+        intra = Link(intra.alpha_s, arguments.intra_gb_s * 1e9)
+    if arguments.inter_gb_s is not None:
+        inter = Link(inter.alpha_s, arguments.inter_gb_s * 1e9)
     if alpha is not None:
         inter = Link(alpha * 1e-6, inter.bytes_per_s)
     return replace(machine, intra=intra, inter=inter)
 
 
-def ways(plans: Sequence[Candidate]) -> list[Candidate]:
+def _ways(plans: Sequence[Candidate]) -> list[Candidate]:
     """Return the first, so the best, plan of every (P, r), in their order."""
     first: dict[tuple[int, int], Candidate] = {}
     for plan in plans:
@@ -180,24 +163,23 @@ def ways(plans: Sequence[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the tables of ranked plans: all in a line each, the first ones by their parts.
-
-    Raises:
-        ValueError: what makes tables is not installed.
-    """
+def _page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
+    """Return the tables of ranked plans: all in a line each, the first ones by their parts."""
     with needing("plan"):
         from tabulate import tabulate
 
     cluster = plans[0].cluster
+    parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
+    stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage else ""
+    host = ", optimizer state in host memory" if work.offload else ""
     head = (
         f"{cluster.world} x {machine.name} on {cluster.nodes} node(s); {work.layers} MoE layer(s) of "
-        f"{work.experts} experts, {_billions(work)} parameters{_shared(work)}; predicted, for "
+        f"{work.experts} experts, {parameters / 1e9:.2f} billion parameters{stage}{host}; predicted, for "
         f"{work.tokens} tokens a rank"
     )
     ranked = [_line(plan, work) for plan in plans]
     detailed = plans[:DETAILED]
-    names = [name_of(plan) for plan in detailed]
+    names = [_name(plan) for plan in detailed]
     parts = [
         [part, *(f"{1e3 * plan.parts[part]:.2f}" for plan in detailed)] for part in plans[0].parts
     ]
@@ -205,44 +187,25 @@ def page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
         [kind, *(f"{plan.memory[kind] / 1e9:.2f}" for plan in detailed)] for kind in plans[0].memory
     ]
     if work.offload:
-        host = [f"{plan.host / 1e9:.2f}" for plan in detailed]
-        memory.append(["optimizer state, in host memory", *host])
+        in_host = (f"{plan.host / 1e9:.2f}" for plan in detailed)
+        memory.append(["optimizer state, in host memory", *in_host])
 
     def table(rows: list, header: list[str]) -> str:
         aligned = ("left", *("right",) * (len(header) - 1))
         return tabulate(rows, header, tablefmt="github", colalign=aligned, disable_numparse=True)
 
     ranking = table(ranked, [*"Prd", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"])
-    return "\n\n".join(
-        (
-            head,
-            ranking,
-            table(parts, ["part of the step, ms", *names]),
-            table(memory, ["memory of a rank, GB", *names]),
-        )
-    )
+    by_part = table(parts, ["part of the step, ms", *names])
+    by_kind = table(memory, ["memory of a rank, GB", *names])
+    return "\n\n".join((head, ranking, by_part, by_kind))
 
 
-def name_of(plan: Candidate) -> str:
+def _name(plan: Candidate) -> str:
     """Return a plan's choices in a few letters."""
     strategy, size = plan.strategy, plan.cluster.expert_parallel_size
     if strategy.adaptive_r == 0 or size == 1:
         return f"P={size} r={strategy.adaptive_r}"
     return f"P={size} r={strategy.adaptive_r} d={strategy.overlap} {strategy.algorithm}"
-
-
-def _with(link: Link, gb_s: float | None) -> Link:
-    return link if gb_s is None else Link(link.alpha_s, gb_s * 1e9)
-
-
-def _billions(work: Work) -> str:
-    parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
-    return f"{parameters / 1e9:.2f} billion"
-
-
-def _shared(work: Work) -> str:
-    stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage else ""
-    return stage + ", optimizer state in host memory" * work.offload
 
 
 def _line(plan: Candidate, work: Work) -> list[str]:

@@ -59,11 +59,8 @@ def add_to(tools: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="time this machine, for a minute or so: what is done in any case",
-    )
+    text = "time this machine, for a minute or so: what is done in any case"
+    parser.add_argument("--measure", action="store_true", help=text)
     add_numbers(parser, NUMBERS)
     parser.add_argument(
         "--dtype", help="fp32, fp16 or bf16, of the experts [bf16 on a GPU, or fp32]"
@@ -78,22 +75,18 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: that cannot be done.
     """
-    machine, rows = measured(arguments)
+    machine, rows = _measured(arguments)
     if machine is None:  # another rank prints
         return
-    print(page(machine, rows))
+    print(_page(machine, rows))
     if arguments.json:
         with writing(arguments.json, "--json"):
             machine.to_json(arguments.json)
         print(f"\nwrote {arguments.json}")
 
 
-def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
-    """Return the machine, on rank 0 alone, and the all-to-alls that its links were fitted to.
-
-    Raises:
-        ValueError: a bad option, something that is not installed, or experts that no ranks can share.
-    """
+def _measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
+    """Return the machine, on rank 0 alone, and the all-to-alls that its links were fitted to."""
     if arguments.json:
         refuse_output(arguments.json, flag="--json")
     refuse_numbers(arguments, NUMBERS)
@@ -121,7 +114,7 @@ def measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
         dist.destroy_process_group()
 
 
-def page(machine: Machine, rows: list[Row]) -> str:
+def _page(machine: Machine, rows: list[Row]) -> str:
     """Return what was measured as tables: the machine, and each all-to-all beside the model's time."""
     from tabulate import tabulate
 
@@ -137,10 +130,8 @@ def page(machine: Machine, rows: list[Row]) -> str:
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
     tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
     if not rows:
-        tables.append(
-            "No links are measured, on one rank: those above are typical ones of its kind."
-        )
-        return "\n\n".join(tables)
+        note = "No links are measured, on one rank: those above are typical ones of its kind."
+        return "\n\n".join((*tables, note))
     if all(row["nodes"] == 1 for row in rows):
         tables.append("Links between nodes are not measured, on one node: a typical one is above.")
     shown = [
@@ -176,11 +167,7 @@ def _machine(
         name, start = platform.machine(), typical(None)
         pages = os.sysconf("SC_PHYS_PAGES")
         memory = os.sysconf("SC_PAGE_SIZE") * pages / (ranks_per_node() or 1)
-    rows, dim, hidden = (
-        arguments.tokens * arguments.top_k,
-        arguments.model_dim,
-        arguments.hidden_dim,
-    )
+    rows, weights = arguments.tokens * arguments.top_k, arguments.model_dim * arguments.hidden_dim
     copy_s = _time(_copy(device), arguments, device)
     experts_s = _time(_experts(arguments, device, dtype, topology), arguments, device)
     gate_s = _time(_gate(arguments, device), arguments, device)
@@ -188,8 +175,8 @@ def _machine(
         start,
         name=name,
         memory_bytes_per_s=2 * _COPIED_BYTES / copy_s,
-        flops_per_s=6 * rows * dim * hidden / experts_s,
-        gate_flops_per_s=2 * arguments.tokens * dim * hidden / gate_s,
+        flops_per_s=6 * rows * weights / experts_s,
+        gate_flops_per_s=2 * arguments.tokens * weights / gate_s,
         memory_bytes=memory,
     )
 

@@ -56,11 +56,7 @@ def add_to(kinds: Any) -> None:
 
 
 def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
-    """Convert as the command line says, and say what the result computes.
-
-    Raises:
-        ValueError: it cannot be done.
-    """
+    """Convert as the command line says, and say what the result computes."""
     if arguments.weight is not None and not 0 < arguments.weight < 1e6:
         raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     file = open_moe(path)
@@ -161,15 +157,7 @@ def _dense_tensors(
 ) -> dict[str, Tensor]:
     """Return a dense step's tensors by their names within the layer.
 
-    Args:
-        model: the state dict.
-        layer: which of its layers.
-        config: of the layer.
-        chosen: ids of the experts.
-        weight: of all n together; an n-th of it goes into each one's second map.
-
-    Raises:
-        ValueError: experts that no dense step of fairseq's can be.
+    The weight is that of all chosen experts together: each one's share of it goes into its second map.
     """
     _refuse(config, layer, len(chosen))
     scale = weight / len(chosen)
@@ -252,11 +240,7 @@ def _gate_knows_runs_alone(
 
 
 def _widened(step: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """Return a dense step with hidden units that are 0 and stay 0 behind its own, `width` in all.
-
-    Raises:
-        ValueError: a layer norm on the hidden layer, which they would change.
-    """
+    """Return a dense step with hidden units that are 0 and stay 0 behind its own, `width` in all."""
     more = width - len(step["fc1.bias"])
     if more and "ffn_layernorm.weight" in step:
         raise ValueError(

@@ -47,48 +47,27 @@ def add_to(kinds: Any) -> None:
     text = "make fewer experts, each the mean of some"
     merging = add_conversion(kinds, "merge", merge, text, MERGE, source)
     which = merging.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--moe-expert-count",
-        metavar="N",
-        help="experts of a MoE layer afterwards, each made of neighbours: one number, or one per layer",
+    text = (
+        "experts of a MoE layer afterwards, each made of neighbours: one number, or one per layer"
     )
-    which.add_argument(
-        "--groups",
-        nargs="+",
-        metavar="GROUPS",
-        help="the experts that become one, by id, as 0,3/1,2, for all layers or as decoder_1=0,3/1,2",
-    )
+    which.add_argument("--moe-expert-count", metavar="N", help=text)
+    text = "the experts that become one, by id, as 0,3/1,2, for all layers or as decoder_1=0,3/1,2"
+    which.add_argument("--groups", nargs="+", metavar="GROUPS", help=text)
     text = "drop experts, by id or by their load"
     pruning = add_conversion(kinds, "prune", prune, text, PRUNE, source)
     which = pruning.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--drop",
-        nargs="+",
-        metavar="IDS",
-        help="the experts to drop, as 3,5, in all layers, or as decoder_1=3,5 encoder_3=0",
-    )
-    which.add_argument(
-        "--below",
-        type=float,
-        metavar="LOAD",
-        help="drop experts with less load than this by --log or --load; an even share is 1",
-    )
+    text = "the experts to drop, as 3,5, in all layers, or as decoder_1=3,5 encoder_3=0"
+    which.add_argument("--drop", nargs="+", metavar="IDS", help=text)
+    text = "drop experts with less load than this by --log or --load; an even share is 1"
+    which.add_argument("--below", type=float, metavar="LOAD", help=text)
+    text = "experts per token afterwards; as before if not given"
     for parser in (merging, pruning):
-        parser.add_argument(
-            "--moe-top-k",
-            type=int,
-            metavar="K",
-            help="experts per token afterwards; as before if not given",
-        )
+        parser.add_argument("--moe-top-k", type=int, metavar="K", help=text)
         add_load_options(parser)
 
 
 def merge(arguments: argparse.Namespace, path: Path, output: Path) -> None:
-    """Merge as the command line says.
-
-    Raises:
-        ValueError: it cannot be done.
-    """
+    """Merge as the command line says."""
     file = open_moe(path)
     load = loads(arguments, file.layers)
     if arguments.groups is not None:
@@ -111,11 +90,7 @@ def merge(arguments: argparse.Namespace, path: Path, output: Path) -> None:
 
 
 def prune(arguments: argparse.Namespace, path: Path, output: Path) -> None:
-    """Prune as the command line says.
-
-    Raises:
-        ValueError: it cannot be done.
-    """
+    """Prune as the command line says."""
     file = open_moe(path)
     members, lines = {}, {}
     for layer, gone in _dropped(arguments, file.layers).items():

@@ -57,38 +57,27 @@ def by_layer(
 
 
 def ids(text: str) -> list[int]:
-    """Read expert ids, separated by commas.
-
-    Raises:
-        ValueError: no whole numbers of at least 0, or one of them twice.
-    """
+    """Read expert ids, separated by commas, each of them once."""
     parts = text.split(",")
     for part in parts:
         if not re.fullmatch(r"\s*[0-9]+\s*", part):
             raise ValueError(
                 f"{part!r} is no expert's id; give ids with commas between them, as 0,3"
             )
-    refuse_twice([int(part) for part in parts])
-    return [int(part) for part in parts]
+    found = [int(part) for part in parts]
+    refuse_twice(found)
+    return found
 
 
 def refuse_twice(found: Sequence[int]) -> None:
-    """Refuse an id that is there twice.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuse an id that is there twice."""
     for i in found:
         if found.count(i) > 1:
             raise ValueError(f"expert {i} is there twice; name it once")
 
 
 def refuse_unknown(flag: str, layer: Layer, found: Sequence[int], num_experts: int) -> None:
-    """Refuse ids of experts that a layer does not have.
-
-    Raises:
-        ValueError: naming flag, layer, id and the fix.
-    """
+    """Refuse ids of experts that a layer does not have."""
     for i in found:
         if not 0 <= i < num_experts:
             raise ValueError(
@@ -100,24 +89,14 @@ def refuse_unknown(flag: str, layer: Layer, found: Sequence[int], num_experts: i
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where loads are."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--log",
-        metavar="PATH",
-        help="take the loads from this log of a training with --log-format json, or from the one in this "
-        "--save-dir",
+    text = (
+        "take the loads from this log of a training with --log-format json, or from the one in this"
     )
-    source.add_argument(
-        "--load",
-        nargs="+",
-        metavar="LOADS",
-        help="the loads, one number per expert, as 0.5,2,1,0.5, or by layer, as decoder_1=0.5,1.5",
-    )
-    parser.add_argument(
-        "--last-records",
-        type=int,
-        metavar="N",
-        help=f"of the log, take the mean over the last N records [{LAST}]",
-    )
+    source.add_argument("--log", metavar="PATH", help=f"{text} --save-dir")
+    text = "the loads, one number per expert, as 0.5,2,1,0.5, or by layer, as decoder_1=0.5,1.5"
+    source.add_argument("--load", nargs="+", metavar="LOADS", help=text)
+    text = f"of the log, take the mean over the last N records [{LAST}]"
+    parser.add_argument("--last-records", type=int, metavar="N", help=text)
 
 
 def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> Loads:
@@ -178,15 +157,12 @@ def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
 def _numbers(text: str) -> list[float]:
     parts = text.split(",")
     for part in parts:
-        if not _is_load(part):
+        try:
+            is_load = 0 <= float(part) < 1e12
+        except ValueError:
+            is_load = False
+        if not is_load:
             raise ValueError(
                 f"{part!r} is no load; give a number of at least 0 for each expert, as 0.5,2,1,0.5"
             )
     return [float(part) for part in parts]
-
-
-def _is_load(text: str) -> bool:
-    try:
-        return 0 <= float(text) < 1e12
-    except ValueError:
-        return False

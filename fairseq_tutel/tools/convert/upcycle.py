@@ -93,11 +93,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
-    """Convert as the command line says, and say what the result computes.
-
-    Raises:
-        ValueError: it cannot be done.
-    """
+    """Convert as the command line says, and say what the result computes."""
     how = _variation(arguments)
     state = load(path, "--input")
     layers = _give_options(state, _given_model_options(arguments))

@@ -49,12 +49,12 @@ DROPPED_SCALE = Scale(
 )
 
 
-def scale_of(label: str, values: Sequence[Sequence[float]], from_zero: bool = False) -> Scale:
-    """Return a scale from the least, or 0, to the largest of the values that are finite."""
+def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
+    """Return a scale from the least to the largest of the values that are finite."""
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
-    return Scale(Normalize(0 if from_zero else low, high), matplotlib.colormaps["viridis"], label)
+    return Scale(Normalize(low, high), matplotlib.colormaps["viridis"], label)
 
 
 _STYLE: dict[Any, Any] = {

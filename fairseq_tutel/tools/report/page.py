@@ -29,13 +29,8 @@ def add_to(tools: Any) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
-    parser.add_argument(
-        "--name",
-        action="append",
-        dest="names",
-        metavar="NAME",
-        help="of a run; give it once for each, in their order (default: what tells the paths apart)",
-    )
+    text = "of a run; give it once for each, in their order (default: what tells the paths apart)"
+    parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
 

@@ -77,79 +77,51 @@ class Chart:
 
 SECTIONS = {
     ("loss", "Loss and perplexity", ""): [
-        Chart(
-            "Perplexity", "ppl", "perplexity",
-            "Per token, without balance loss: dense and MoE runs compare here.",
-            log=True, against_time=True, validation=True,
-        ),
-        Chart(
-            "Loss", "loss", "loss (bits)",
-            "What is trained: that of a MoE run holds its weighted balance loss.",
-            against_time=True, validation=True,
-        ),
-        Chart(
-            "Negative log-likelihood", "nll_loss", "nll loss (bits per token)",
-            "Of the targets alone. A criterion that logs none has it as its loss.",
-            against_time=True, validation=True,
-        ),
+        Chart("Perplexity", "ppl", "perplexity",
+              "Per token, without balance loss: dense and MoE runs compare here.",
+              log=True, against_time=True, validation=True),
+        Chart("Loss", "loss", "loss (bits)",
+              "What is trained: that of a MoE run holds its weighted balance loss.",
+              against_time=True, validation=True),
+        Chart("Negative log-likelihood", "nll_loss", "nll loss (bits per token)",
+              "Of the targets alone. A criterion that logs none has it as its loss.",
+              against_time=True, validation=True),
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
-        Chart(
-            "Balance loss", "moe_gate_loss", "balance loss",
-            "Unweighted. The gshard loss is 1 at an even load, and E if one of E experts has all.",
-            validation=True,
-        ),
-        Chart(
-            "Gate entropy", "entropy_gating", "entropy (nats)",
-            "How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
-            validation=True,
-        ),
-        Chart(
-            "Busiest expert", "moe_max_violation", "load (even shares)",
-            "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
-            validation=True,
-        ),
-        Chart(
-            "Dead experts", "moe_dead_experts", "experts",
-            "Those that no token of a micro-batch chose.", from_zero=True, validation=True,
-        ),
-        Chart(
-            "Weights", r"expert(\d+)_weight", "mean weight",
-            "What the outputs of a token's choices are multiplied with.", part="choice {}",
-        ),
-        Chart(
-            "Dropped share", "moe_dropped", "dropped (%)",
-            "Of all tokens' choices, those that found their expert full. Always 0 if dropless.",
-            from_zero=True, validation=True, unless_zero=True,
-        ),
-        Chart(
-            "Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
-            "Later choices find experts full more often, since first ones go before them.",
-            part="choice {}", from_zero=True, unless_zero=True,
-        ),
+        Chart("Balance loss", "moe_gate_loss", "balance loss",
+              "Unweighted. The gshard loss is 1 at an even load, and E if one of E experts has all.",
+              validation=True),
+        Chart("Gate entropy", "entropy_gating", "entropy (nats)",
+              "How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
+              validation=True),
+        Chart("Busiest expert", "moe_max_violation", "load (even shares)",
+              "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
+              validation=True),
+        Chart("Dead experts", "moe_dead_experts", "experts",
+              "Those that no token of a micro-batch chose.", from_zero=True, validation=True),
+        Chart("Weights", r"expert(\d+)_weight", "mean weight",
+              "What the outputs of a token's choices are multiplied with.", part="choice {}"),
+        Chart("Dropped share", "moe_dropped", "dropped (%)",
+              "Of all tokens' choices, those that found their expert full. Always 0 if dropless.",
+              from_zero=True, validation=True, unless_zero=True),
+        Chart("Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
+              "Later choices find experts full more often, since first ones go before them.",
+              part="choice {}", from_zero=True, unless_zero=True),
     ],
     ("speed", "Speed", ""): [
-        Chart(
-            "Tokens per second", "wps", "tokens per second",
-            "Of all ranks together. Dips are validation, checkpoints or other work on the machine.",
-            from_zero=True,
-        ),
-        Chart(
-            "Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
-            "What sending rows to experts and back took, from --record-a2a-perf-stats.",
-            part="{} clock", from_zero=True,
-        ),
+        Chart("Tokens per second", "wps", "tokens per second",
+              "Of all ranks together. Dips are validation, checkpoints or other work on the machine.",
+              from_zero=True),
+        Chart("Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
+              "What sending rows to experts and back took, from --record-a2a-perf-stats.",
+              part="{} clock", from_zero=True),
     ],
     ("optimizer", "Optimizer", ""): [
         Chart("Learning rate", "lr", "learning rate", "As the schedule gave it.", from_zero=True),
-        Chart(
-            "Gradient norm", "gnorm", "gradient norm",
-            "Of all parameters, before clipping. A rise that stays announces divergence.", log=True,
-        ),
-        Chart(
-            "Clipped updates", "clip", "clipped updates (%)",
-            "Near 100, --clip-norm sets the step size.", from_zero=True,
-        ),
+        Chart("Gradient norm", "gnorm", "gradient norm",
+              "Of all parameters, before clipping. A rise that stays announces divergence.", log=True),
+        Chart("Clipped updates", "clip", "clipped updates (%)",
+              "Near 100, --clip-norm sets the step size.", from_zero=True),
     ],
 }  # fmt: skip
 
@@ -191,31 +163,24 @@ def curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> list
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if chart.validation else {})}
-        matches = [(what, key) for what, of in measured.items() for key in _matching(chart, of)]
-        for line, (what, key) in enumerate(matches):
-            kept = [record for record in measured[what] if key in record.values]
-            if seconds is not None:
-                kept = [record for record in kept if not math.isnan(record.seconds)]
-            if kept:
-                x = [
-                    record.update if seconds is None else record.seconds / seconds
-                    for record in kept
-                ]
-                label = _label(chart, what, key, name if len(runs) > 1 else "")
-                curves.append(Curve(label, x, [r.values[key] for r in kept], index, line))
+        matches = [(what, match) for what, of in measured.items() for match in _matching(chart, of)]
+        for line, (what, match) in enumerate(matches):
+            points = [
+                (r.update if seconds is None else r.seconds / seconds, r.values[match[0]])
+                for r in measured[what]
+                if match[0] in r.values and not (seconds and math.isnan(r.seconds))
+            ]
+            if points:
+                whose = [name] * (len(runs) > 1) + [what] * chart.validation
+                part = [chart.part.format(*match.groups())] * bool(chart.part)
+                x, y = zip(*points, strict=True)
+                curves.append(Curve(", ".join(whose + part) or what, x, y, index, line))
     return curves
 
 
-def _matching(chart: Chart, records: list[Record]) -> list[str]:
+def _matching(chart: Chart, records: list[Record]) -> list[re.Match[str]]:
     keys = dict.fromkeys(key for record in records for key in record.values)
-    return [key for key in keys if re.fullmatch(chart.keys, key)]
-
-
-def _label(chart: Chart, what: str, key: str, run: str) -> str:
-    found = re.fullmatch(chart.keys, key)
-    assert found is not None
-    parts = [run, what if chart.validation else "", chart.part.format(*found.groups())]
-    return ", ".join(part for part in parts if part) or what
+    return [match for key in keys if (match := re.fullmatch(chart.keys, key))]
 
 
 def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
@@ -268,87 +233,67 @@ def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
         f"{label} {value:g}" for label, value in zip(labels, records[-1].lists[key], strict=True)
     )
     alt = f"{name}, {title.lower()} by layer: at update {records[-1].update} {last}."
-    return Picture(title, "", alt, _drawn(records, key, labels, unit, from_zero))
-
-
-def _drawn(records: list[Record], key: str, labels: list[str], unit: str, from_zero: bool) -> str:
     updates = [record.update for record in records]
     values_UL = [record.lists[key] for record in records]
     if len(labels) > len(COLORS):
-        return heat_map(
-            updates, values_UL, scale_of(unit, values_UL), rows="MoE layer", legend=True
-        )
-    curves = [
-        Curve(label, updates, values, run=i)
-        for i, (label, values) in enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
-    ]
-    return line_chart(curves, "updates", unit, from_zero=from_zero)
+        scale = scale_of(unit, values_UL)
+        svg = heat_map(updates, values_UL, scale, rows="MoE layer", legend=True)
+    else:
+        lines = enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
+        curves = [Curve(label, updates, values, run=i) for i, (label, values) in lines]
+        svg = line_chart(curves, "updates", unit, from_zero=from_zero)
+    return Picture(title, "", alt, svg)
 
 
-@dataclass(frozen=True)
-class Maps:
-    """One kind of heat maps.
-
-    `prefix` begins the keys of the lists, `colours` says the scale and `values` the last values in
-    words. `any_above` is what some value must exceed for a layer to be worth a picture.
-    """
-
-    name: str
-    title: str
-    text: str
-    prefix: str
-    scale: Scale
-    colours: str
-    values: str
-    any_above: float
-
-
-MAPS = (
-    Maps(
-        "load", "Load of every expert",
-        "One picture for each MoE layer: a row is an expert, a column the updates from one record to "
-        "the next. White is an even share of the tokens; orange experts get more, violet ones less. A "
-        "row that stays dark violet is an expert that hardly learns.",
-        LOAD, LOAD_SCALE,
-        "From violet, a quarter of an even share or less, over white to orange, four or more.",
-        "have {:.2f} to {:.2f} even shares", any_above=-1,
-    ),
-    Maps(
-        "dropped", "Dropped share of every expert",
-        "Of the tokens that chose an expert, those that found it full, where any did. Rows and columns "
-        "are as above. White drops nothing; a row that stays dark is an expert that the gate asks "
-        "more of than the capacity factor lets it do.",
-        DROPPED, DROPPED_SCALE,
-        "From white, nothing dropped, over orange, a quarter, to black, all of it.",
-        "drop a share of {:.3f} to {:.3f}", any_above=0,
-    ),
-)  # fmt: skip
+LOAD_TEXT = """
+One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
+is an even share of the tokens; orange experts get more, violet ones less. A row that stays dark violet is
+an expert that hardly learns.
+"""
+DROPPED_TEXT = """
+Of the tokens that chose an expert, those that found it full, where any did. Rows and columns are as above.
+White drops nothing; a row that stays dark is an expert that the gate asks more of than the capacity factor
+lets it do.
+"""
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of heat maps; without pictures if no run logged such lists."""
-    return [_maps_section(maps, runs) for maps in MAPS]
+    load = Section("load", "Load of every expert", LOAD_TEXT)
+    colours = "From violet, a quarter of an even share or less, over white to orange, four or more."
+    _add_maps(load, runs, LOAD, LOAD_SCALE, colours, "have {:.2f} to {:.2f} even shares", -1)
+    dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
+    colours = "From white, nothing dropped, over orange, a quarter, to black, all of it."
+    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, colours, "drop a share of {:.3f} to {:.3f}", 0)
+    return [load, dropped]
 
 
-def _maps_section(maps: Maps, runs: dict[str, Run]) -> Section:
+def _add_maps(
+    section: Section,
+    runs: dict[str, Run],
+    prefix: str,
+    scale: Scale,
+    colours: str,
+    values_in_words: str,
+    above: float,
+) -> None:
+    """Add a map for every list whose key begins so, where any of its values is above a number."""
     shown = [
         (name, what, key, kept)
         for name, run in runs.items()
         for what, records in {"training": run.training, **run.subsets}.items()
-        for key in list_keys(maps.prefix, records)
+        for key in list_keys(prefix, records)
         if (kept := [record for record in records if key in record.lists])
-        and any(value > maps.any_above for record in kept for value in record.lists[key])
+        and any(value > above for record in kept for value in record.lists[key])
     ]
-    section = Section(maps.name, maps.title, maps.text)
     if shown:
-        section.groups[""] = [Picture("Colours", "", maps.colours, legend_of(maps.scale))]
+        section.groups[""] = [Picture("Colours", "", colours, legend_of(scale))]
     columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
     for name, what, key, records in shown:
         values = [record.lists[key] for record in records]
         updates = [record.update for record in records]
-        last = maps.values.format(min(values[-1]), max(values[-1]))
-        layer = layer_of(key, maps.prefix)
+        last = values_in_words.format(min(values[-1]), max(values[-1]))
+        layer = layer_of(key, prefix)
         alt = f"{name}, {what}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
-        svg = heat_map(updates, values, maps.scale, columns=columns)
+        svg = heat_map(updates, values, scale, columns=columns)
         section.groups.setdefault(f"{name}, {what}", []).append(Picture(layer, "", alt, svg))
-    return section
