@@ -23,6 +23,8 @@ from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 PREFIX = "moe_numbers "
+# What the keys begin with that a micro-batch adds to the logging output.
+OURS = ("moe_", "all_to_all_")
 # Of the numbers in a line of the log: behind stock's own, of which a progress bar shows the first ones.
 PRIORITY = 900
 
@@ -102,6 +104,14 @@ def expert_log(
         numbers = torch.zeros(_length(layout), device=combined.device)
     log: dict[str, Any] = {key_of(layout): numbers, "moe_micro_batches": int(bool(seen))}
     return log | _exchange_times(layers)
+
+
+def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a stock criterion logged; some log whatever they find."""
+    return [
+        {key: value for key, value in log.items() if not key.startswith(OURS)}
+        for log in logging_outputs
+    ]
 
 
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:

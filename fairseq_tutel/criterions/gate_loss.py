@@ -12,7 +12,7 @@ import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from torch import Tensor, nn
 
-from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log
+from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log, without_experts
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.run_config import root_of
@@ -61,8 +61,9 @@ class GateLossMixin:
             )
         # A task knows after it built the model, as commands do first; its own mixin may be missing.
         if not getattr(task, "_has_experts", False):
+            name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(
-                f"--criterion {cfg._name} needs MoE layers, and the model has none; choose an architecture "
+                f"--criterion {name} needs MoE layers, and the model has none; choose an architecture "
                 "whose name begins with moe_, or the stock criterion."
             )
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
@@ -72,9 +73,12 @@ class GateLossMixin:
         criterion.logs_lists = root is not None and str(root.common.log_format) == "json"
         return criterion
 
-    def forward(self, model: nn.Module, sample: Any, reduce: bool = True) -> Any:
-        """Return (loss with the balance loss, sample size, logging output)."""
-        loss, sample_size, log = super().forward(model, sample, reduce)  # type: ignore[misc]
+    def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return (loss with the balance loss, sample size, logging output).
+
+        A loss that is not summed up, as stock's own flags ask for, comes without.
+        """
+        loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
         log.setdefault("nll_loss", log["loss"])
         # Layerdrop may leave layers out; they have no balance loss in this micro-batch.
@@ -86,7 +90,7 @@ class GateLossMixin:
             lists=self.logs_lists,
             scalars=self.gate_loss.moe_log_layers,
         )
-        if not layers or not reduce:
+        if not layers or loss.dim() > 0:
             return loss, sample_size, log
         scale = sample_size * self.gate_loss.moe_gate_loss_wt
         shares = torch.autograd.grad(combined, leaves)
@@ -110,7 +114,7 @@ class GateLossMixin:
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log the stock metrics, the balance loss and the expert metrics."""
-        super().reduce_metrics(logging_outputs)  # type: ignore[misc]
+        super().reduce_metrics(without_experts(logging_outputs))  # type: ignore[misc]
         reduce_expert_log(logging_outputs)
 
 

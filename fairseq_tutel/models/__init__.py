@@ -8,9 +8,4 @@ from fairseq_tutel.plugin import register
 
 register()
 
-from fairseq_tutel.models import (  # noqa: E402, F401
-    moe_bart,
-    moe_roberta,
-    moe_transformer,
-    moe_transformer_lm,
-)
+from fairseq_tutel.models import moe_transformer_lm, twins  # noqa: E402, F401

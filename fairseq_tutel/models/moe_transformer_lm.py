@@ -2,21 +2,16 @@
 
 import argparse
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_INV_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.plugin.flags import ModelOptions, fill_in
+from fairseq_tutel.models.twins import register_architectures
+from fairseq_tutel.plugin.flags import ModelOptions
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.plugin.task import attach
 
@@ -78,25 +73,6 @@ def _with_scales(args: Any) -> Any:
     if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
         return args
     return argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
-
-
-def moe_architecture(stock: Callable[[Any], None], options: type) -> Callable[[Any], None]:
-    """Return an architecture function: the stock one, and the experts' options by default."""
-
-    def architecture(args: Any) -> None:
-        fill_in(args, options)
-        stock(args)
-
-    return architecture
-
-
-def register_architectures(model: str, options: type) -> None:
-    """Register a moe_ twin of every architecture that stock fairseq has for `model`."""
-    for arch in list(ARCH_MODEL_INV_REGISTRY[model]):
-        if f"moe_{arch}" in ARCH_CONFIG_REGISTRY:
-            continue
-        stock = ARCH_CONFIG_REGISTRY[arch]
-        register_model_architecture(f"moe_{model}", f"moe_{arch}")(moe_architecture(stock, options))
 
 
 register_architectures("transformer_lm", ModelOptions)

@@ -5,6 +5,7 @@ import ctypes
 import importlib
 import logging
 import sys
+from typing import Any
 
 import torch
 
@@ -61,6 +62,23 @@ def _check_fairseq() -> None:
         raise ImportError(
             f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
         )
+
+
+def twin_of(stock: type, *before: type, module: str, **attributes: Any) -> type:
+    """Return the twin of a stock class of fairseq, under its name with MoE in front.
+
+    Args:
+        stock: the class.
+        before: classes that go before it.
+        module: where the twin stands, so that it can be pickled.
+        attributes: of the twin.
+    """
+    name = f"MoE{stock.__name__}"
+    twin = type(
+        name, (*before, stock), {"__doc__": stock.__doc__, "__module__": module, **attributes}
+    )
+    setattr(sys.modules[module], name, twin)
+    return twin
 
 
 def keep_freed_memory() -> bool:

@@ -196,12 +196,18 @@ def hand_out_token_ids(model: nn.Module) -> None:
     def hand_out(layer: nn.Module, args: tuple) -> None:
         layer.fc1.token_ids = last_seen[0]
 
-    for _, name, layers in named_stacks(model):
+    for side_name, name, layers in named_stacks(model):
         side: Any = model.get_submodule(name.rpartition(".")[0])
-        side.embed_tokens.register_forward_pre_hook(keep)
-        for layer in children_of(layers):
-            if isinstance(layer.fc1, MoEFeedForward):
-                layer.register_forward_pre_hook(hand_out)
+        with_experts = [x for x in children_of(layers) if isinstance(x.fc1, MoEFeedForward)]
+        if with_experts and not hasattr(side, "embed_tokens"):
+            raise ValueError(
+                f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
+                f"choose another gate, or add --{side_name}-moe-freq 0."
+            )
+        for layer in with_experts:
+            layer.register_forward_pre_hook(hand_out)
+        if with_experts:
+            side.embed_tokens.register_forward_pre_hook(keep)
 
 
 def begin_micro_batch(model: nn.Module, *_: Any) -> None:
@@ -215,6 +221,7 @@ def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield ("encoder" | "decoder", qualified name, layers) for the sides that a model has."""
     modules = dict(model.named_modules())
     for side in ("encoder", "decoder"):
-        for name in (f"{side}.layers", f"{side}.sentence_encoder.layers"):
+        for stack in ("layers", "sentence_encoder.layers", "transformer_layers"):
+            name = f"{side}.{stack}"
             if name in modules:
                 yield side, name, modules[name]

@@ -4,8 +4,9 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -73,7 +74,11 @@ class MoEModelMixin:
 
 
 def install_experts(
-    model: nn.Module, cfg: Any, task: Any, freqs: dict[str, int], **layer_options: Any
+    model: nn.Module,
+    cfg: Any,
+    task: Any,
+    freqs: dict[str, int],
+    of_sides: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> nn.Module:
     """Replace the FFN of the chosen layers by experts, in place, and return the model.
 
@@ -82,7 +87,7 @@ def install_experts(
         cfg: its configuration, with ModelOptions' keys.
         task: the fairseq task; its configuration may have SystemOptions' keys.
         freqs: --moe-freq of each side.
-        layer_options: fields of every layer's MoEConfig that the model's kind decides.
+        of_sides: fields of the MoEConfig of a side's layers that the model's kind decides.
 
     Raises:
         ValueError: a bad option, or a run that cannot work; the message names option and fix.
@@ -93,8 +98,14 @@ def install_experts(
     chosen = _choose(model, cfg, freqs)
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
     configs = [
-        layer_config(cfg, task_cfg, count, **layer_facts(layer, cfg.activation_fn), **layer_options)
-        for count, (_, layer) in zip(counts, chosen, strict=True)
+        layer_config(
+            cfg,
+            task_cfg,
+            count,
+            **layer_facts(layer, _get(cfg, "activation_fn") or "relu"),
+            **of_sides.get(name.partition(".")[0], {}),
+        )
+        for count, (name, layer) in zip(counts, chosen, strict=True)
     ]
     requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
     local = node_size(task_cfg)

@@ -9,7 +9,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.models import FairseqEncoder
 from torch import nn
@@ -99,10 +99,11 @@ class MoETaskMixin(InferenceMixin):
                 type(self).__name__,
             )
         if self._has_experts and not hasattr(criterion, "gate_loss") and _is_first_rank():
+            twin = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
             logger.warning(
-                "criterion %s trains the experts without a balance loss; moe_cross_entropy, "
-                "moe_label_smoothed_cross_entropy and moe_masked_lm have one",
+                "criterion %s trains the experts without a balance loss; %s one",
                 type(criterion).__name__,
+                f"{twin} has" if twin in CRITERION_REGISTRY else "those named moe_… have",
             )
             if getattr(config_of(self), "record_a2a_perf_stats", False):
                 logger.warning("--record-a2a-perf-stats has no effect without such a criterion")

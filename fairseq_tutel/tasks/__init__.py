@@ -1,11 +1,26 @@
-"""Tasks by the names of ours; like every other task they have the system options."""
+"""A moe_ twin of every stock task; like every other task they have the system options.
 
+A user's own task, which may be registered later, needs none: the mixin is attached to it.
+"""
+
+import inspect
+
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, register_task
+
+from fairseq_tutel.plugin import twin_of
+from fairseq_tutel.plugin.task import MoETaskMixin
 from fairseq_tutel.plugin.task_options import give_system_options
-from fairseq_tutel.tasks import (  # noqa: F401
-    moe_denoising,
-    moe_language_modeling,
-    moe_masked_lm,
-    moe_translation,
-)
 
+
+def _register_twins() -> None:
+    for name, stock in list(TASK_REGISTRY.items()):
+        if issubclass(stock, MoETaskMixin) or f"moe_{name}" in TASK_REGISTRY:
+            continue
+        # Of its own: the stock one will be given the system options, too.
+        add_args = inspect.getattr_static(stock, "add_args")
+        twin = twin_of(stock, MoETaskMixin, module=__name__, add_args=add_args)
+        register_task(f"moe_{name}", dataclass=TASK_DATACLASS_REGISTRY.get(name))(twin)
+
+
+_register_twins()
 give_system_options()

@@ -1,83 +1,123 @@
-"""What is registered: a twin of every stock architecture and optimizer, and each twin builds."""
+"""What is registered: a twin of all stock architectures, tasks, criterions, optimizers, and each builds.
+
+Covered: every architecture runs forward and backward with experts in all its layers; every task takes the
+system options, every criterion those of the balance loss; what has no twin, and that nothing is made twice.
+"""
 
 import argparse
+import pickle
 
 import pytest
 import torch
-from fairseq import models, options
+from fairseq import models
+from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.models import (
+    ARCH_MODEL_INV_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    MODEL_REGISTRY,
+    FairseqEncoderModel,
+    FairseqLanguageModel,
+)
+from fairseq.models.nat import FairseqNATModel
 from fairseq.optim import OPTIMIZER_REGISTRY
+from fairseq.tasks import TASK_REGISTRY
+from hydra.core.config_store import ConfigStore
 
+from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.flags import SystemOptions, defaults
+from fairseq_tutel.plugin.task import MoETaskMixin
 
 register()
 
-SMALL = {
-    "transformer_lm": [
-        "--task", "moe_language_modeling", "--criterion", "moe_cross_entropy",
-        "--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-input-dim", "32",
-        "--decoder-output-dim", "32", "--decoder-ffn-embed-dim", "48", "--decoder-attention-heads", "2",
-        "--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20",
-    ],
-    "transformer": [
-        "--task", "moe_translation", "--criterion", "moe_label_smoothed_cross_entropy",
-        "--encoder-layers", "2", "--encoder-embed-dim", "32", "--encoder-ffn-embed-dim", "48",
-        "--encoder-attention-heads", "2", "--decoder-layers", "2", "--decoder-embed-dim", "32",
-        "--decoder-ffn-embed-dim", "48", "--decoder-attention-heads", "2",
-    ],
+# Of a tiny model, and what a task would add.
+SIZES = {
+    **{f"{side}_{part}": 2 for side in ("encoder", "decoder") for part in ("layers", "attention_heads")},
+    **{f"{side}_embed_dim": 32 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_embed_dim": 48 for side in ("encoder", "decoder")},
+    "encoder_transformer_layers": 2, "decoder_transformer_layers": 2, "decoder_input_dim": 32,
+    "decoder_output_dim": 32, "adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20",
+    "conv_channels": 32, "prenet_dim": 32, "postnet_conv_dim": 32, "encoder_conv_layers": 1,
+    "max_source_positions": 32, "max_target_positions": 32, "tokens_per_sample": 16,
+    "label_smoothing": 0.1, "input_feat_per_channel": 16, "input_channels": 1,
+    "target_speaker_embed": False, "output_frame_dim": 8, "speaker_embed_dim": 8, "n_frames_per_step": 1,
+
 }  # fmt: skip
-SMALL["roberta"] = [
-    "--task", "moe_masked_lm", "--criterion", "moe_masked_lm", *SMALL["transformer"][4:12],
-]  # fmt: skip
-SMALL["bart"] = SMALL["transformer"]
-
-
-def _twins(model):
-    return ARCH_MODEL_INV_REGISTRY[f"moe_{model}"]
-
-
-@pytest.mark.parametrize("model", SMALL)
-def test_every_stock_architecture_has_a_twin(model):
-    assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[model]} == set(_twins(model))
-    assert len(_twins(model)) >= 5
+MODELS = [name for name in ARCH_MODEL_INV_REGISTRY if name.startswith("moe_")]
+# Asks for the file of another model.
+UNBUILT = {"moe_transformer_from_pretrained_xlm"}
+OF_SPEECH = {
+    "moe_s2t_transformer", "moe_convtransformer", "moe_s2ut_transformer", "moe_s2spect_transformer",
+}  # fmt: skip
+WITHOUT_TWIN = {"nacrf_transformer", "s2t_conformer", "s2ut_conformer", "lightconv", "lstm"}
 
 
 class _Task:
     """As much of a task as a model needs while it is built outside a training."""
 
-    def __init__(self):
-        self.source_dictionary = self.target_dictionary = Dictionary()
+    def __init__(self, code):
+        words = Dictionary()
         for i in range(40):
-            self.source_dictionary.add_symbol(f"w{i}")
-        self.cfg = argparse.Namespace()
+            words.add_symbol(f"w{i}")
+        self.source_dictionary = self.target_dictionary = words
+        self.src_dict = self.tgt_dict = self.dictionary = words
+        self.cfg, self.args = argparse.Namespace(), argparse.Namespace(target_is_code=code)
+        self.data_cfg = argparse.Namespace(hub={}, config={"features": {}})
+        self.multitask_tasks = {}
+
+    def max_positions(self):
+        return 16
+
+    def get_speaker_embeddings(self, args):
+        return None
 
 
-@pytest.mark.parametrize("model", SMALL)
-def test_every_twin_builds_and_runs(model):
-    for arch in _twins(model):
-        words = [
-            "data",
-            "--arch",
-            arch,
-            "--moe-freq",
-            "1",
-            "--moe-expert-count",
-            "3",
-            *SMALL[model],
-        ]
-        parser = options.get_training_parser()
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
-        built = models.build_model(cfg.model, _Task())
-        one_sided = model in ("transformer_lm", "roberta")
-        assert len(moe_layers(built)) == (2 if one_sided else 4), arch
-        tokens = torch.arange(4, 14).view(2, 5)
-        inputs = (tokens,) if one_sided else (tokens, torch.tensor([5, 5]), tokens)
-        features, _ = built(*inputs)
-        features.sum().backward()
-        assert all(m.experts.fc1_weight.grad is not None for m in moe_layers(built)), arch
+def _built(arch):
+    args = argparse.Namespace(arch=arch, moe_freq=1, moe_expert_count="3", **SIZES)
+    return models.build_model(args, _Task(code="s2ut" in arch))
+
+
+def _run(model, name):
+    """Return a sum over what a model gives for two sentences, in training."""
+    torch.manual_seed(1)
+    tokens, lengths = torch.arange(4, 14).view(2, 5), torch.tensor([5, 5])
+    source = tokens
+    if name in OF_SPEECH:
+        source, lengths = torch.randn(2, 20, 16), torch.tensor([20, 20])
+    if isinstance(model, FairseqNATModel):
+        losses = model(tokens, lengths, tokens.flip(1), tokens)
+        return sum(part["out"].float().sum() for part in losses.values() if "out" in part)
+    if isinstance(model, FairseqEncoderModel | FairseqLanguageModel):
+        extra = {"lang_id": ["en_XX"] * 2} if name == "moe_xmod" else {}
+        return model(tokens, **extra)[0].sum()
+    if name in ("moe_tts_transformer", "moe_s2spect_transformer"):
+        target = torch.randn(2, 6, model.decoder.out_dim)
+        output = model(source, lengths, target, target_lengths=torch.tensor([6, 6]))
+        return output[0].sum() + output[1].sum()
+    return model(source, lengths, tokens)[0].sum()
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - UNBUILT))
+def test_every_twin_builds_and_runs(name):
+    assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
+        ARCH_MODEL_INV_REGISTRY[name]
+    )
+    one_sided = issubclass(MODEL_REGISTRY[name], FairseqEncoderModel | FairseqLanguageModel)
+    for arch in ARCH_MODEL_INV_REGISTRY[name]:
+        model = _built(arch)
+        assert len(moe_layers(model)) == (2 if one_sided else 4), arch
+        _run(model, name).backward()
+        assert all(m.experts.fc1_weight.grad is not None for m in moe_layers(model)), arch
+
+
+def test_what_experts_fit_has_a_twin_and_no_other():
+    assert {f"moe_{name}" for name in ("transformer", "bart", "roberta", "transformer_lm")} <= {
+        *MODELS
+    }
+    assert not {f"moe_{name}" for name in WITHOUT_TWIN} & {*MODEL_REGISTRY}
+    assert not [name for name in MODELS if "parallel" in name]
 
 
 def test_every_stock_optimizer_has_a_twin():
@@ -86,16 +126,47 @@ def test_every_stock_optimizer_has_a_twin():
     assert "adam" in stock
 
 
+@pytest.mark.parametrize("name", sorted(n for n in TASK_REGISTRY if not n.startswith("moe_")))
+def test_every_stock_task_has_a_twin_with_the_system_options(name):
+    twin, stock = TASK_REGISTRY[f"moe_{name}"], TASK_REGISTRY[name]
+    assert issubclass(twin, MoETaskMixin) and issubclass(twin, stock)
+    assert twin.__name__ == f"MoE{stock.__name__}"
+    assert pickle.loads(pickle.dumps(twin)) is twin
+    parser = argparse.ArgumentParser(conflict_handler="error")
+    twin.add_args(parser)
+    keys = {action.dest for action in parser._actions}
+    assert {*defaults(SystemOptions)} <= keys
+    given = argparse.ArgumentParser()
+    stock.add_args(given)
+    assert keys == {action.dest for action in given._actions}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in CRITERION_REGISTRY if not n.startswith("moe_")))
+def test_every_stock_criterion_has_a_twin_with_the_balance_loss(name):
+    if name in ("composite_loss", "vocab_parallel_cross_entropy"):
+        assert f"moe_{name}" not in CRITERION_REGISTRY
+        return
+    twin, stock = CRITERION_REGISTRY[f"moe_{name}"], CRITERION_REGISTRY[name]
+    assert issubclass(twin, GateLossMixin) and issubclass(twin, stock)
+    assert twin.__name__ == f"MoE{stock.__name__}"
+    assert pickle.loads(pickle.dumps(twin)) is twin
+    parser = argparse.ArgumentParser(conflict_handler="error")
+    twin.add_args(parser)
+    given = {action.dest for action in parser._actions}
+    assert {"moe_gate_loss_wt", "moe_gate_loss_combine_method"} <= given
+    of_stock = argparse.ArgumentParser()
+    stock.add_args(of_stock)
+    assert {action.dest for action in of_stock._actions} < given
+
+
+def test_twins_are_hydra_s_choices_too():
+    store = ConfigStore.instance().repo
+    assert "moe_gate_loss_wt" in store["criterion"]["moe_nat_loss.yaml"].node
+    assert "moe_zero_stage" in store["task"]["moe_translation_lev.yaml"].node
+
+
 def test_registering_twice_changes_nothing():
-    before = len(ARCH_MODEL_REGISTRY), len(OPTIMIZER_REGISTRY)
+    registries = ARCH_MODEL_REGISTRY, OPTIMIZER_REGISTRY, TASK_REGISTRY, CRITERION_REGISTRY
+    before = [len(registry) for registry in registries]
     register()
-    assert (len(ARCH_MODEL_REGISTRY), len(OPTIMIZER_REGISTRY)) == before
-
-
-def test_tasks_and_criterions_are_choices_of_the_command_line():
-    choices = {a.dest: a.choices for a in options.get_training_parser()._actions}
-    tasks = {"moe_language_modeling", "moe_translation", "moe_masked_lm", "moe_denoising"}
-    assert tasks <= set(choices["task"])
-    names = {"moe_cross_entropy", "moe_label_smoothed_cross_entropy", "moe_masked_lm"}
-    assert names <= set(choices["criterion"])
-    assert "moe_adam" in choices["optimizer"]
+    assert [len(registry) for registry in registries] == before
