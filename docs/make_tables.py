@@ -22,7 +22,8 @@ def names_table() -> str:
     """Return the table of everything that is registered."""
     rows = [
         [f"architectures of `{model}`", _codes(ARCH_MODEL_INV_REGISTRY[model])]
-        for model in ("moe_transformer_lm", "moe_transformer", "moe_roberta", "moe_bart")
+        for model in ARCH_MODEL_INV_REGISTRY
+        if model.startswith("moe_")
     ]
     for kind, registry in (
         ("tasks", TASK_REGISTRY),

@@ -1,13 +1,15 @@
-"""moe_roberta and moe_bart: train, resume, validate and open, on one rank and on two.
+"""moe_roberta and moe_bart: train, resume, validate and open, on one rank and on two; and some other twins.
 
 Covered: masked-LM and denoising tasks, the same bits after a resume (roberta), one process opens what
-two ranks saved, fairseq's hub interface, BERT's initialisation.
+two ranks saved, fairseq's hub interface, BERT's initialisation; twins that registries alone have made, of
+a task, a model and a criterion at once.
 """
 
 import pytest
 import torch
 from cli import USER_DIR, fairseq, refused
 from equality import same_bits
+from models import mt_args
 
 SMALL_ENCODER = (
     "--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32,
@@ -98,7 +100,7 @@ def test_roberta_opens_in_the_hub_interface(lm_data, tmp_path):
     from fairseq_tutel import plugin
 
     plugin.register()
-    from fairseq_tutel.models.moe_roberta import MoERobertaModel
+    from fairseq_tutel.models.twins import MoERobertaModel
 
     _train("roberta", lm_data, tmp_path, 2)
     roberta = MoERobertaModel.from_pretrained(
@@ -126,3 +128,33 @@ def test_roberta_with_layerdrop_is_refused_where_ranks_share_experts(lm_data, tm
     extra = ("--encoder-layerdrop", 0.5)
     output = _train("roberta", lm_data, tmp_path, 1, 2, *extra, command=refused)
     assert "--encoder-layerdrop is 0.5: ranks would drop different layers" in output
+
+
+# Task, architecture, criterion, and what they ask for.
+SMOOTHED = "moe_label_smoothed_cross_entropy"
+TWINS = {
+    "cmlm": (
+        "moe_translation_lev", "moe_cmlm_transformer", "moe_nat_loss", "--noise", "random_mask",
+    ),
+    "insertion": (
+        "moe_translation_lev", "moe_insertion_transformer", "moe_nat_loss",
+        "--noise", "random_delete",
+    ),
+    "align": ("moe_translation", "moe_transformer_align", f"{SMOOTHED}_with_alignment"),
+    "rdrop": (
+        "moe_translation", "moe_transformer_tiny", f"{SMOOTHED}_with_rdrop", "--rdrop-alpha", 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_twins_by_registry_train_on_two_ranks(kind, mt_data, tmp_path):
+    task, arch, criterion, *extra = TWINS[kind]
+    words = mt_args(
+        mt_data, tmp_path, "--task", task, "--arch", arch, "--criterion", criterion, *extra
+    )
+    run = fairseq("train", *words, ranks=2)
+    first, *_, last = run.stats("train_inner")
+    assert float(last["loss"]) < float(first["loss"])
+    assert float(first["moe_gate_loss"]) > 0.5
+    assert len([key for key in first if "moe_load" in key]) == 4
