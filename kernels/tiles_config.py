@@ -1,7 +1,7 @@
 """Tile sizes of the grouped products: few candidates per kind of product, hardware, dtype and shape.
 
 None was chosen by timing. The first of each list is the default: the largest tile that compiles for its
-hardware without spilling a register (`benchmarks/compile_table.py` prints the figures, a test holds them).
+hardware without spilling a register (`benchmarks.compile_table` prints the figures, a test holds them).
 """
 
 from collections.abc import Callable

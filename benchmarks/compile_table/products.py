@@ -6,6 +6,7 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.compile_table.variants import ACCUMULATORS, Variant, variant
 from fairseq_tutel.kernels import (
     triton_gemm,
     triton_hidden,
@@ -15,7 +16,6 @@ from fairseq_tutel.kernels import (
 )
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.tiles_config import Config, candidates
-from fairseq_tutel.kernels.variant import ACCUMULATORS, Variant, variant
 
 # A layer with full tiles: rows of all experts, experts, H or I, D or O.
 SHAPE = (65536, 8, 8192, 2048)
@@ -36,7 +36,7 @@ def hardware_of_target(target: GPUTarget) -> str:
     return "hopper" if target.arch >= 90 else "ampere"
 
 
-def gemm_variants(target: GPUTarget) -> Iterator[Variant]:
+def product_variants(target: GPUTarget) -> Iterator[Variant]:
     """Yield the tile table and every product, in every dtype but fp64, which is for the interpreter."""
     yield variant(
         "tile_table/i64",

@@ -6,7 +6,7 @@ Shows that one source serves CUDA and ROCm, and says what a new kernel costs bef
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fairseq_tutel.kernels import triton_dispatch
-from fairseq_tutel.kernels.build_gemm import gemm_variants
-from fairseq_tutel.kernels.build_route import route_variants
-from fairseq_tutel.kernels.variant import ACCUMULATORS, Variant, variant
+from benchmarks.compile_table.products import product_variants
+from benchmarks.compile_table.variants import Variant, dispatch_variants, route_variants
 
 TARGETS = (
     GPUTarget("cuda", 80, 32),
@@ -26,7 +24,6 @@ TARGETS = (
     GPUTarget("hip", "gfx90a", 64),
     GPUTarget("hip", "gfx942", 64),
 )
-DTYPES = ("fp32", "fp16", "bf16", "fp64")
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,9 @@ class Figures:
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
     """Yield every kernel in every dtype, as it is launched on a target."""
-    yield from _dispatch_variants()
-    yield from (variant(*arguments) for arguments in route_variants())
-    yield from gemm_variants(target)
+    yield from dispatch_variants()
+    yield from route_variants()
+    yield from product_variants(target)
 
 
 def build(variant: Variant, target: GPUTarget) -> Any:
@@ -59,11 +56,6 @@ def build(variant: Variant, target: GPUTarget) -> Any:
     signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
     source = ASTSource(variant.kernel, signature, variant.constants, variant.attributes)
     return triton.compile(source, target=target, options=variant.options)
-
-
-def build_all(targets: Sequence[GPUTarget] = TARGETS) -> dict[tuple[str, str], Any]:
-    """Compile every variant for every target; keys are (variant name, "sm_90" or "gfx942")."""
-    return {(v.name, name_of(t)): build(v, t) for t in targets for v in variants(t)}
 
 
 def name_of(target: GPUTarget) -> str:
@@ -98,33 +90,3 @@ def _cuda_figures(compiled: Any) -> Figures:
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     spilled = int(usage["STACK"]) + int(usage["LOCAL"])
     return Figures(int(usage["REG"]), 0, spilled, compiled.metadata.shared)
-
-
-def _dispatch_variants() -> Iterator[Variant]:
-    """Yield the gathers, with and without their optional argument."""
-    for dtype in DTYPES:
-        acc = ACCUMULATORS[dtype]
-        # Gate weights are at least fp32 unless the gate itself is asked to run in half precision.
-        weight = "*fp64" if dtype == "fp64" else "*fp32"
-        for optional in (False, True):
-            yield variant(
-                f"gather_rows/{dtype}/{'scaled' if optional else 'plain'}",
-                triton_dispatch._gather_rows_kernel,
-                {"x_ptr": dtype, "index_ptr": "i64", "scale_ptr": weight, "rows_ptr": dtype},
-                ("model_dim",),
-                {"HAS_SCALE": optional, "ACC": acc, "BLOCK_D": 1024},
-            )
-            yield variant(
-                f"gather_sum/{dtype}/{'weighted' if optional else 'plain'}",
-                triton_dispatch._gather_sum_kernel,
-                {"rows_ptr": dtype, "row_of_ptr": "i64", "weights_ptr": weight, "y_ptr": dtype},
-                ("model_dim", "top_k"),
-                {"HAS_WEIGHTS": optional, "ACC": acc, "BLOCK_K": 2, "BLOCK_D": 1024},
-            )
-        yield variant(
-            f"gather_dot/{dtype}",
-            triton_dispatch._gather_dot_kernel,
-            {"rows_ptr": dtype, "row_of_ptr": "i64", "y_ptr": dtype, "dots_ptr": dtype},
-            ("model_dim", "top_k"),
-            {"ACC": acc, "BLOCK_D": 1024},
-        )

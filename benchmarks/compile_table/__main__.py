@@ -1,9 +1,4 @@
-"""What every Triton kernel needs on GPUs that are not here: registers, spills, shared memory.
-
-python -m benchmarks.compile_table                          all kernels for all targets, about a minute
-python -m benchmarks.compile_table --target sm_90 --only ffn_up
-python -m benchmarks.compile_table --markdown docs/compiled.md
-"""
+"""The command; see the package."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +6,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from fairseq_tutel.kernels import build
+from benchmarks import compile_table
+from benchmarks.compile_table import build
 
 HEADERS = ("kernel", "target", "registers", "scalar registers", "spilled", "shared bytes")
 
@@ -31,7 +27,7 @@ def rows(targets: Sequence[str], only: str) -> list[tuple[str, str, int, int, in
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it as markdown where --markdown says."""
     names = [build.name_of(target) for target in build.TARGETS]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(compile_table.__doc__ or "").split("\n")[0])
     parser.add_argument("--target", action="append", choices=names, help="default: all of them")
     parser.add_argument("--only", default="", help="a part of the kernel's name")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
