@@ -1,10 +1,15 @@
-"""Classes of the user's own, named by where they stand: package.module.Class."""
+"""Modules and their first values: classes of the user's own, named package.module.Class, and generators.
 
+Every tensor is drawn from a generator of its own, so that a model is the same for every number of ranks.
+"""
+
+import hashlib
 import importlib
+import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_custom(name: str) -> bool:
@@ -72,3 +77,35 @@ def draw(kind: type, config: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # the CPU's alone; torch.manual_seed reseeds GPUs
         return kind(config)
+
+
+def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
+    """Return a CPU generator seeded by a hash of its arguments; expert -1 is what all experts share."""
+    return torch.Generator().manual_seed(hashed_seed(seed, name, expert, tensor))
+
+
+def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
+    """Return a signed 64-bit seed from a hash of its arguments."""
+    digest = hashlib.sha256(f"{seed}/{name}/{expert}/{tensor}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def draw_linear(
+    target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
+) -> None:
+    """Fill a weight or bias in place as nn.Linear does, or, by `init_std`, normal with zero biases.
+
+    Args:
+        target: any device and float dtype; drawn in fp32 on CPU.
+        fan_in: the linear map's input dimension.
+        kind: "weight" or "bias".
+        init_std: standard deviation of weights; 0 for nn.Linear's own rule.
+        generator: on CPU.
+    """
+    values = torch.zeros(target.shape, dtype=torch.float32)
+    if init_std == 0:
+        bound = 1 / math.sqrt(fan_in)
+        nn.init.uniform_(values, -bound, bound, generator=generator)
+    elif kind == "weight":
+        nn.init.normal_(values, std=init_std, generator=generator)
+    target.copy_(values)

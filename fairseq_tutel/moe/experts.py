@@ -15,11 +15,18 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.build import construct, draw, is_custom, load_class
+from fairseq_tutel.moe.build import (
+    construct,
+    draw,
+    draw_linear,
+    hashed_seed,
+    is_custom,
+    load_class,
+    seeded_generator,
+)
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.initial import draw_linear, hashed_seed, seeded_generator
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.groups import Part
 

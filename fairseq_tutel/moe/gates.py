@@ -1,6 +1,7 @@
-"""Gate: x_TD -> logits_TE.
+"""Gate: x_TD -> logits_TE, and what makes it explore: noise before and after it, in training only.
 
-T tokens, D model_dim, E experts.
+T tokens, D model_dim, E experts. Noise is drawn from torch's global generator, which fairseq reseeds every
+update and activation checkpointing restores, so that a recompute and a resume route alike.
 """
 
 import math
@@ -10,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.build import build_custom, is_custom, redraw
+from fairseq_tutel.moe.build import build_custom, hashed_seed, is_custom, redraw, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.initial import hashed_seed, seeded_generator
 
 
 class LinearGate(nn.Module):
@@ -126,7 +126,11 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
+GATES = {
+    "linear": LinearGate,
+    "cosine": CosineGate,
+    "hash": HashGate,
+}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
@@ -138,10 +142,27 @@ def build_gate(config: MoEConfig, kind: str) -> nn.Module:
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
     """Draw a gate that `build_gate` gave from a generator of (seed, name, tensor), alike on every rank."""
-    if isinstance(gate, (LinearGate, CosineGate, HashGate)):
+    if any(isinstance(gate, kind) for kind in GATES.values()):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
         redraw(gate, hashed_seed(seed, name, -1, tensor))
+
+
+def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
+    """Return what the gate sees: x with multiplicative jitter and dropout; the experts see x itself.
+
+    Jitter multiplies every element by a number uniform in [1 - j, 1 + j].
+
+    Source: Switch Transformer (Fedus et al. 2021), section 2.4, for both.
+    """
+    if not training:
+        return x_TD
+    if config.input_jitter > 0:
+        # In half precision there are few numbers near 1, more of them below it than above.
+        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        low, high = 1 - config.input_jitter, 1 + config.input_jitter
+        x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)
+    return F.dropout(x_TD, config.input_dropout, training) if config.input_dropout else x_TD
 
 
 def gate_logits(
@@ -167,3 +188,13 @@ def gate_logits(
             "or choose linear or cosine."
         )
     return gate(token_ids_T, top_k)
+
+
+def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
+    """Add gaussian noise of standard deviation gate_noise / E.
+
+    Choice, weights and balance losses all take the noisy logits, as Tutel's do.
+    """
+    if not training or config.gate_noise == 0:
+        return logits_TE
+    return logits_TE + torch.randn_like(logits_TE) * (config.gate_noise / logits_TE.shape[1])

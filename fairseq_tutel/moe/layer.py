@@ -15,7 +15,7 @@ from fairseq_tutel.comm.stamp import Calls, Stamp
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe import balance as losses
-from fairseq_tutel.moe import exploration, routing
+from fairseq_tutel.moe import routing
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance_bias import BalanceBias
 from fairseq_tutel.moe.balance_weights import parse_balance_loss
@@ -24,7 +24,7 @@ from fairseq_tutel.moe.config import MoEConfig, is_whole
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.gates import build_gate, gate_logits, reset_gate
+from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.shared_experts import Beside
 from fairseq_tutel.moe.slots import Capacity, capacity_of
@@ -236,9 +236,9 @@ class MoELayer(nn.Module):
         """Gate and decide, by the gate of this call; count what the balance bias goes by."""
         gate, config, rules = self.gate_at(call.gate_index)
         top_k = config.top_k if call.top_k is None else call.top_k
-        seen_TD = exploration.gate_input(x_TD, config, self.training)
+        seen_TD = gate_input(x_TD, config, self.training)
         clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
-        logits_TE = exploration.noisy_logits(clean_TE, config, self.training)
+        logits_TE = noisy_logits(clean_TE, config, self.training)
         bias = self.balance_bias
         decision = routing.decide(
             logits_TE,

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.exploration import gate_input, noisy_logits
+from fairseq_tutel.moe.gates import gate_input, noisy_logits
 
 SIZES = {"model_dim": 6, "hidden_dim": 5, "num_experts": 4, "top_k": 2}
 

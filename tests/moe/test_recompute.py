@@ -9,11 +9,11 @@ import dataclasses
 
 import pytest
 import torch
+from fairseq_tutel.moe.balance_weights import BALANCE_LOSSES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.balance_weights import BALANCE_LOSSES
 from fairseq_tutel.moe.config import GATE_TYPES
 
 

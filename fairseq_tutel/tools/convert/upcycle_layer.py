@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
-from fairseq_tutel.moe.initial import seeded_generator
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.ranks.groups import Part
