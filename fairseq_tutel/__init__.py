@@ -4,8 +4,7 @@ Importing this needs torch and numpy only. The walk, in reading order: gates, ro
 dispatch, exchange, experts, moe_layer.
 """
 
-from fairseq_tutel.moe.balance import gshard_loss
-from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.moe.balance import gshard_loss, update_biases
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput

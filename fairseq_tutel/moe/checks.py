@@ -1,11 +1,15 @@
-"""Options of a layer that exclude each other, each refused by one sentence."""
+"""Checks: options of a layer that exclude each other, each refused by one sentence; --moe-balance-loss."""
 
 from collections.abc import Callable
 from typing import Any
 
-from fairseq_tutel.moe.balance_weights import NEED_GATE_NOISE, parse_balance_loss
-
 Label = Callable[[str], str]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 def refuse_contradictions(config: Any, label: Label) -> None:
@@ -30,7 +34,7 @@ def refuse_contradictions(config: Any, label: Label) -> None:
 def _check_grouped_mm(config: Any, label: Label) -> None:
     for name in ("model_dim", "hidden_dim") if config.backend == "grouped_mm" else ():
         width = getattr(config, name)
-        _require(
+        require(
             width % 4 == 0,
             f"{label(name)} is {width}, but --moe-backend grouped_mm takes rows of whole 16 bytes; give a "
             "multiple of 8, in fp32 of 4, or choose --moe-backend auto.",
@@ -39,23 +43,23 @@ def _check_grouped_mm(config: Any, label: Label) -> None:
 
 def _check_counts(config: Any, label: Label) -> None:
     experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
-    _require(
+    require(
         1 <= config.top_k <= experts,
         f"{label('top_k')} is {config.top_k} but there are {experts} experts; choose a value from 1 to "
         f"{experts}.",
     )
-    _require(
+    require(
         experts % groups == 0,
         f"{label('expert_groups')} is {groups}, which does not divide the {experts} experts; give a "
         "divisor.",
     )
-    _require(
+    require(
         kept <= groups and kept * (experts // groups) >= config.top_k,
         f"{label('groups_per_token')} is {kept} of {groups} groups of {experts // groups} experts; give at "
         f"most {groups}, and enough for {config.top_k} experts per token.",
     )
     gates = len(config.gate_types)
-    _require(
+    require(
         config.gate_index < gates,
         f"{label('gate_index')} is {config.gate_index} but there is no such gate among {gates}; choose "
         f"from 0 to {gates - 1}.",
@@ -64,7 +68,7 @@ def _check_counts(config: Any, label: Label) -> None:
 
 def _check_capacity(config: Any, label: Label) -> None:
     fraction = config.eval_capacity_token_fraction
-    _require(
+    require(
         fraction == 0 or config.eval_capacity_factor == 0,
         f"{label('eval_capacity_token_fraction')} is {fraction} beside --moe-eval-capacity-factor; give "
         "one of them.",
@@ -129,18 +133,60 @@ def _check_hash(config: Any, label: Label) -> None:
 def _check_losses(config: Any, label: Label) -> None:
     weights = parse_balance_loss(config.balance_loss)
     needs_noise = [name for name in NEED_GATE_NOISE if name in weights]
-    _require(
+    require(
         not needs_noise or config.gate_noise > 0,
         f"{label('balance_loss')} is {config.balance_loss!r} but there is no noise to weigh a load by; "
         "set --moe-gate-noise, such as 1.",
     )
-    _require(
+    require(
         not needs_noise or config.choice == "tokens",
         f"{label('balance_loss')} is {config.balance_loss!r} but experts choose their tokens (--moe-choice "
         "experts), all the same number; give z or none.",
     )
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+BALANCE_LOSSES = (
+    "gshard",
+    "gshard_all",
+    "gshard_sequence",
+    "gshard_global",
+    "switch",
+    "load_importance",
+    "load_importance_tutel",
+    "z",
+)
+# They ask how likely a token would have chosen otherwise, had the gate's noise been drawn again.
+NEED_GATE_NOISE = ("load_importance", "load_importance_tutel")
+
+
+def parse_balance_loss(text: str) -> dict[str, float]:
+    """Read "gshard:1,z:0.1" into {"gshard": 1.0, "z": 0.1}; "none" and "" give {}.
+
+    Raises:
+        ValueError: unknown name, repeated name or a weight that is no finite number.
+    """
+    weights: dict[str, float] = {}
+    if text.strip() in ("", "none"):
+        return weights
+    for part in text.split(","):
+        name, _, weight = (word.strip() for word in part.partition(":"))
+        require(
+            name in BALANCE_LOSSES and name not in weights,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; use none "
+            f"or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1.",
+        )
+        weights[name] = _finite(weight or "1", text)
+    return weights
+
+
+def _finite(weight: str, text: str) -> float:
+    try:
+        value = float(weight)
+    except ValueError:
+        value = -1.0
+    require(
+        0 <= value < float("inf"),
+        f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is no weight; write name:number, at "
+        "least 0.",
+    )
+    return value

@@ -17,8 +17,8 @@ from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe import balance as losses
 from fairseq_tutel.moe import routing
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
-from fairseq_tutel.moe.balance_bias import BalanceBias
-from fairseq_tutel.moe.balance_weights import parse_balance_loss
+from fairseq_tutel.moe.balance import BalanceBias
+from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.choice import MicroBatch, Rules
 from fairseq_tutel.moe.config import MoEConfig, is_whole
 from fairseq_tutel.moe.dispatch import combine, dispatch

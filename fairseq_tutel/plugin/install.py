@@ -15,8 +15,8 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.moe.balance_weights import parse_balance_loss
 from fairseq_tutel.moe.build import is_custom
+from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
 from fairseq_tutel.moe.update_tuner import UpdateTuner

@@ -16,7 +16,7 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.comm.timer import ExchangeTimer
-from fairseq_tutel.moe.balance_update import update_biases
+from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin import parallel_inference

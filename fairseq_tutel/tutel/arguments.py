@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fairseq_tutel.moe.checks import require
 from fairseq_tutel.moe.config import Rule
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
@@ -16,12 +17,6 @@ logger = logging.getLogger(__name__)
 
 MAX_OVERLAP = 32
 TRUE_OR_FALSE: Rule = (lambda v: v in (True, False), "give True or False")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with this sentence unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def is_whole(value: Any, least: int) -> bool:

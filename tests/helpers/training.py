@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairseq_tutel.moe.balance_update import update_biases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_gathered, gather_experts
+from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.ranks.gradients import (
     clip_gradients,
     global_grad_norm,

@@ -9,14 +9,13 @@ import dataclasses
 
 import pytest
 import torch
-from fairseq_tutel.moe.balance_bias import BalanceBias
-from fairseq_tutel.moe.balance_update import update_biases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.balance import BalanceBias, update_biases
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
 

@@ -8,9 +8,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fairseq_tutel.moe.balance_weights import parse_balance_loss
 
 from fairseq_tutel.moe.balance import LOSSES
+from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig, options_of_scope
 from fairseq_tutel.moe.gates import GATES
 from fairseq_tutel.moe.slots import DROP_POLICIES

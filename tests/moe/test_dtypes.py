@@ -7,10 +7,10 @@ of half precision, ours and a user's; what is fp32 whatever torch's default dtyp
 import pytest
 import torch
 from compare import close
-from fairseq_tutel.moe.balance_bias import BalanceBias
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.build import draw_linear
 from fairseq_tutel.moe.choice import asked_at_random
 from fairseq_tutel.moe.slots import at_random

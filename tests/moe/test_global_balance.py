@@ -9,11 +9,11 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from fairseq_tutel.moe.balance_update import update_biases
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.moe.balance import update_biases
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, balance_loss="gshard_global:1")
 

@@ -9,11 +9,11 @@ import dataclasses
 
 import pytest
 import torch
-from fairseq_tutel.moe.balance_weights import BALANCE_LOSSES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.balance import LOSSES
 from fairseq_tutel.moe.config import GATE_TYPES
 
 
@@ -111,5 +111,5 @@ def test_every_choice_of_every_option_is_run_again():
     assert sum(item.type is bool for item in items) > 5
     assert set(GATE_TYPES) <= held["gate_type"]
     losses = ",".join(held["balance_loss"])
-    for name in BALANCE_LOSSES:
+    for name in LOSSES:
         assert name in losses or name in ("gshard", "switch"), name

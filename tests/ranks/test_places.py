@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from fairseq_tutel.moe.balance_update import update_biases
 from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.ranks import gradients
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero import transfer

@@ -13,7 +13,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from fairseq_tutel.moe.balance_update import update_biases
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -29,6 +28,7 @@ from training import (
 )
 
 from fairseq_tutel import make_topology
+from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.planning.memory import Held, held_bytes, shard_length
 from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
 from fairseq_tutel.ranks.groups import Topology
