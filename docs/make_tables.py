@@ -12,7 +12,6 @@ from fairseq.tasks import TASK_REGISTRY
 
 import page
 from fairseq_tutel import plugin
-from fairseq_tutel.criterions.gate_loss import GateLossOptions
 from fairseq_tutel.plugin import flags
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -57,7 +56,7 @@ def tables() -> dict[str, str]:
     return {
         "names": names_table(),
         "model flags": flags_table(flags.EncoderDecoderOptions),
-        "criterion flags": flags_table(GateLossOptions),
+        "criterion flags": flags_table(flags.GateLossOptions),
         "task flags": flags_table(flags.SystemOptions),
     }
 

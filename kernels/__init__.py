@@ -33,11 +33,8 @@ OPS = (
 )
 
 
-BACKENDS = ("auto", "reference", "triton", "grouped_mm")
-
-
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return (backend, reason) for one of BACKENDS on this device.
+    """Return (backend, reason) for a choice of --moe-backend on this device.
 
     Raises:
         ValueError: "triton" or "grouped_mm" was asked for where it cannot run.
@@ -75,7 +72,7 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
     """Return what holds `OPS`, and the feed-forward made of them, for the requested backend.
 
     Args:
-        requested: one of BACKENDS.
+        requested: a choice of --moe-backend.
         device: of the tensors.
         dtype: of the experts' products: in fp64, which GPUs' kernels here do not take, they are torch's.
     """

@@ -7,7 +7,6 @@ depend on how a layer is computed.
 import torch
 from torch import Tensor
 
-WIRES = ("same", "bf16", "fp8")
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0  # of e4m3: the largest value of a row becomes this one
 SCALE_BYTES = 4

@@ -4,45 +4,20 @@ L MoE layers.
 """
 
 import logging
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from torch import Tensor, nn
 
 from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log, without_experts
 from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.moe.config import CriterionConfig
+from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.flags import GateLossOptions
 from fairseq_tutel.plugin.run_config import root_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class GateLossOptions(FairseqDataclass):
-    """The criterion's part of the balance loss; which losses there are is the model's part."""
-
-    moe_gate_loss_wt: float = field(
-        default=0.01,
-        metadata={"help": "weight of the balance loss per unit of sample size [default: 0.01]"},
-    )
-    moe_gate_loss_combine_method: ChoiceEnum(["average", "sum"]) = field(  # type: ignore[valid-type]
-        default="average",
-        metadata={"help": "how the layers' balance losses become one [default: average]"},
-    )
-    moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = field(  # type: ignore[valid-type]
-        default="none",
-        metadata={"help": "what is done to the combined loss: neg_log takes -log [default: none]"},
-    )
-    moe_log_layers: bool = field(
-        default=False,
-        metadata={
-            "help": "log every MoE layer's metrics and every expert's load as scalars, for TensorBoard and "
-            "Weights & Biases to draw [default: off]"
-        },
-    )
 
 
 class GateLossMixin:
@@ -54,11 +29,7 @@ class GateLossMixin:
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the stock criterion and keep the balance options."""
-        if not 0 <= cfg.moe_gate_loss_wt < math.inf:
-            raise ValueError(
-                f"--moe-gate-loss-wt is {cfg.moe_gate_loss_wt}; give a finite number, at least 0, which is "
-                "for no balance loss."
-            )
+        refuse_bad_values(read(CriterionConfig, cfg))
         # A task knows after it built the model, as commands do first; its own mixin may be missing.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion

@@ -12,11 +12,6 @@ import torch
 from torch import Tensor, nn
 
 
-def is_custom(name: str) -> bool:
-    """Whether a gate's or expert's type names a class instead of one of ours."""
-    return "." in name
-
-
 def load_class(label: str, name: str) -> type:
     """Import the class that an option names.
 

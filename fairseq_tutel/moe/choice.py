@@ -14,7 +14,8 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts
-from fairseq_tutel.moe.config import MoEConfig, is_whole
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.options import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)

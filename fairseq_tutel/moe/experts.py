@@ -20,13 +20,13 @@ from fairseq_tutel.moe.build import (
     draw,
     draw_linear,
     hashed_seed,
-    is_custom,
     load_class,
     seeded_generator,
 )
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
+from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.groups import Part
 

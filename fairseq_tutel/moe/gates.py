@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.build import build_custom, hashed_seed, is_custom, redraw, seeded_generator
+from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.options import is_custom
 
 
 class LinearGate(nn.Module):

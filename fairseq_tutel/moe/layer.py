@@ -20,12 +20,13 @@ from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.choice import MicroBatch, Rules
-from fairseq_tutel.moe.config import MoEConfig, is_whole
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
+from fairseq_tutel.moe.options import is_whole
 from fairseq_tutel.moe.shared_experts import Beside
 from fairseq_tutel.moe.slots import Capacity, capacity_of
 from fairseq_tutel.ranks.groups import Topology

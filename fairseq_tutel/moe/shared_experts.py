@@ -10,12 +10,12 @@ from fairseq_tutel.moe.build import (
     build_custom,
     draw_linear,
     hashed_seed,
-    is_custom,
     redraw,
     seeded_generator,
 )
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.experts import activation_of, feed_forward
+from fairseq_tutel.moe.options import is_custom
 
 
 class DenseExpert(nn.Module):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.moe.adaptive import allowed_degrees
+from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.planning.cost import OVERLAPS
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
@@ -26,7 +27,6 @@ from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 128  # places of an expert in one bucket (the paper's R), at least
 WIDENING = 0.25  # of where a bucket begins, where that is wider: dropless loads have a long tail
 WARM_UPDATES = (
     2  # the first makes the optimizer's state, the second's peak says what memory is free
@@ -45,8 +45,8 @@ class UpdateTuner:
 
     Args:
         layers: of one model, on ranks that exchange tokens.
-        window: width of a capacity bucket, in places of an expert; large ones are a quarter of where they
-            begin.
+        window: width of a capacity bucket (the paper's R), in places of an expert; large ones are a
+            quarter of where they begin.
         path: of the dictionary of what was found; read at the first `begin`, written whenever a bucket is
             settled. None keeps none.
         overlaps: numbers of chunks to choose from.
@@ -60,7 +60,7 @@ class UpdateTuner:
     def __init__(
         self,
         layers: Sequence[MoELayer],
-        window: int = WINDOW,
+        window: int = TaskConfig.moe_adaptive_window,
         path: str | None = None,
         overlaps: Sequence[int] = OVERLAPS,
         algorithms: Sequence[str] | None = None,

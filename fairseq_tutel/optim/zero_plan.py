@@ -5,6 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fairseq_tutel.moe.config import TaskConfig
+from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.ranks import groups
 
 # Their updates are no function of one element, so a rank that holds a part of the experts goes astray.
@@ -40,26 +42,19 @@ def plan_of(cfg: Any) -> ShardPlan | None:
             command line.
 
     Raises:
-        ValueError: no such stage.
+        ValueError: no such stage, or another bad value.
     """
     if hasattr(cfg, "_get_root"):
         root = cfg._get_root()
         cfg = root.task if "task" in root else cfg
-    stage, offload = (
-        getattr(cfg, "moe_zero_stage", 0),
-        bool(getattr(cfg, "moe_offload_optimizer", False)),
-    )
-    if stage not in (0, 1, 2):
-        raise ValueError(
-            f"--moe-zero-stage is {stage}; give 0 (optimizer state whole on every rank), 1 (cut) or 2 "
-            "(gradients cut too)."
-        )
+    options = read(TaskConfig, cfg)
+    refuse_bad_values(options)
     # The task warns that its options have no effect on a model without experts, which asked for no groups.
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    stage = stage if ranks > 1 else 0
-    if not (stage or offload) or groups.in_use().world_size != ranks:
+    stage = options.moe_zero_stage if ranks > 1 else 0
+    if not (stage or options.moe_offload_optimizer) or groups.in_use().world_size != ranks:
         return None
-    return ShardPlan(stage, offload)
+    return ShardPlan(stage, options.moe_offload_optimizer)
 
 
 def refuse_with_shards(root: Any, plan: ShardPlan) -> None:

@@ -114,17 +114,14 @@ def _has_user_dir(argv: list[str]) -> bool:
 
 def _tell_of_misspelt_flags(argv: list[str]) -> None:
     """Say which flag was meant; argparse will only call the one that was given unrecognized."""
-    from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+    from fairseq_tutel.moe.options import flag_of, key_of
+    from fairseq_tutel.plugin.flags import meant
 
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, SystemOptions, key_of, meant
-
-    criterion = CRITERION_DATACLASS_REGISTRY["moe_cross_entropy"]
-    options = (EncoderDecoderOptions, SystemOptions, criterion)
     for word in argv:
         flag = word.split("=")[0]
-        close = meant(key_of(flag), *options) if flag.startswith("--") else None
+        close = meant(key_of(flag)) if flag.startswith("--") else None
         if close:
-            logger.warning("%s is none of the flags here; --%s is", flag, close.replace("_", "-"))
+            logger.warning("%s is none of the flags here; %s is", flag, flag_of(close))
 
 
 def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:
@@ -134,14 +131,14 @@ def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:
     """
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, defaults
+    from fairseq_tutel.moe.config import options_of
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")
     arch = parser.parse_known_args(argv)[0].arch
     if arch not in ARCH_MODEL_REGISTRY or f"moe_{arch}" not in ARCH_MODEL_REGISTRY:
         return
-    known = {"--" + key.replace("_", "-") for key in defaults(EncoderDecoderOptions)}
+    known = {option.flag for option in options_of("model")}
     given = [a for a in argv if a.split("=")[0] in known]
     if given:
         sys.exit(

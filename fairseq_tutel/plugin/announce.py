@@ -2,53 +2,67 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.config import MoEConfig, label_of, options_of_scope
+from fairseq_tutel.moe.config import LAYER, ModelConfig, MoEConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.options import options_in, read
 from fairseq_tutel.moe.slots import evaluates_as_in_training
-from fairseq_tutel.plugin.flags import ModelOptions, defaults
 from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 
 # In the first line of `announce` already.
 SHOWN = ("top_k", "capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction")
-# Options that another one must be on for: whether it is, and its name.
-NEEDS: dict[str, tuple[Callable[[MoEConfig], bool], str]] = {
-    **dict.fromkeys(
-        ("drop_policy", "min_capacity", "capacity_multiple"),
-        (
-            lambda c: bool(
-                c.capacity_factor or c.eval_capacity_factor or c.eval_capacity_token_fraction > 0
-            ),
-            "a capacity, such as --moe-capacity-factor 1",
-        ),
-    ),
-    "bias_update_rate": (lambda c: c.balance_bias, "--moe-balance-bias"),
-    **dict.fromkeys(
-        ("gate_temperature", "gate_projection_dim"),
-        (lambda c: "cosine" in c.gate_types, "--moe-gate-type cosine"),
-    ),
-    **dict.fromkeys(
-        ("second_expert_policy", "normalize_gate"),
-        (lambda c: c.top_k > 1, "--moe-top-k 2 or more"),
-    ),
-    "groups_per_token": (
-        lambda c: c.groups_per_token < c.expert_groups,
-        "more --moe-expert-groups than that",
-    ),
-}
 
 
-# System options that have their effect on one rank too.
-LOCAL = ("backend", "recompute_experts")
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a training is, by which options have their effect or none.
+
+    Attributes:
+        layer: of the first MoE layer.
+        sides: of an encoder-decoder's.
+        ranks: W.
+        expert_parallel_size: P.
+        slices: the most that an expert of any layer has.
+        adaptive_r: of the first layer.
+        over_nodes: P ranks are several whole nodes.
+        ranks_per_node: 0 where nobody says.
+        half: the model computes in fp16 or bf16.
+        gpu: there is one.
+        tuned: something of how layers run is left to the tuner.
+    """
+
+    layer: MoEConfig
+    sides: SidesConfig
+    ranks: int = 1
+    expert_parallel_size: int = 1
+    slices: int = 1
+    adaptive_r: int = 1
+    over_nodes: bool = False
+    ranks_per_node: int = 0
+    half: bool = False
+    gpu: bool = False
+    tuned: bool = False
+
+
+def say_what_has_no_effect(config: Any, facts: Facts) -> None:
+    """Warn of every option of a dataclass that is not at its default and has no effect."""
+    for option in options_in(type(config)):
+        value = getattr(config, option.name)
+        idle = next((idle for idle in option.idle if idle.holds(facts)), None)
+        if idle is not None and value != option.default:
+            shown = "" if value is True else f" {value}"
+            words = idle.words.format(f=facts)
+            logger.warning("%s%s has no effect%s", option.flag, shown, words)
 
 
 def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[str, str]) -> None:
@@ -70,8 +84,10 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
     )
     changed = [
         f"{option.name} {getattr(first, option.name)}"
-        for option in options_of_scope("model")
-        if option.name not in SHOWN and getattr(first, option.name) != option.default
+        for option in LAYER.values()
+        if option.of == "model"
+        and option.name not in SHOWN
+        and getattr(first, option.name) != option.default
     ]
     if changed:
         logger.info("experts, not by default: %s", ", ".join(changed))
@@ -107,17 +123,11 @@ def sizes(model: nn.Module) -> tuple[int, int, int]:
     return total, active, 2 * products
 
 
-def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> None:
-    """Log how the layers' rows travel, and what is asked for and has no effect.
-
-    Args:
-        layers: of the model.
-        local: ranks of a node; 0 where nobody says.
-        half: the model computes in fp16 or bf16.
-    """
+def announce_exchange(layers: Sequence[MoELayer]) -> None:
+    """Log how the layers' rows travel, where they do."""
     first = layers[0]
-    size, strategy, config = first.topology.expert_parallel_size, first.strategy, first.config
-    if size > 1:
+    strategy, config = first.strategy, first.config
+    if first.topology.expert_parallel_size > 1:
         logger.info(
             "experts across ranks: slices of an expert %s, adaptive_r %s, overlap %d, %s all-to-all, %s "
             "buffers, %s wire, tuned: %s",
@@ -130,62 +140,49 @@ def announce_exchange(layers: Sequence[MoELayer], local: int, half: bool) -> Non
             {"auto": "all but the last two"}.get(config.adaptive)
             or {"auto": "adaptive_r"}.get(config.parallel_type, "nothing"),
         )
-    if first.topology.rank > 0:
-        return
-    if config.expert_grad_norm != "world_size" and first.topology.world_size == 1:
-        name = label_of("expert_grad_norm")
-        logger.warning("%s %s has no effect: there is one rank", name, config.expert_grad_norm)
-    slices = max(layer.experts.part.slices for layer in layers)
-    asked = [
-        option.name
-        for option in options_of_scope("system")
-        if option.name not in LOCAL and getattr(config, option.name) != option.default
-    ]
-    stays = ("exchange", "a2a_algorithm", "a2a_dtype", "a2a_ffn_overlap_degree")
-    for name in asked:
-        value, reason = getattr(config, name), ""
-        if name == "kernel_tuning_seconds":
-            reason = "" if torch.cuda.is_available() else "kernels are timed on a GPU alone"
-        elif size == 1:
-            reason = "every rank has all experts"
-        elif name == "a2a_algorithm" and value == "2dh" and first.topology.grid is None:
-            reason = f"rows go among {size} ranks, which are not several whole nodes of {local}"
-        elif name in stays and strategy.adaptive_r == 0 and not is_tuned(config):
-            reason = "with adaptive_r 0 no row travels"
-        elif name == "a2a_dtype" and value == "bf16" and half:
-            reason = "rows are in half precision as they are"
-        elif name == "adaptive_r" and value > slices:
-            reason = f"an expert has {slices} ranks, and {slices} is taken"
-        elif name == "parallel_type" and value != "auto" and config.adaptive_r >= 0:
-            reason = "--moe-adaptive-r is given"
-        elif name in ("adaptive_r", "parallel_type") and value != "auto" and is_tuned(config):
-            reason = "the tuner chooses; it is what its gain is told against"
-        if reason:
-            logger.warning("%s %s has no effect: %s", label_of(name), value, reason)
 
 
-def warn_of_files(config: MoEConfig, task_cfg: Any, rank: int) -> None:
-    """Say which of the task's own options about ranks, the tuner and the machine nobody will read."""
-    tuned, modelled = is_tuned(config), config.a2a_algorithm == "auto"
-    by_node = config.a2a_algorithm != "linear" or config.adaptive == "auto"
-    for key, default, read, needs in (
-        ("moe_local_size", 0, by_node, "--moe-a2a-algorithm 2dh or auto, or --moe-adaptive auto"),
-        ("moe_machine_file", "", modelled, "--moe-a2a-algorithm auto"),
-        ("moe_adaptive_file", "", tuned, "--moe-adaptive auto"),
-        ("moe_adaptive_window", 128, tuned, "--moe-adaptive auto"),
-    ):
-        value = getattr(task_cfg, key, default)
-        if value != default and not read and rank == 0:
-            flag = key.replace("_", "-")
-            logger.warning("--%s %s has no effect without %s", flag, value, needs)
+def announce_idle(
+    layers: Sequence[MoELayer], model_cfg: Any, task_cfg: Any, local: int, half: bool
+) -> None:
+    """Log which options of a training have no effect; its criterion, built later, has its own.
+
+    Args:
+        layers: of the model.
+        model_cfg: its configuration.
+        task_cfg: the task's.
+        local: ranks of a node; 0 where nobody says.
+        half: the model computes in fp16 or bf16.
+    """
+    first, sides = layers[0], read(SidesConfig, model_cfg)
+    facts = Facts(
+        layer=first.config,
+        sides=sides,
+        ranks=first.topology.world_size,
+        expert_parallel_size=first.topology.expert_parallel_size,
+        slices=max(layer.experts.part.slices for layer in layers),
+        adaptive_r=first.strategy.adaptive_r,
+        over_nodes=first.topology.grid is not None,
+        ranks_per_node=local,
+        half=half,
+        gpu=torch.cuda.is_available(),
+        tuned=is_tuned(first.config),
+    )
+    if first.topology.rank == 0:
+        for config in (
+            first.config,
+            read(ModelConfig, model_cfg),
+            sides,
+            read(TaskConfig, task_cfg),
+        ):
+            say_what_has_no_effect(config, facts)
 
 
-def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:
-    """Say what is asked for and has no effect, or another one than it seems.
+def warn(config: MoEConfig, has_decoder: bool) -> None:
+    """Say what is asked for and has another effect than it seems.
 
     Args:
         config: of the first MoE layer.
-        cfg: the model's configuration.
         has_decoder: whether a decoder's layer has experts.
     """
     if config.choice == "experts" and has_decoder:
@@ -198,10 +195,6 @@ def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:
             "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
             config.activation,
         )
-    for name, needs in NEEDS.items():
-        default = MoEConfig.__dataclass_fields__[name].default
-        if getattr(config, name) != default and not needs[0](config):
-            logger.warning("%s has no effect without %s", label_of(name), needs[1])
     untrainable = config.gate_types == ["hash"] or config.choice == "experts"
     if untrainable and "gshard" in config.balance_loss:
         logger.info(
@@ -209,14 +202,6 @@ def warn(config: MoEConfig, cfg: Any, has_decoder: bool) -> None:
             "--moe-choice experts the load is even",
             config.balance_loss,
         )
-    of_sides = [getattr(cfg, f"{side}_moe_freq", -1) for side in ("encoder", "decoder")]
-    if -1 not in of_sides and cfg.moe_freq != defaults(ModelOptions)["moe_freq"]:
-        logger.warning(
-            "--moe-freq %s has no effect: --encoder-moe-freq and --decoder-moe-freq are given",
-            cfg.moe_freq,
-        )
-    if getattr(cfg, "num_workers_valid", -1) >= 0:
-        logger.info("--num-workers-valid is not used: validation loads by --num-workers processes")
 
 
 def _counts(counts: list[int]) -> str:

@@ -15,18 +15,18 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.moe.build import is_custom
 from fairseq_tutel.moe.checks import parse_balance_loss
-from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.config import ModelConfig, MoEConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
+from fairseq_tutel.moe.options import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.plugin.announce import (
     announce,
     announce_exchange,
+    announce_idle,
     announce_size,
     warn,
-    warn_of_files,
 )
 from fairseq_tutel.plugin.feed_forward import (
     MoEFeedForward,
@@ -95,6 +95,8 @@ def install_experts(
     task_cfg, root, training = config_of(task), root_of(task), is_training(task)
     if training:
         start_together(root, model, task)
+    for kind, part in ((TaskConfig, task_cfg), (ModelConfig, cfg), (SidesConfig, cfg)):
+        refuse_bad_values(read(kind, part))
     chosen = _choose(model, cfg, freqs)
     counts = expert_counts(cfg.moe_expert_count, len(chosen))
     configs = [
@@ -107,8 +109,8 @@ def install_experts(
         )
         for count, (name, layer) in zip(counts, chosen, strict=True)
     ]
-    requested = getattr(task_cfg, "moe_expert_parallel_size", 0)
-    local = node_size(task_cfg)
+    requested = read(TaskConfig, task_cfg).moe_expert_parallel_size
+    local = node_size(configs[0], task_cfg)
     degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
     if training:
         topology = make_topology(counts, requested, local, degree_of)
@@ -143,9 +145,10 @@ def install_experts(
     announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
     announce_size(model)
     if training:
-        announce_exchange(moe_layers(model), local, half=root.common.fp16 or root.common.bf16)
-        warn_of_files(configs[0], task_cfg, topology.rank)
-    warn(configs[0], cfg, has_decoder=any("decoder" in name for name, _ in chosen))
+        layers, half = moe_layers(model), root.common.fp16 or root.common.bf16
+        announce_exchange(layers)
+        announce_idle(layers, cfg, task_cfg, local, half)
+    warn(configs[0], has_decoder=any("decoder" in name for name, _ in chosen))
     return model
 
 
@@ -180,7 +183,7 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
         return
-    path, device = _get(task_cfg, "moe_machine_file"), device_of(root)
+    path, device = read(TaskConfig, task_cfg).moe_machine_file, device_of(root)
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
     try:
         machine = Machine.from_json(Path(path)) if path else typical(name)
@@ -211,21 +214,13 @@ def _tokens_of(root: Any, task_cfg: Any) -> int:
 
 
 def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner of a training that asks for one; None where it has no choice.
-
-    Raises:
-        ValueError: a window below 1.
-    """
+    """Return the tuner of a training that asks for one; None where it has no choice."""
     layers = moe_layers(model)
     first = layers[0]
-    if not is_tuned(first.config):
+    if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
         return None
-    window = task_cfg.moe_adaptive_window
-    if window < 1:
-        raise ValueError(f"--moe-adaptive-window is {window}; give a number of places, at least 1.")
-    if first.topology.expert_parallel_size == 1:
-        return None
-    path = task_cfg.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
+    options = read(TaskConfig, task_cfg)
+    path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices = {}
     if first.config.adaptive != "auto":  # r alone
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
@@ -237,27 +232,17 @@ def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTun
             if common[key]
         ],
         "update_freq": list(root.optimization.update_freq),
-        "zero_stage": _get(task_cfg, "moe_zero_stage") or 0,
+        "zero_stage": options.moe_zero_stage,
         "checkpoint_activations": bool(_get(cfg, "checkpoint_activations")),
     }
-    return UpdateTuner(layers, window, path, conditions=conditions, **choices)
+    return UpdateTuner(layers, options.moe_adaptive_window, path, conditions=conditions, **choices)
 
 
-def node_size(task_cfg: Any) -> int:
-    """Return the ranks of a node where rows may go over nodes, else 0.
-
-    Raises:
-        ValueError: a negative number.
-    """
-    given = _get(task_cfg, "moe_local_size") or 0
-    if given < 0:
-        raise ValueError(
-            f"--moe-local-size is {given}; give the ranks of a node, or 0 for what the launcher says."
-        )
-    asked = [_get(task_cfg, key) for key in ("moe_use_2dh", "moe_a2a_algorithm", "moe_adaptive")]
-    if not any(str(getattr(value, "value", value)) in ("True", "2dh", "auto") for value in asked):
+def node_size(config: MoEConfig, task_cfg: Any) -> int:
+    """Return the ranks of a node where rows may go over nodes, else 0."""
+    if config.a2a_algorithm == "linear" and config.adaptive == "off":
         return 0
-    return given or ranks_per_node()
+    return read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
 
 
 def _end_where_it_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
@@ -360,7 +345,7 @@ def refuse_options(cfg: Any) -> None:
     for key, reason in REFUSED_MODEL_OPTIONS.items():
         value = _get(cfg, key)
         if value not in (None, 0, 0.0, -1):
-            raise ValueError(f"--{key.replace('_', '-')} is {value}: {reason}.")
+            raise ValueError(f"{flag_of(key)} is {value}: {reason}.")
 
 
 def _get(cfg: Any, key: str) -> Any:
@@ -376,8 +361,6 @@ def _choose(model: nn.Module, cfg: Any, freqs: dict[str, int]) -> list[tuple[str
     for side, name, layers in named_stacks(model):
         freq = freqs[side]
         flag = "--moe-freq" if len(freqs) == 1 else f"--{side}-moe-freq / --moe-freq"
-        if freq < 0:
-            raise ValueError(f"{flag} is {freq}; give a whole number of layers, at least 0.")
         stack = children_of(layers)
         stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
         # Of a model that was pruned to some of its layers, those that had experts before.

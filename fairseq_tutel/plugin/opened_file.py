@@ -10,8 +10,8 @@ from typing import Any
 from fairseq.utils import import_user_module
 
 from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class
-from fairseq_tutel.moe.build import is_custom
 from fairseq_tutel.moe.config import label_of
+from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.ranks.guard import CommunicationError
 
 # Set, it opens damaged files all the same.

@@ -19,7 +19,8 @@ from fairseq.distributed import utils as distributed_utils
 from torch import nn
 
 from fairseq_tutel.inference.lockstep import Lockstep
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import MoEConfig, TaskConfig, label_of
+from fairseq_tutel.moe.options import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.startup import limit_fairseqs_own, set_timeout
 from fairseq_tutel.ranks.agreement import agree
@@ -110,7 +111,7 @@ class Command:
     @property
     def expert_parallel_size(self) -> int:
         """P of the command line, for all models alike: a checkpoint's own is of its training."""
-        return getattr(self.cfg.task, "moe_expert_parallel_size", 0) or 1
+        return read(TaskConfig, self.cfg.task).moe_expert_parallel_size or 1
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
         """Let layers whose experts are shared wait for their turn."""

@@ -30,7 +30,8 @@ from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole
 from fairseq_tutel.checkpoint.shards import bind
-from fairseq_tutel.plugin.flags import EncoderDecoderOptions, defaults
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.options import plain
 from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.first import Work, of_first
 from fairseq_tutel.ranks.guard import guarded, name_ranks
@@ -245,16 +246,13 @@ def say_what_changed(path: str | None, cfg: Any) -> None:
     if "moe_freq" not in saved:
         return
     changed = []
-    for key, default in defaults(EncoderDecoderOptions).items():
-        before, now = _plain(saved.get(key, default)), _plain(getattr(cfg, key, default))
+    for option in options_of("model"):
+        before = str(plain(saved.get(option.key, option.default)))
+        now = str(plain(getattr(cfg, option.key, option.default)))
         if before != now:
-            changed.append(f"--{key.replace('_', '-')} {before} (now {now})")
+            changed.append(f"{option.flag} {before} (now {now})")
     if changed:
         logger.warning("the checkpoint was trained with %s", ", ".join(changed))
-
-
-def _plain(value: Any) -> str:
-    return str(getattr(value, "value", value))
 
 
 @dataclass(frozen=True)

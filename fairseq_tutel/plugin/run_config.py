@@ -18,10 +18,11 @@ from fairseq.utils import import_user_module
 from torch import nn
 
 from fairseq_tutel import plugin
+from fairseq_tutel.moe.config import TaskConfig, options_of
+from fairseq_tutel.moe.options import flag_of, plain, read
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.zero_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
 from fairseq_tutel.plugin.feed_forward import named_stacks
-from fairseq_tutel.plugin.flags import SystemOptions, defaults
 from fairseq_tutel.plugin.resume import checkpoint_to_load
 from fairseq_tutel.plugin.task_options import give_system_options
 from fairseq_tutel.ranks.groups import Topology
@@ -65,12 +66,12 @@ def _say_what_has_no_effect(cfg: Any) -> None:
     has_experts = getattr(model, "has_experts", model is None)
     if cfg.common_eval.path is not None or has_experts or cfg.distributed_training.distributed_rank:
         return
-    for key, default in defaults(SystemOptions).items():
-        value = getattr(cfg.task, key, default)
-        # Ranks of any training meet within the time-out.
-        if value != default and key != "moe_comm_timeout":
-            flag = key.replace("_", "-")
-            logger.warning("--%s %s has no effect: --arch %s has no experts", flag, value, name)
+    for option in options_of("task"):
+        value = plain(getattr(cfg.task, option.key, option.default))
+        if value != option.default and not option.of_any_training:
+            logger.warning(
+                "%s %s has no effect: --arch %s has no experts", option.flag, value, name
+            )
 
 
 def root_of(task: Any) -> Any:
@@ -84,12 +85,7 @@ def root_of(task: Any) -> Any:
 
 def saves_shards(task: Any) -> bool:
     """Whether --moe-checkpoint is sharded."""
-    return _is_sharded(config_of(task))
-
-
-def _is_sharded(cfg: Any) -> bool:
-    value = getattr(cfg, "moe_checkpoint", "full")
-    return str(getattr(value, "value", value)) == "sharded"
+    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
 
 
 def is_training(task: Any) -> bool:
@@ -138,11 +134,7 @@ def complete(
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root, sliced)
-    plan, stage = plan_of(root), getattr(root.task, "moe_zero_stage", 0)
-    if stage and world == 1:
-        logger.warning(
-            "--moe-zero-stage %d has no effect on one rank: nobody shares its parameters", stage
-        )
+    plan = plan_of(root)
     if plan is not None:
         refuse_with_shards(root, plan)
         if plan.stage:
@@ -158,8 +150,8 @@ def complete(
 
 def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
     if cfg[key] != value:
-        flag, shown = key.replace("_", "-"), "" if value is True else f" {value}"
-        logger.info("set --%s%s, which %s need", flag, shown, needed_by)
+        shown = "" if value is True else f" {value}"
+        logger.info("set %s%s, which %s need", flag_of(key), shown, needed_by)
         cfg[key] = value
 
 
@@ -224,7 +216,7 @@ def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
             "were replicas; set it to none and give --moe-zero-stage instead.",
         ),
         (
-            _is_sharded(root.task)
+            read(TaskConfig, root.task).moe_checkpoint == "sharded"
             and PathManager.path_requires_pathmanager(root.checkpoint.save_dir),
             f"--save-dir is {root.checkpoint.save_dir}, which is no folder of this machine, and "
             "--moe-checkpoint is sharded, which writes into one; give a folder, or full.",

@@ -23,7 +23,8 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.plugin.flags import SystemOptions, defaults
+from fairseq_tutel.moe.config import TaskConfig
+from fairseq_tutel.moe.options import flag_of, read
 from fairseq_tutel.plugin.run_config import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
@@ -106,7 +107,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return contextlib.nullcontext()
-    seconds = getattr(cfg.task, "moe_comm_timeout", 0)
+    seconds = read(TaskConfig, cfg.task).moe_comm_timeout
     return meeting(
         distributed.distributed_rank,
         distributed.distributed_world_size,
@@ -154,8 +155,7 @@ def set_timeout(task_cfg: Any) -> None:
     Raises:
         ValueError: --moe-comm-timeout is no time.
     """
-    key = "moe_comm_timeout"
-    guard.set_timeout(getattr(task_cfg, key, defaults(SystemOptions)[key]))
+    guard.set_timeout(read(TaskConfig, task_cfg).moe_comm_timeout)
 
 
 def limit_fairseqs_own() -> None:
@@ -196,7 +196,7 @@ def _options(section: Any) -> dict[str, Any]:
     if not isinstance(section, dict):
         return {}
     return {
-        f"--{key.replace('_', '-')}": value
+        flag_of(key): value
         for key, value in section.items()
         if key not in OF_ONE_RANK and not key.startswith("_") and "/" not in str(value)
     }

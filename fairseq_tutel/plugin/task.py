@@ -9,7 +9,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
+from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.models import FairseqEncoder
 from torch import nn
@@ -17,11 +17,13 @@ from torch import nn
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.moe.balance import update_biases
+from fairseq_tutel.moe.config import CriterionConfig, MoEConfig, SidesConfig, TaskConfig
+from fairseq_tutel.moe.options import read
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin import parallel_inference
+from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import defaults
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 from fairseq_tutel.plugin.run_config import config_of, root_of
 from fairseq_tutel.ranks import groups
@@ -86,7 +88,7 @@ class MoETaskMixin(InferenceMixin):
     """Goes before a FairseqTask class: what it must do to train experts, on one rank and on several."""
 
     _has_experts = False
-    _has_balance_loss = False
+    _layer_config: MoEConfig  # of the first MoE layer, where there is one
     moe_tuner: UpdateTuner | None = None
     _clipped_before = -1
 
@@ -105,10 +107,11 @@ class MoETaskMixin(InferenceMixin):
                 type(criterion).__name__,
                 f"{twin} has" if twin in CRITERION_REGISTRY else "those named moe_… have",
             )
-            if getattr(config_of(self), "record_a2a_perf_stats", False):
+            if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
                 logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
-        if hasattr(criterion, "gate_loss") and not self._has_balance_loss and _is_first_rank():
-            _warn_of_idle_options(cfg)
+        if hasattr(criterion, "gate_loss") and self._has_experts and _is_first_rank():
+            facts = Facts(layer=self._layer_config, sides=SidesConfig())
+            say_what_has_no_effect(read(CriterionConfig, cfg), facts)
         return criterion
 
     def train_step(
@@ -235,18 +238,6 @@ class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its us
             ) from error
 
 
-def _warn_of_idle_options(cfg: Any) -> None:
-    """Say which options of a criterion have no effect where layers have no balance loss."""
-    dataclass = CRITERION_DATACLASS_REGISTRY.get(getattr(cfg, "_name", None))
-    if dataclass is None:  # a user's own
-        return
-    for key, default in defaults(dataclass).items():
-        given = getattr(cfg, key)
-        if key.startswith("moe_gate_loss") and str(given) != str(default):
-            flag = key.replace("_", "-")
-            logger.warning("--%s %s has no effect: --moe-balance-loss is none", flag, given)
-
-
 def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
     """Let stock look for a NaN where an encoder returns a dict of lists, in which torch finds no tensor.
 
@@ -267,9 +258,7 @@ def attach(task: Any, model: nn.Module) -> None:
         stock = type(task)
         task.__class__ = type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__})
     task._has_experts, layers = True, moe_layers(model)
-    task._has_balance_loss = any(layer.balance_weights for layer in layers)
-    if getattr(config_of(task), "record_a2a_perf_stats", False):
-        if layers[0].topology.expert_parallel_size == 1:
-            logger.warning("--record-a2a-perf-stats has no effect: every rank has all experts")
+    task._layer_config = layers[0].config
+    if read(TaskConfig, config_of(task)).record_a2a_perf_stats:
         for layer in layers:
             layer.timer = ExchangeTimer()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fairseq_tutel.checkpoint.files import TEMPORARY
+from fairseq_tutel.moe.options import flag_of
 
 # Key, default, meaning.
 Number = tuple[str, int, str]
@@ -14,16 +15,11 @@ Number = tuple[str, int, str]
 DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
-def option(key: str) -> str:
-    """Return the option of a key."""
-    return "--" + key.replace("_", "-")
-
-
 def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
     """Add an option for every number."""
     for key, default, meaning in numbers:
         parser.add_argument(
-            option(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
+            flag_of(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
         )
 
 
@@ -36,7 +32,7 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
     for key, _, _ in numbers:
         if getattr(arguments, key) < 1:
             raise ValueError(
-                f"{option(key)} is {getattr(arguments, key)}; give a number of at least 1."
+                f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1."
             )
     if arguments.top_k > arguments.experts:
         raise ValueError(

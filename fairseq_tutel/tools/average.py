@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
-from fairseq_tutel.tools.arguments import add_overwrite, option, output_path, refuse_output
+from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
 from fairseq_tutel.tools.convert.files import load_lazily, write
 from fairseq_tutel.zero.state import MASTER
 
@@ -45,7 +46,7 @@ def add_to(tools: Any) -> None:
         which = f"last N {name}"
         if key == "num_best_checkpoints":
             which = f"best N {name}, of a folder or of the files given"
-        number.add_argument(option(key), type=int, metavar="N", help=f"take the {which}")
+        number.add_argument(flag_of(key), type=int, metavar="N", help=f"take the {which}")
     text = "leave out epochs, or updates, after X"
     parser.add_argument("--checkpoint-upper-bound", type=int, metavar="X", help=text)
     parser.set_defaults(run=run)
@@ -76,7 +77,7 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
     given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
     flag, count = next(iter(given.items()), ("", 1))
     if count < 1:
-        raise ValueError(f"{option(flag)} is {count}; give a number of at least 1.")
+        raise ValueError(f"{flag_of(flag)} is {count}; give a number of at least 1.")
     if flag in ("num_epoch_checkpoints", "num_update_checkpoints"):
         return _last(paths, flag, count, bound)
     if bound is not None:
@@ -101,7 +102,7 @@ def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[P
         raise ValueError(f"--inputs is {paths[0]}, which does not exist; give a folder.")
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
-            f"{option(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
+            f"{flag_of(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
         )
     matches = [(_match(flag, path), path) for path in paths[0].iterdir()]
     found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
@@ -122,12 +123,12 @@ def _best(paths: list[Path], count: int) -> list[Path]:
     for path in paths:
         match = _match(flag, path)
         if match is None:
-            raise ValueError(f"{option(flag)} needs files named {NAMES[flag][0]}; {path} is none.")
+            raise ValueError(f"{flag_of(flag)} needs files named {NAMES[flag][0]}; {path} is none.")
         metrics.add(match[1])
         values[path] = float(match[2])
     if len(metrics) > 1:
         raise ValueError(
-            f"{option(flag)} found the metrics {' and '.join(sorted(metrics))}, whose values do not "
+            f"{flag_of(flag)} found the metrics {' and '.join(sorted(metrics))}, whose values do not "
             "compare; name the files of one of them in --inputs."
         )
     saved = load_lazily(paths[0], "--inputs").get("cfg") or {}
@@ -143,7 +144,7 @@ def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None)
     if found < count:
         limit = "" if bound is None else f" up to {bound}"
         raise ValueError(
-            f"{option(flag)} is {count}, but --inputs holds only {found} files {NAMES[flag][0]}{limit}; "
+            f"{flag_of(flag)} is {count}, but --inputs holds only {found} files {NAMES[flag][0]}{limit}; "
             "lower it, or name other files."
         )
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.kernels import BACKENDS, backend_for
+from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.autotune import seconds_allowed
 from fairseq_tutel.kernels.tuning_cache import TuningCache
+from fairseq_tutel.moe.config import LAYER
 
 PACKAGES = (
     "fairseq-tutel", "torch", "fairseq-fixed", "fairseq", "numpy", "triton", "hydra-core", "omegaconf",
@@ -77,7 +78,7 @@ def devices() -> Iterator[tuple[str, str]]:
 def choices(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield (what, the backend chosen and why) for a run on `device` without further flags."""
     on_gpu = device.type == "cuda"
-    for requested in BACKENDS:
+    for requested in LAYER["backend"].choices:
         yield f"kernels (--moe-backend {requested})", _backend(requested, device)
     at_once = backend_for("auto", device)[0] == "triton"
     products = "one launch for all experts, but in fp64" if at_once else "expert by expert"

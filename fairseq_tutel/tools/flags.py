@@ -4,10 +4,12 @@
 """
 
 import argparse
-import dataclasses
 import sys
 import textwrap
 from typing import Any
+
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.options import Option
 
 
 def add_to(tools: Any) -> None:
@@ -21,32 +23,25 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the flags that match, by what takes them."""
-    try:
-        from fairseq_tutel.criterions.gate_loss import GateLossOptions
-        from fairseq_tutel.plugin.flags import EncoderDecoderOptions, SystemOptions
-    except ImportError as error:
-        sys.exit(f"error: flags needs fairseq, which cannot be imported: {error}.")
     found = False
-    for title, options in (
-        ("of the moe_ architectures", EncoderDecoderOptions),
-        ("of every task", SystemOptions),
-        ("of the moe_ criterions", GateLossOptions),
+    for title, owner in (
+        ("of the moe_ architectures", "model"),
+        ("of every task", "task"),
+        ("of the moe_ criterions", "criterion"),
     ):
-        lines = list(_lines(options, arguments.pattern.lower()))
-        if lines:
+        options = [o for o in options_of(owner) if _matches(o, arguments.pattern.lower())]
+        if options:
             found = True
-            print(f"{title}:", *lines, sep="\n")
+            print(f"{title}:")
+        for option in options:
+            text = f"{option.text} [default: {option.shown_default}]"
+            print(f"  {option.flag}")
+            print(textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if not found:
         sys.exit(f"error: no flag has {arguments.pattern!r} in its name or help.")
 
 
-def _lines(options: type, pattern: str) -> Any:
-    """Yield the name and the help of each flag that matches."""
-    for item in dataclasses.fields(options):
-        flag = "--" + item.name.replace("_", "-")
-        text = item.metadata.get("help", "").replace("%%", "%")
-        # Also as one would write it who has it in a file: topk, top_k.
-        names = f"{flag} {item.name} {item.name.replace('_', '')}"
-        if item.name != "_name" and pattern in f"{names} {text}".lower():
-            yield f"  {flag}"
-            yield textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
+def _matches(option: Option, pattern: str) -> bool:
+    # Also as one would write it who has it in a file: topk, top_k.
+    names = f"{option.flag} {option.key} {option.key.replace('_', '')}"
+    return pattern in f"{names} {option.text}".lower()

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.moe.options import flag_of, plain
 from fairseq_tutel.tools.convert.files import load_any
 from fairseq_tutel.tools.convert.layers import Layer, layers_of
 from fairseq_tutel.tools.convert.options import PARTS, model_options, name_of
-from fairseq_tutel.tools.convert.our_options import flag, our_defaults, plain
+from fairseq_tutel.tools.convert.our_options import our_defaults
 from fairseq_tutel.tools.convert.selection import LAST, of_log
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
@@ -107,7 +108,7 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
     if layers and is_checkpoint:
         options = model_options(state)
         facts["options"] = {
-            flag(key): plain(options[key])
+            flag_of(key): plain(options[key])
             for key, default in our_defaults().items()
             if key in options and key not in IN_TABLE and plain(options[key]) not in (None, default)
         }

@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.planning.cost import Candidate, Work, best
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.tools.arguments import (
     DTYPES,
     add_numbers,
     needing,
-    option,
     refuse_numbers,
     refuse_output,
     writing,
@@ -131,7 +131,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     for key in ("intra_gb_s", "inter_gb_s"):
         value = getattr(arguments, key)
         if value is not None and not value > 0:
-            raise ValueError(f"{option(key)} is {value:g}; give GB/s above 0.")
+            raise ValueError(f"{flag_of(key)} is {value:g}; give GB/s above 0.")
     alpha = arguments.alpha_us
     if alpha is not None and not alpha >= 0:
         raise ValueError(f"--alpha-us is {alpha:g}; give microseconds from 0.")

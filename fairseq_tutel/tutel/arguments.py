@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from fairseq_tutel.moe.checks import require
-from fairseq_tutel.moe.config import Rule
+from fairseq_tutel.moe.config import OVERLAP
+from fairseq_tutel.moe.options import Rule
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 
-MAX_OVERLAP = 32
 TRUE_OR_FALSE: Rule = (lambda v: v in (True, False), "give True or False")
 
 
@@ -122,10 +122,7 @@ def say_copies(ranks: int) -> None:
 
 def check_overlap(degree: Any) -> int:
     """Return `a2a_ffn_overlap_degree`: chunks in which rows travel while experts work."""
-    require(
-        is_whole(degree, 1) and degree <= MAX_OVERLAP,
-        f"a2a_ffn_overlap_degree is {degree!r}; give a whole number from 1 to {MAX_OVERLAP}.",
-    )
+    check("a2a_ffn_overlap_degree", degree, OVERLAP)
     return degree
 
 

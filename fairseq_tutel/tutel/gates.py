@@ -6,14 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_tutel.moe.config import (
-    AT_LEAST_1,
-    CAPACITY,
-    NOT_NEGATIVE,
-    TEMPERATURE,
-    MoEConfig,
-    Rule,
-)
+from fairseq_tutel.moe.config import TEMPERATURE, MoEConfig
+from fairseq_tutel.moe.options import AT_LEAST_1, CAPACITY, NOT_NEGATIVE, Rule
 from fairseq_tutel.tutel.arguments import TRUE_OR_FALSE, check, check_keys, logger, require
 
 # Tutel's key -> (field of MoEConfig, Tutel's default, rule).

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairseq_tutel.comm.wire import WIRES, pack, unpack
+from fairseq_tutel.comm.wire import pack, unpack
+from fairseq_tutel.moe.config import LAYER
 
 
 def through(rows, wire):
@@ -30,7 +31,7 @@ def test_the_same_is_the_same_bits(dtype):
 
 def test_bytes_on_the_wire():
     rows = rows_of(5, 16)
-    sizes = {wire: pack(rows, wire).nbytes for wire in WIRES}
+    sizes = {wire: pack(rows, wire).nbytes for wire in LAYER["a2a_dtype"].choices}
     assert sizes == {"same": 5 * 16 * 4, "bf16": 5 * 16 * 2, "fp8": 5 * (16 + 4)}
 
 
@@ -56,7 +57,7 @@ def test_fp8_scales_every_row_by_itself():
     torch.testing.assert_close(through(rows, "fp8"), rows, rtol=1e-6, atol=0)
 
 
-@given(st.floats(width=32), st.sampled_from(WIRES))
+@given(st.floats(width=32), st.sampled_from(LAYER["a2a_dtype"].choices))
 def test_one_number_arrives_or_stays_visible(value, wire):
     rows = torch.tensor([[value, 0.5]])
     got = through(rows, wire)
@@ -66,7 +67,7 @@ def test_one_number_arrives_or_stays_visible(value, wire):
         assert not got.isfinite().all()
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", LAYER["a2a_dtype"].choices)
 def test_no_rows_and_one_column(wire):
     assert through(rows_of(0, 8), wire).shape == (0, 8)
     assert through(rows_of(3, 1), wire).shape == (3, 1)

@@ -20,8 +20,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fairseq_tutel.moe.options import key_of
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.flags import key_of
 
 register()
 

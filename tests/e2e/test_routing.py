@@ -240,10 +240,10 @@ def test_what_has_no_effect_is_said(lm_data, tmp_path):
     )  # fmt: skip
     run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=1))
     for option, needs in {
-        "drop_policy (--moe-drop-policy)": "a capacity, such as --moe-capacity-factor 1",
-        "bias_update_rate (--moe-bias-update-rate)": "--moe-balance-bias",
-        "gate_temperature (--moe-gate-temperature)": "--moe-gate-type cosine",
-        "second_expert_policy (--moe-second-expert-policy)": "--moe-top-k 2 or more",
+        "--moe-drop-policy bpr": "a capacity, such as --moe-capacity-factor 1",
+        "--moe-bias-update-rate 0.1": "--moe-balance-bias",
+        "--moe-gate-temperature 0.1": "--moe-gate-type cosine",
+        "--moe-second-expert-policy random": "--moe-top-k 2 or more",
     }.items():
         assert f"{option} has no effect without {needs}" in run.output
     assert "not by default: drop_policy bpr, gate_temperature 0.1, second_expert" in run.output

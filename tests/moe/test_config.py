@@ -4,15 +4,28 @@ Covered: every check of MoEConfig, the balance-loss syntax, that no field is for
 metadata that the flags are made from.
 """
 
+import argparse
 import dataclasses
+import math
+import re
 
 import numpy as np
 import pytest
 
 from fairseq_tutel.moe.balance import LOSSES
 from fairseq_tutel.moe.checks import parse_balance_loss
-from fairseq_tutel.moe.config import MoEConfig, options_of_scope
+from fairseq_tutel.moe.config import (
+    BY_OWNER,
+    LAYER,
+    CriterionConfig,
+    ModelConfig,
+    MoEConfig,
+    SidesConfig,
+    TaskConfig,
+    options_of,
+)
 from fairseq_tutel.moe.gates import GATES
+from fairseq_tutel.moe.options import flag_of, key_of, read, refuse_bad_values
 from fairseq_tutel.moe.slots import DROP_POLICIES
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
@@ -30,7 +43,7 @@ BAD = [
     ("gate_type", None, ("--moe-gate-type", "is None", "give a word")),
     ("balance_loss", {"z": 1}, ("--moe-balance-loss", "is {'z': 1}", "give a word")),
     ("prescore", "no", ("--moe-prescore", "is 'no'", "true or false")),
-    ("min_capacity", 10**20, ("--moe-min-capacity", "to a million")),
+    ("min_capacity", 10**20, ("--moe-min-capacity", "to 1,000,000")),
     ("top_k", 5, ("--moe-top-k", "is 5", "4 experts", "from 1 to 4")),
     ("capacity_factor", float("inf"), ("--moe-capacity-factor", "is inf", "finite number")),
     ("capacity_factor", 1e30, ("--moe-capacity-factor", "is 1e+30", "at most a million")),
@@ -42,7 +55,7 @@ BAD = [
         float("nan"),
         ("--moe-eval-capacity-token-fraction", "finite"),
     ),
-    ("min_capacity", -1, ("--moe-min-capacity", "is -1", "to a million")),
+    ("min_capacity", -1, ("--moe-min-capacity", "is -1", "to 1,000,000")),
     ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "from 1 to")),
     ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
     ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, cosine")),
@@ -97,7 +110,7 @@ BAD = [
     ("a2a_ffn_overlap_degree", 33, ("--moe-a2a-ffn-overlap-degree", "is 33", "from 1 to 32")),
     ("parallel_type", "adaptive", ("--moe-parallel-type", "'adaptive'", "data, model or auto")),
     ("parallel_type", "adaptive:-1", ("--moe-parallel-type", "'adaptive:-1'", "adaptive:r")),
-    ("adaptive_r", -2, ("--moe-adaptive-r", "is -2", "at least -1")),
+    ("adaptive_r", -2, ("--moe-adaptive-r", "is -2", "from -1 to")),
     ("adaptive", "on", ("--moe-adaptive", "'on'", "choose one of off, auto")),
 ]
 
@@ -220,15 +233,18 @@ def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, our
         MoEConfig(**GOOD, **{name: choice}, gate_noise=0.0 if choice == "hash" else 1.0)
 
 
-@pytest.mark.parametrize("scope", ("model", "system"))
-def test_every_option_with_a_flag_has_its_help(scope):
-    for field in options_of_scope(scope):
-        assert field.metadata["flag"].startswith("--moe-"), field.name
-        assert field.metadata["help"], field.name
+@pytest.mark.parametrize("owner", BY_OWNER)
+def test_every_option_with_a_flag_has_its_help_and_a_default_that_is_good(owner):
+    for option in options_of(owner):
+        assert option.help and option.theme and option.flag.startswith("--"), option.name
+        assert key_of(option.flag) == option.key and flag_of(option.key) == option.flag
+        assert option.same_as is None or option.same_as[0] in LAYER
+    for config in (ModelConfig, SidesConfig, TaskConfig, CriterionConfig):
+        refuse_bad_values(config())
 
 
 def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
-    assert [field.name for field in options_of_scope("system")] == [
+    assert [option.name for option in LAYER.values() if option.of == "task"] == [
         "backend",
         "recompute_experts",
         "kernel_tuning_seconds",
@@ -240,3 +256,27 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
         "adaptive_r",
         "adaptive",
     ]
+
+
+@pytest.mark.parametrize(
+    "config, option, value, sentence",
+    [
+        (ModelConfig, "moe_freq", -1, "--moe-freq is -1; give a whole number of layers, at least 0."),
+        (ModelConfig, "moe_expert_ffn_dim", -1, "--moe-expert-ffn-dim is -1; give the experts' hidden "),
+        (SidesConfig, "encoder_moe_freq", -2, "--encoder-moe-freq is -2; give a whole number of layers"),
+        (TaskConfig, "moe_local_size", -1, "--moe-local-size is -1; give the ranks of a node, or 0 "),
+        (TaskConfig, "moe_adaptive_window", 0, "--moe-adaptive-window is 0; give a whole number of places"),
+        (TaskConfig, "moe_zero_stage", 3, "--moe-zero-stage is 3; give 0 (optimizer state whole"),
+        (TaskConfig, "moe_checkpoint", "half", "--moe-checkpoint is 'half'; choose one of full, sharded."),
+        (CriterionConfig, "moe_gate_loss_wt", math.inf, "--moe-gate-loss-wt is inf; give a finite number"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_around_the_layers_is_refused_by_one_sentence(config, option, value, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        refuse_bad_values(config(**{option: value}))
+
+
+def test_a_configuration_is_read_with_defaults_for_what_it_lacks():
+    assert read(TaskConfig, None) == TaskConfig()
+    read_back = read(ModelConfig, argparse.Namespace(moe_freq=1, moe_expert_count=4))
+    assert read_back == ModelConfig(moe_freq=1, moe_expert_count="4")

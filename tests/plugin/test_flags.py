@@ -8,24 +8,23 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from tool_in_process import tool
 
-from fairseq_tutel.criterions.gate_loss import GateLossOptions
-from fairseq_tutel.moe.config import MoEConfig, options_of_scope
+from fairseq_tutel.moe.config import LAYER, MoEConfig
+from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.flags import (
     EncoderDecoderOptions,
+    GateLossOptions,
     ModelOptions,
     SystemOptions,
     defaults,
     expert_counts,
-    key_of,
     layer_config,
     refuse_misspelt,
 )
-from fairseq_tutel.tools.convert.our_options import RUN_OPTIONS, our_defaults
 
 register()
 
-LAYER = {"model_dim": 8, "hidden_dim": 16, "activation": "relu"}
+OF_LAYER = {"model_dim": 8, "hidden_dim": 16, "activation": "relu"}
 
 
 def _parse(options, words):
@@ -70,32 +69,28 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
     values |= {"a2a_algorithm": "2dh", "a2a_dtype": "bf16", "a2a_ffn_overlap_degree": 4}
     values |= {"parallel_type": "model", "adaptive_r": 2, "adaptive": "auto"}
     values |= {"kernel_tuning_seconds": 1.5}
-    words = {"model": [], "system": []}
-    for scope, given in words.items():
-        for option in options_of_scope(scope):
-            value = values[option.name]
-            if option.type is bool:
-                given += [option.metadata["flag"]] * value
-            else:
-                given += [f"{option.metadata['flag']}={value}"]
+    words = {"model": [], "task": []}
+    options = [option for option in LAYER.values() if option.of]
+    for option in options:
+        value, given = values[option.name], words[option.of]
+        given += [option.flag] * value if option.type is bool else [f"{option.flag}={value}"]
     _, model = _parse(ModelOptions, words["model"])
-    _, system = _parse(SystemOptions, words["system"])
-    config = layer_config(model, system, 4, **LAYER)
-    assert config == MoEConfig(num_experts=4, gate_fp32=True, **values, **LAYER)
-    covered = {o.name for scope in words for o in options_of_scope(scope)}
-    assert covered == set(values)
+    _, system = _parse(SystemOptions, words["task"])
+    config = layer_config(model, system, 4, **OF_LAYER)
+    assert config == MoEConfig(num_experts=4, gate_fp32=True, **values, **OF_LAYER)
+    assert {option.name for option in options} == set(values)
 
 
 def test_layer_config_defaults_to_moe_config_s_own():
     _, model = _parse(ModelOptions, [])
-    assert layer_config(model, None, 8, **LAYER) == MoEConfig(8, 16, 8)
+    assert layer_config(model, None, 8, **OF_LAYER) == MoEConfig(8, 16, 8)
 
 
 def test_a_configuration_saved_before_an_option_existed_still_builds_a_layer():
     values = defaults(ModelOptions)
-    for option in options_of_scope("model"):
-        values.pop(key_of(option.metadata["flag"]))
-    assert layer_config(argparse.Namespace(**values), None, 8, **LAYER) == MoEConfig(8, 16, 8)
+    for option in LAYER.values():
+        values.pop(option.key, None)
+    assert layer_config(argparse.Namespace(**values), None, 8, **OF_LAYER) == MoEConfig(8, 16, 8)
 
 
 def test_expert_counts():
@@ -121,7 +116,7 @@ def test_flags_are_found_by_a_part_of_their_name_or_help():
     everything = tool("flags")
     for options in (EncoderDecoderOptions, SystemOptions, GateLossOptions):
         for key in defaults(options):
-            assert f"  --{key.replace('_', '-')}\n" in everything
+            assert f"  {flag_of(key)}\n" in everything
     assert "(i + 1) % moe_freq == 0" in everything
     with pytest.raises(SystemExit, match="no flag has 'pigeon' in its name or help"):
         tool("flags", "pigeon")
@@ -144,14 +139,3 @@ def test_a_misspelt_override_is_refused(key, meant):
 
 def test_overrides_of_stock_and_of_users_pass():
     refuse_misspelt({"moe_top_k": 1, "world_size": 1, "dropout": 0, "moe_of_my_own": 2})
-
-
-def test_convert_knows_every_flag_without_importing_them():
-    assert our_defaults() == defaults(EncoderDecoderOptions)
-    of_runs = {*defaults(SystemOptions), *defaults(GateLossOptions)} - {
-        "record_a2a_perf_stats",
-        "moe_gate_loss_wt",
-        "moe_gate_loss_combine_method",
-        "moe_gate_loss_transform",
-    }  # which Meta has too
-    assert set(RUN_OPTIONS) == of_runs

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import BY_OWNER, MoEConfig, label_of, options_of
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import write
@@ -120,13 +120,10 @@ def _widen(file: MoEFile, steps: dict[Layer, dict[str, Tensor]]) -> dict[str, in
 
 def _make_dense(state: dict[str, Any], widths: dict[str, int]) -> None:
     """Let the options be those of a dense model, by the names that stock fairseq knows."""
-    from fairseq_tutel.criterions.gate_loss import GateLossOptions
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, SystemOptions, defaults
-
     for part in PARTS:
         rename(state, part, name_of(state, part).removeprefix("moe_"))
-    for known in (EncoderDecoderOptions, SystemOptions, GateLossOptions):
-        drop(state, defaults(known))
+    for owner in BY_OWNER:
+        drop(state, [option.key for option in options_of(owner)])
     for side, width in widths.items():
         model_options(state)[f"{side}_ffn_embed_dim"] = width
 

@@ -136,7 +136,7 @@ def config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Laye
     Raises:
         ValueError: options that do not go together, or tensors that are not of one layer.
     """
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, defaults, layer_config
+    from fairseq_tutel.plugin.flags import layer_config
 
     first = next(iter(experts_of(model, layer).values()))
     hidden = model.get(f"{layer.step}.experts.fc1_weight")
@@ -146,7 +146,7 @@ def config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Laye
             f"--input lacks {layer.name}.final_layer_norm.weight; give a whole checkpoint of a transformer."
         )
     config = layer_config(
-        argparse.Namespace(**{**defaults(EncoderDecoderOptions), **saved}),
+        argparse.Namespace(**saved),
         None,
         len(first),
         model_dim=len(norm),

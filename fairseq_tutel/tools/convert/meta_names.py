@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fairseq_tutel.moe.options import flag_of, plain
 from fairseq_tutel.tools.convert.optimizer_state import SHARED, trained
 from fairseq_tutel.tools.convert.our_options import (
     RUN_OPTIONS,
     Options,
-    flag,
     our_defaults,
-    plain,
     refuse,
     refuse_what_only_ours_compute,
     top_k_of,
@@ -106,7 +105,7 @@ def _eval_fraction(ours: Options) -> float:
     key = "moe_capacity_factor" if fraction < 0 else "moe_eval_capacity_factor"
     factor = abs(float(ours[key]))
     if factor not in (0, 1):
-        refuse(f"{flag(key)}, which its evaluation goes by,", ours[key], WHOSE)
+        refuse(f"{flag_of(key)}, which its evaluation goes by,", ours[key], WHOSE)
     return 1.0 if factor == 0 else -1.0
 
 
@@ -197,10 +196,11 @@ def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
     for key, reason in REFUSED.items():
         if options.get(key):
             raise ValueError(
-                f"the model was trained with {flag(key)} {options[key]}: {reason}; convert one without it."
+                f"the model was trained with {flag_of(key)} {options[key]}: {reason}; convert one without "
+                "it."
             )
     notes = [
-        f"{flag(key)} {value} has no counterpart: {reason}."
+        f"{flag_of(key)} {value} has no counterpart: {reason}."
         for key, reason in LEFT_OUT.items()
         if (value := options.pop(key, None))
     ]
@@ -213,14 +213,14 @@ def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
     masked = {key: options.pop(key, None) or 0.0 for key in ("moe_eom", "moe_fom")}
     if (scale := math.prod(1 - rate for rate in masked.values())) != 1:
         options["moe_routed_scaling_factor"] = scale
-        given = " ".join(f"{flag(key)} {rate}" for key, rate in masked.items() if rate)
+        given = " ".join(f"{flag_of(key)} {rate}" for key, rate in masked.items() if rate)
         notes.append(
             f"{given} became --moe-routed-scaling-factor {scale:g}, which evaluates the same; a training "
             "from here masks no outputs."
         )
     known = {*our_defaults(), *RUN_OPTIONS, *REFUSED, *OF_OTHER_PARTS}
     notes += [
-        f"{flag(key)} {value} is not known here; it is left in the file and has no effect."
+        f"{flag_of(key)} {value} is not known here; it is left in the file and has no effect."
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
@@ -280,7 +280,7 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         **{key: value == 0 for key, value in own.items()},
     }
     for key in (key for key, lacks in lacking.items() if lacks):
-        refuse(flag(key), ours[key], WHOSE)
+        refuse(flag_of(key), ours[key], WHOSE)
     for side, dim in hidden_dims.items():
         if options.get(f"{side}_ffn_embed_dim") != dim:
             refuse("--moe-expert-ffn-dim", dim, WHOSE)
@@ -294,7 +294,7 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         options.pop(key, None)
     options.update(meta)
     return [
-        f"{flag(key)} {ours[key]} has no counterpart in Meta's branch; it counts in training alone."
+        f"{flag_of(key)} {ours[key]} has no counterpart in Meta's branch; it counts in training alone."
         for key, values in IN_TRAINING.items()
         if ours[key] not in values
     ]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from fairseq_tutel.moe.options import flag_of, plain
 from fairseq_tutel.tools.convert.fairseq_names import (
     is_language_model,
     rename_to_ours,
@@ -16,9 +17,7 @@ from fairseq_tutel.tools.convert.fairseq_names import (
 from fairseq_tutel.tools.convert.options import model_options, name_of
 from fairseq_tutel.tools.convert.our_options import (
     RUN_OPTIONS,
-    flag,
     our_defaults,
-    plain,
     refuse,
     refuse_what_only_ours_compute,
     top_k_of,
@@ -158,7 +157,9 @@ def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> l
     for key, fixed in FIXED.items():
         value = plain(ours.get(key, fixed))
         if value != fixed:
-            notes.append(f"{flag(key)} is {value}; Tutel's example has {fixed}, fixed in its code.")
+            notes.append(
+                f"{flag_of(key)} is {value}; Tutel's example has {fixed}, fixed in its code."
+            )
     for key in (*our_defaults(), *RUN_OPTIONS):
         options.pop(key, None)
     if state.pop(OPTIMIZER, None):

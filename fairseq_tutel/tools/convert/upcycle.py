@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.config import MoEConfig, options_of
+from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.plugin.feed_forward import chosen_layers
-from fairseq_tutel.tools.arguments import add_conversion, option
+from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import begun_anew, load, write
 from fairseq_tutel.tools.convert.layers import (
     DENSE,
@@ -71,7 +72,7 @@ def add_to(kinds: Any) -> None:
     )
     for key, default, metavar, text, _, _ in VARIATIONS:
         parser.add_argument(
-            option(key), type=float, default=default, metavar=metavar, help=f"{text} [{default:g}]"
+            flag_of(key), type=float, default=default, metavar=metavar, help=f"{text} [{default:g}]"
         )
     parser.add_argument(
         "--copy-optimizer-state",
@@ -115,15 +116,13 @@ def _variation(arguments: argparse.Namespace) -> Variation:
     values = {key: getattr(arguments, key) for key, *_ in VARIATIONS}
     for key, _, _, _, holds, fix in VARIATIONS:
         if not holds(values[key]):
-            raise ValueError(f"{option(key)} is {values[key]:g}; give {fix}.")
+            raise ValueError(f"{flag_of(key)} is {values[key]:g}; give {fix}.")
     return Variation(seed=arguments.seed, **values)
 
 
 def _given_model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the experts' options that the command line gives, by their keys."""
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, defaults
-
-    values = {key: getattr(arguments, key) for key in defaults(EncoderDecoderOptions)}
+    values = {option.key: getattr(arguments, option.key) for option in options_of("model")}
     # A flag that is not given is None or, of a switch, False; 0 is a value.
     return {key: value for key, value in values.items() if value is not None and value is not False}
 
@@ -151,7 +150,7 @@ def _give_options(state: dict[str, Any], given: Mapping[str, Any]) -> dict[Layer
     known = defaults(EncoderDecoderOptions if _has_two_sides(layers) else ModelOptions)
     for key in sorted(set(given) - set(known)):
         raise ValueError(
-            f"{option(key)} is given, but {arch} has one side; give --moe-freq instead."
+            f"{flag_of(key)} is given, but {arch} has one side; give --moe-freq instead."
         )
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
