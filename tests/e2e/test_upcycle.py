@@ -7,17 +7,13 @@ stopped; then prune, merge and dense, which stock fairseq opens; what cannot be 
 """
 
 import argparse
-import contextlib
-import io
 import re
-import sys
 
 import pytest
 import torch
 from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
-
-from fairseq_tutel.__main__ import main
+from tool_in_process import tool
 
 SMALL = ("--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32,
          "--encoder-attention-heads", 2, "--dropout", 0, "--attention-dropout", 0)  # fmt: skip
@@ -46,18 +42,7 @@ def dense_args(args):
 
 def convert(kind, source, target, *words):
     """Run `convert KIND`; return what it printed."""
-    files = ("--input", source, "--output", target)
-    return tool("convert", kind, *map(str, (*files, *words)))
-
-
-def tool(*words):
-    argv, sys.argv = sys.argv, ["fairseq_tutel", *words]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            main()
-    finally:
-        sys.argv = argv
-    return out.getvalue()
+    return tool("convert", kind, "--input", source, "--output", target, *words)
 
 
 def outputs(path, data):
@@ -247,7 +232,7 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     busy = run.stats("train_inner")[-1]["moe_load_decoder_1"]
     assert len(busy) == 4
     log = ("--log", tmp_path / "t.log")
-    text = tool("inspect", *map(str, (trained, *log)))
+    text = tool("inspect", trained, *log)
     assert "decoder_1  4 " in text and "below 0.1" in text
     made = {}
     for name, kind, options in (

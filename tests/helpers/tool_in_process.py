@@ -26,8 +26,13 @@ def convert(*words):
 
 def refusal(*words):
     """Run `convert`, which must end with one sentence; return it."""
+    return refusal_of("convert", *words)
+
+
+def refusal_of(*words):
+    """Run the command line, which must end with one sentence; return it."""
     with pytest.raises(SystemExit) as end:
-        convert(*words)
+        tool(*words)
     message = end.value.code
     assert isinstance(message, str) and message.startswith("error: "), message
     assert "\n" not in message and message.endswith(".")

@@ -1,8 +1,8 @@
 """`convert`: what all kinds of it do.
 
-Covered: none runs code that a file brings; none makes a valid file of a damaged one, nor does `average`;
-none replaces a file unasked; all that take ours read shards; what cannot be written, for whatever
-reason, is not there.
+Covered: none runs code that a file brings, nor does `inspect`; none makes a valid file of a damaged one,
+nor does `average`; none replaces a file unasked; all that take ours read shards; what cannot be written,
+for whatever reason, is not there.
 """
 
 import os
@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from moe_files import E, save
-from tool_in_process import convert, refusal, tool
+from tool_in_process import convert, refusal, refusal_of, tool
 
 
 class Hostile:
@@ -25,24 +25,31 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-FILES = {"meta": "x-shared.pt", "to-meta": "x.pt", "tutel": "x0-of-1", "to-tutel": "x.pt"}
+# The file that brings code, and what reads it.
+READERS = {
+    "meta": ("x-shared.pt", ("--input", "x")),
+    "to-meta": ("x.pt", ("--input", "x.pt", "--ranks", 1)),
+    "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
+    "to-tutel": ("x.pt", ("--input", "x.pt", "--ranks", 1)),
+    "upcycle": ("x.pt", ("--input", "x.pt")),
+    "merge": ("x.pt", ("--input", "x.pt", "--moe-expert-count", 2)),
+    "prune": ("x.pt", ("--input", "x.pt", "--drop", 0)),
+    "dense": ("x.pt", ("--input", "x.pt", "--experts", 0)),
+}
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["zip", "before zip"])
-@pytest.mark.parametrize("kind", FILES)
-def test_convert_runs_no_code_of_a_file(kind, older, tmp_path):
+@pytest.mark.parametrize("kind", [*READERS, "inspect"])
+def test_no_tool_runs_code_of_a_file(kind, older, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, words = READERS.get(kind, ("x.pt", ("x.pt",)))
     state = {"model": {"decoder.version": torch.ones(1)}, "cfg": Hostile(tmp_path / "made")}
-    torch.save(state, tmp_path / FILES[kind], _use_new_zipfile_serialization=not older)
-    words = {
-        "meta": ("--input", tmp_path / "x"),
-        "to-meta": ("--input", tmp_path / "x.pt", "--ranks", 1),
-        "tutel": ("--input-prefix", tmp_path / "x", "--input-size", 1),
-        "to-tutel": ("--input", tmp_path / "x.pt", "--ranks", 1),
-    }
-    message = refusal(kind, *words[kind], "--output", tmp_path / "out")
-    assert str(tmp_path / FILES[kind]) in message
+    torch.save(state, file, _use_new_zipfile_serialization=not older)
+    tool_words = ("convert", kind, *words, "--output", "out") if kind in READERS else (kind, *words)
+    message = refusal_of(*tool_words)
+    assert file in message
     assert "which is torn or no checkpoint" in message and "mkdir" in message
-    assert [path.name for path in tmp_path.iterdir()] == [FILES[kind]]
+    assert [path.name for path in tmp_path.iterdir()] == [file]
 
 
 WRITTEN = {

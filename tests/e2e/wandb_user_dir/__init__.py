@@ -1,4 +1,4 @@
-"""A --user-dir that loads the plugin and, in the place of W&B, writes what it is given to the file $LOGGED."""
+"""A --user-dir that loads the plugin and, in place of W&B, writes what it is given to the file $LOGGED."""
 
 import json
 import os
