@@ -1,8 +1,11 @@
-"""Write the tables of names and flags into README.md, from the code.
+"""Write all flags and names into docs/flags.md, and the most used flags into README.md, from the code.
 
 `python docs/make_tables.py` rewrites them; with --check it only says whether they are up to date.
 """
 
+import re
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 from fairseq.criterions import CRITERION_REGISTRY
@@ -12,59 +15,120 @@ from fairseq.tasks import TASK_REGISTRY
 
 import page
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin import flags
+from fairseq_tutel.moe.config import BY_OWNER, options_of
+from fairseq_tutel.moe.options import Option
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README, FLAGS = ROOT / "README.md", ROOT / "docs" / "flags.md"
+WIDTH = 110
+THEMES = (
+    "Routing",
+    "Capacity",
+    "Balance",
+    "Experts",
+    "Parallelism",
+    "Communication",
+    "Memory",
+    "Checkpoints",
+    "Kernels",
+    "Logging",
+    "Older names",
+)
+MOST_USED = (
+    "--moe-freq",
+    "--moe-expert-count",
+    "--moe-expert-ffn-dim",
+    "--moe-top-k",
+    "--moe-gate-type",
+    "--moe-capacity-factor",
+    "--moe-drop-policy",
+    "--moe-balance-loss",
+    "--moe-gate-loss-wt",
+    "--moe-shared-experts",
+    "--moe-expert-parallel-size",
+    "--moe-a2a-algorithm",
+    "--moe-zero-stage",
+)
 
 
-def names_table() -> str:
-    """Return the table of everything that is registered."""
-    rows = [
-        [f"architectures of `{model}`", _codes(ARCH_MODEL_INV_REGISTRY[model])]
-        for model in ARCH_MODEL_INV_REGISTRY
-        if model.startswith("moe_")
+def all_options() -> list[Option]:
+    """Return the options of model, criterion and task."""
+    return [option for owner in BY_OWNER for option in options_of(owner)]
+
+
+def flags_by_theme() -> str:
+    """Return the list of all flags under their headings."""
+    found = {theme: [o for o in all_options() if o.theme == theme] for theme in THEMES}
+    assert sum(map(len, found.values())) == len(all_options()), "a theme is missing"
+    sections = [
+        f"## {theme}\n\n" + "\n".join(map(_entry, options)) for theme, options in found.items()
     ]
-    for kind, registry in (
-        ("tasks", TASK_REGISTRY),
-        ("criterions", CRITERION_REGISTRY),
-        ("optimizers", OPTIMIZER_REGISTRY),
-    ):
-        rows.append([kind, _codes(name for name in registry if name.startswith("moe_"))])
-    return page.table(rows, ["what", "names"])
+    return "\n\n".join(sections)
 
 
-def flags_table(options: type, leave_out: tuple[str, ...] = ()) -> str:
-    """Return the table of one set of options, help texts included."""
-    made = options()
-    rows = []
-    for key, default in flags.defaults(options).items():
-        if key not in leave_out:
-            text = made._get_help(key).replace("%%", "%").replace("|", "\\|")
-            value = getattr(default, "value", default)
-            shown = "off" if value is False else f"`{value}`"
-            rows.append([f"`--{key.replace('_', '-')}`", shown, text.split(" [default")[0]])
-    return page.table(rows, ["flag", "default", "meaning"])
+def _entry(option: Option) -> str:
+    """Return what an option takes, its default and its help: `--flag` (of, values, default): help."""
+    takes = re.sub(", (?=[^,]*$)", " or ", ", ".join(f"`{each}`" for each in option.choices))
+    if not takes and option.rule and not option.same_as:
+        takes = re.split(r"give |choose ", option.rule[1], maxsplit=1)[1].replace("one of ", "")
+    default = "off" if option.type is bool else _code(option.default)
+    facts = "; ".join(filter(None, (option.of, takes, f"default {default}")))
+    return _wrapped(f"- `{option.flag}` ({facts}): {option.text}.")
 
 
-def _codes(names) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
+def names() -> str:
+    """Return the list of everything that is registered."""
+    kinds = {
+        f"architectures of `{model}`": archs
+        for model, archs in ARCH_MODEL_INV_REGISTRY.items()
+        if model.startswith("moe_")
+    }
+    kinds |= {
+        "tasks": TASK_REGISTRY,
+        "criterions": CRITERION_REGISTRY,
+        "optimizers": OPTIMIZER_REGISTRY,
+    }
+    return "\n".join(_wrapped(f"- {kind}: {_codes(found)}") for kind, found in kinds.items())
 
 
-def tables() -> dict[str, str]:
-    """Return every table by the name of its place in the README."""
+def most_used() -> str:
+    """Return the table of the flags that most trainings give, with the first words of their help."""
+    by_flag = {option.flag: option for option in all_options()}
+    rows = [("flag", "default", "meaning"), ("---", "---", "---")]
+    for flag in MOST_USED:
+        option = by_flag[flag]
+        rows.append((f"`{flag}`", _code(option.default), re.split("[;:] ", option.help)[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _code(value: object) -> str:
+    return f"`{value}`" if value != "" else "empty"
+
+
+def _codes(registered: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(registered) if name.startswith("moe_"))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def pages() -> dict[Path, dict[str, str]]:
+    """Return what stands in each page, by the names of the places there."""
     plugin.register()
     return {
-        "names": names_table(),
-        "model flags": flags_table(flags.EncoderDecoderOptions),
-        "criterion flags": flags_table(flags.GateLossOptions),
-        "task flags": flags_table(flags.SystemOptions),
+        README: {"most used flags": most_used()},
+        FLAGS: {"flags": flags_by_theme(), "names": names()},
     }
 
 
-def filled_in(text: str) -> str:
-    """Return the README's text with each table in its place."""
-    return page.filled(text, README.name, tables())
+def filled_in(path: Path) -> str:
+    """Return a page's text with everything in its place."""
+    return page.filled(path.read_text(), path.name, pages()[path])
 
 
 if __name__ == "__main__":
-    page.run(README, filled_in, __doc__)
+    for each in (README, FLAGS):
+        page.run(each, lambda _, path=each: filled_in(path), __doc__)
