@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -31,13 +31,17 @@ _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One record as it was logged: what was measured, after how many updates, the numbers."""
+class Record:
+    """What was measured after how many updates: numbers, lists of them.
+
+    `seconds` are those of the training until then, in all its processes; nan where they are not known.
+    """
 
     tag: str
     update: int
     values: dict[str, float]
     lists: dict[str, list[float]] = field(default_factory=dict)
+    seconds: float = math.nan
 
 
 @dataclass
@@ -48,20 +52,10 @@ class Log:
     numbers of ranks in that order, and `damaged` the numbers of the lines that could not be read.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Record] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Record:
-    """The numbers at one update, and the seconds of training until then (nan if unknown)."""
-
-    update: int
-    seconds: float
-    values: dict[str, float]
-    lists: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ def read_log(lines: Iterable[str]) -> Log:
     return log
 
 
-def read_entry(stats: object) -> Entry | None:
+def read_entry(stats: object) -> Record | None:
     """Return the record that a JSON value is, or None if it is none."""
     if not isinstance(stats, dict):
         return None
@@ -147,7 +141,7 @@ def read_entry(stats: object) -> Entry | None:
     if key is None or update is None or not math.isfinite(update):
         return None
     prefix = key.removesuffix(_UPDATES)
-    entry = Entry(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
+    entry = Record(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
     for name, value in stats.items():
         if isinstance(value, list):
             numbers = [_number(x) for x in value]
@@ -165,19 +159,20 @@ def join(log: Log) -> Run:
     there, time is that of the updates by their speed.
     """
     notes = []
-    kept: list[tuple[str, Record]] = []
+    kept: list[Record] = []
     seconds = 0.0
     for entries in _processes(log):
         first = entries[0].update
         if kept:
-            lasting = [(tag, record) for tag, record in kept if record.update < first]
+            lasting = [record for record in kept if record.update < first]
             void = len(kept) - len(lasting)
             lost = f", and {void} earlier records from there on are left out" if void else ""
             notes.append(f"Resumed: a new process logs from update {first} on{lost}.")
             kept = lasting
         before, now = seconds, math.nan
-        stopped = _has_stopped_clock(entries)
-        last = kept[-1][1].update if kept else 0
+        walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
+        stopped = walls and not any(walls)  # as after a resume in an epoch's middle
+        last = kept[-1].update if kept else 0
         for entry in entries:
             if stopped:
                 speed = entry.values.get("ups", 0)
@@ -187,22 +182,22 @@ def join(log: Log) -> Run:
                 now = seconds
             elif not math.isnan(wall := entry.values.get("wall", math.nan)):
                 now = seconds = before + wall
-            kept.append((entry.tag, Record(entry.update, now, entry.values, entry.lists)))
+            kept.append(replace(entry, seconds=now))
     notes += _not_finite(kept)
     if log.damaged:
         notes.append(
             f"{len(log.damaged)} damaged or cut-off line(s) left out, first in line {log.damaged[0]}."
         )
     by_tag: dict[str, dict[int, Record]] = {}
-    for tag, record in kept:
-        by_tag.setdefault(tag, {})[record.update] = record
+    for record in kept:
+        by_tag.setdefault(record.tag, {})[record.update] = record
     ranks = log.ranks[:1] + [after for first, after in pairwise(log.ranks) if after != first]
     return Run({tag: list(of.values()) for tag, of in by_tag.items()}, ranks, notes)
 
 
-def _processes(log: Log) -> list[list[Entry]]:
+def _processes(log: Log) -> list[list[Record]]:
     """Return the entries of each process; one begins where it says so, or updates or time go back."""
-    parts: list[list[Entry]] = []
+    parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):
         wall = entry.values.get("wall", math.nan)
@@ -215,20 +210,14 @@ def _processes(log: Log) -> list[list[Entry]]:
     return parts
 
 
-def _has_stopped_clock(entries: list[Entry]) -> bool:
-    """Whether a process logs `wall` and it stays 0, as after a resume in an epoch's middle."""
-    walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
-    return bool(walls) and not any(walls)
-
-
-def _not_finite(records: list[tuple[str, Record]]) -> list[str]:
+def _not_finite(records: list[Record]) -> list[str]:
     """Return one sentence for every key with values that are nan or infinite."""
     updates: dict[str, list[int]] = {}
-    for tag, record in records:
+    for record in records:
         listed = {key: [value] for key, value in record.values.items()} | record.lists
         for key, numbers in listed.items():
             if not all(map(math.isfinite, numbers)):
-                updates.setdefault(f"{tag} {key}", []).append(record.update)
+                updates.setdefault(f"{record.tag} {key}", []).append(record.update)
     return [
         f"{name} is nan or infinite in {len(at)} record(s), first at update {at[0]}: a gap in its curve."
         for name, at in updates.items()
@@ -255,7 +244,10 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
     texts = _matches(path, *LOG_NAMES) if path.is_dir() else [path]
     events = _matches(path, EVENT_NAMES) if path.is_dir() or "tfevents" in path.name else []
-    logs = {text: _read(text) for text in texts if text not in events}
+    logs = {}
+    for text in (text for text in texts if text not in events):
+        with open(text, encoding="utf-8", errors="replace") as lines:
+            logs[text] = read_log(lines)
     found = _without_copies({text: log for text, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
@@ -292,11 +284,6 @@ def default_names(paths: list[Path]) -> list[str]:
 
 def _matches(folder: Path, *patterns: str) -> list[Path]:
     return sorted({p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()})
-
-
-def _read(path: Path) -> Log:
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        return read_log(lines)
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
@@ -340,4 +327,4 @@ def _read_events(files: list[Path], given: Path) -> Log:
                 events.append((event.wall_time, file.parent.name, event.step, key, event.value))
     # Several keys are one record, in the order in which the records of all tags were written.
     records = groupby(sorted(events), key=lambda event: event[1:3])
-    return Log([Entry(tag, step, {e[3]: e[4] for e in of}) for (tag, step), of in records])
+    return Log([Record(tag, step, {e[3]: e[4] for e in of}) for (tag, step), of in records])

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from fairseq_tutel.tools.report.page import duration, summary_row
-from fairseq_tutel.tools.training_log import Entry, default_names, find_log, join, read_log
+from fairseq_tutel.tools.training_log import Record, default_names, find_log, join, read_log
 
 
 def inner(update, loss="3.5", wall=None, **stats):
@@ -50,9 +50,9 @@ def seconds(run):
 def test_a_record_reads_alike_in_every_form(form):
     log = read_log([form.format(inner(10, load=[0.5, 1.5])), form.format(valid(10))])
     assert log.entries == [
-        Entry("train_inner", 10, {"epoch": 1, "update": 0.1, "loss": 3.5, "num_updates": 10},
+        Record("train_inner", 10, {"epoch": 1, "update": 0.1, "loss": 3.5, "num_updates": 10},
               {"load": [0.5, 1.5]}),
-        Entry("valid", 10, {"epoch": 1, "ppl": 9.5, "num_updates": 10}),
+        Record("valid", 10, {"epoch": 1, "ppl": 9.5, "num_updates": 10}),
     ]  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from fairseq_tutel.moe.config import BY_OWNER, MoEConfig, label_of, options_of
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import write
 from fairseq_tutel.tools.convert.layers import (
     DENSE,
     ROWS,
@@ -71,7 +70,7 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
             differ.append(layer.label)
     widths = _widen(file, steps)
     _make_dense(file.state, widths)
-    write(file.with_model(_weights(file, steps)), output)
+    file.write(_weights(file, steps), output)
     print(f"wrote {output}: {name_of(file.state, 'model')}, a training begins anew with it")
     if differ:
         print(

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import write
-from fairseq_tutel.tools.convert.layers import Layer, MoEFile, experts_of, gate_rows, open_moe
+from fairseq_tutel.tools.convert.layers import (
+    Layer,
+    MoEFile,
+    counts_text,
+    experts_of,
+    gate_rows,
+    open_moe,
+)
+from fairseq_tutel.tools.convert.options import model_options
 from fairseq_tutel.tools.convert.selection import (
     Loads,
     add_load_options,
@@ -216,8 +223,11 @@ def _write(
         counts.append(len(of_layer))
         more = lines.get(layer, "")
         print(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts{more}")
-    file.set_counts(counts, top_k)
-    write(file.with_model(model), output)
+    options = model_options(file.state)
+    options["moe_expert_count"] = counts_text(counts)
+    if top_k is not None:
+        options.update(moe_top_k=top_k, moe_top1_expert=False)
+    file.write(model, output)
 
 
 def _names(model: Mapping[str, Tensor], layer: Layer, config: MoEConfig) -> list[str]:

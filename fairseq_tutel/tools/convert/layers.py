@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.feed_forward import label_of
-from fairseq_tutel.tools.convert.files import begun_anew, load
+from fairseq_tutel.tools.convert.files import begun_anew, load, write
 from fairseq_tutel.tools.convert.options import model_options
 
 # Of a layer's dense step, without the layer's name: what every one has, and what --scale-fc adds.
@@ -104,16 +104,9 @@ class MoEFile:
         model: dict[str, Tensor] = self.state["model"]
         return model
 
-    def with_model(self, model: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the checkpoint with other weights, for a training to begin anew."""
-        return begun_anew({**self.state, "model": dict(model)})
-
-    def set_counts(self, counts: list[int], top_k: int | None) -> None:
-        """Let the options say how many experts the layers have, and, where it is given, a token."""
-        options = model_options(self.state)
-        options["moe_expert_count"] = counts_text(counts)
-        if top_k is not None:
-            options.update(moe_top_k=top_k, moe_top1_expert=False)
+    def write(self, model: Mapping[str, Tensor], output: Path) -> None:
+        """Write the checkpoint with other weights, for a training to begin anew."""
+        write(begun_anew({**self.state, "model": dict(model)}), output)
 
 
 def open_moe(path: Path) -> MoEFile:
@@ -127,15 +120,11 @@ def open_moe(path: Path) -> MoEFile:
     layers = [layer for layer in layers_of(state["model"]) if layer.has_experts]
     if not layers:
         raise ValueError(f"--input names {path}, whose model has no experts; give one that has.")
-    return MoEFile(state, {layer: config_of(options, state["model"], layer) for layer in layers})
+    return MoEFile(state, {layer: _config_of(options, state["model"], layer) for layer in layers})
 
 
-def config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Layer) -> MoEConfig:
-    """Return what a layer's experts are, by the saved options and the tensors' shapes.
-
-    Raises:
-        ValueError: options that do not go together, or tensors that are not of one layer.
-    """
+def _config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Layer) -> MoEConfig:
+    """Return what a layer's experts are, by the saved options and the tensors' shapes."""
     from fairseq_tutel.plugin.flags import layer_config
 
     first = next(iter(experts_of(model, layer).values()))
@@ -176,9 +165,9 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
 def experts_of(model: Mapping[str, Tensor], layer: Layer) -> dict[str, Tensor]:
     """Return the tensors [E, ...] of a layer's experts by their own names."""
     prefix = f"{layer.step}.experts."
-    names = {key: key.removeprefix(prefix) for key in model if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): t for key, t in model.items() if key.startswith(prefix)}
     # What all experts share, a layer norm, stands in a module of its own.
-    return {name: model[key] for key, name in names.items() if "." not in name}
+    return {name: tensor for name, tensor in own.items() if "." not in name}
 
 
 def counts_text(counts: list[int]) -> str:

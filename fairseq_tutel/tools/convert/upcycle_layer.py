@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
@@ -40,12 +40,8 @@ class Variation:
     gate_scale: float = 1.0
 
 
-def parts_of(config: MoEConfig, hidden_dim: int) -> int:
-    """Return G, how many experts make up the dense step.
-
-    Raises:
-        ValueError: experts that no copies of a dense step can be.
-    """
+def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
+    """Return G, how many experts make up the dense step; refuse what no copies of one can be."""
     if config.expert_type != "ffn":
         raise ValueError(
             f"{label_of('expert_type')} is {config.expert_type!r}, but a dense feed-forward step can be "
@@ -64,10 +60,8 @@ def parts_of(config: MoEConfig, hidden_dim: int) -> int:
 
 def _refuse_parts(config: MoEConfig, parts: int, hidden_dim: int) -> None:
     """Refuse what keeps a token from choosing all parts of a step together."""
-    cut = (
-        f"{label_of('hidden_dim')} {config.hidden_dim} cuts the dense step of {hidden_dim} into {parts} "
-        "parts"
-    )
+    label = f"{label_of('hidden_dim')} {config.hidden_dim}"
+    cut = f"{label} cuts the dense step of {hidden_dim} into {parts} parts"
     for name, value in (
         ("num_experts", config.num_experts),
         ("top_k", config.top_k),
@@ -107,7 +101,7 @@ def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Va
     Raises:
         ValueError: experts that no copies can be, or a gate that cannot be scaled.
     """
-    parts = parts_of(config, len(ffn["fc1.weight"]))
+    parts = _parts_of(config, len(ffn["fc1.weight"]))
     layer = _without_experts(config, how.seed, name)
     _prepare_gates(layer, parts, how.gate_scale)
     made = copies(ffn, config)
@@ -139,19 +133,15 @@ def copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
         if map_name == "hidden_layer_norm":
             made[f"experts.{map_name}.{kind}"] = tensor
             continue
-        parts_G = _cut(tensor, map_name, kind, config.hidden_dim)
+        if map_name == "fc1":
+            parts_G = tensor.unflatten(0, (-1, config.hidden_dim))
+        elif kind == "weight":
+            parts_G = tensor.unflatten(1, (-1, config.hidden_dim)).transpose(0, 1)
+        else:
+            parts_G = tensor.unsqueeze(0)
         repeats = (config.num_experts // len(parts_G), *(1 for _ in tensor.shape))
         made[f"experts.{map_name}_{kind}"] = parts_G.repeat(repeats)
     return made
-
-
-def _cut(tensor: Tensor, map_name: str, kind: str, width: int) -> Tensor:
-    """Return the parts of a dense step's tensor, first dimension by part."""
-    if map_name == "fc1":
-        return tensor.unflatten(0, (-1, width))
-    if kind == "bias":
-        return tensor.unsqueeze(0)
-    return tensor.unflatten(1, (-1, width)).transpose(0, 1)
 
 
 def differences(config: MoEConfig, how: Variation) -> list[str]:
@@ -214,13 +204,9 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
             )
         if isinstance(gate, LinearGate):
             gate.weight.mul_(scale)
-            _repeat_rows(gate.weight, parts)
-        elif isinstance(gate, CosineGate):
-            _repeat_rows(gate.directions, parts)
-
-
-def _repeat_rows(rows_ED: nn.Parameter, parts: int) -> None:
-    rows_ED.copy_(rows_ED[::parts].repeat_interleave(parts, dim=0))
+        if isinstance(gate, (LinearGate, CosineGate)):
+            rows_ED = gate.weight if isinstance(gate, LinearGate) else gate.directions
+            rows_ED.copy_(rows_ED[::parts].repeat_interleave(parts, dim=0))
 
 
 def _draw_units_anew(made: Tensors, name: str, how: Variation) -> None:

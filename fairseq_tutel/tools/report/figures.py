@@ -94,10 +94,10 @@ def line_chart(
     references: Sequence[tuple[float, str]] = (),
     points: int = 400,
 ) -> str:
-    """Return a chart of the curves as SVG.
+    """Return a chart of the curves as SVG; they leave a gap where a value is not finite.
 
     Args:
-        curves: they leave a gap where a value is not finite.
+        curves: the lines.
         x_label: of the axis, with its unit.
         y_label: of the axis, with its unit.
         log: a logarithmic y axis, where the values are positive and differ five times or more.
