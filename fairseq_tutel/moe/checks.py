@@ -145,16 +145,18 @@ def _check_losses(config: Any, label: Label) -> None:
     )
 
 
-BALANCE_LOSSES = (
-    "gshard",
-    "gshard_all",
-    "gshard_sequence",
-    "gshard_global",
-    "switch",
-    "load_importance",
-    "load_importance_tutel",
-    "z",
-)
+# The functions are balance.py's; what a name stands for, the option's help tells.
+BALANCE_LOSSES = {
+    "gshard": "load of first choices times mean probability",
+    "gshard_all": "load of all choices",
+    "gshard_sequence": "that, sentence by sentence",
+    "gshard_global": "that, with the load of all ranks",
+    "switch": "the same as gshard",
+    "load_importance": "variation of the experts' summed probabilities and of their load; needs "
+    "--moe-gate-noise",
+    "load_importance_tutel": "the same in Tutel's form",
+    "z": "squared log of the sum of exponentials of the logits",
+}
 # They ask how likely a token would have chosen otherwise, had the gate's noise been drawn again.
 NEED_GATE_NOISE = ("load_importance", "load_importance_tutel")
 

@@ -10,12 +10,11 @@ change between two runs on one checkpoint; their result is the same.
 """
 
 import math
-import re
 from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from fairseq_tutel.moe.checks import refuse_contradictions
+from fairseq_tutel.moe.checks import BALANCE_LOSSES, refuse_contradictions
 from fairseq_tutel.moe.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -33,7 +32,7 @@ from fairseq_tutel.moe.options import (
     refuse_bad_values,
     whole,
 )
-from fairseq_tutel.planning.strategy import ALGORITHMS
+from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of
 
 ACTIVATIONS = (
     "relu",
@@ -255,11 +254,7 @@ class MoEConfig:
     balance_loss: str = balance(
         "gshard:1",
         "balance losses of a layer with their relative weights, name:weight separated by commas, or none; "
-        "gshard (load of first choices times mean probability), gshard_all (load of all choices), "
-        "gshard_sequence (that, sentence by sentence), gshard_global (that, with the load of all "
-        "ranks), switch (the same as gshard), load_importance (variation of the experts' summed "
-        "probabilities and of their load; needs --moe-gate-noise), load_importance_tutel (the same in "
-        "Tutel's form), z (squared log of the sum of exponentials of the logits)",
+        + ", ".join(f"{name} ({what})" for name, what in BALANCE_LOSSES.items()),
     )
     balance_bias: bool = balance(
         False,
@@ -374,7 +369,7 @@ class MoEConfig:
         "how ranks share the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
         "adaptive:1; model, r as large as it can be; auto, r by measuring; the result is the same",
         rule=(
-            lambda v: re.fullmatch(r"adaptive:\d{1,6}|data|model|auto", v) is not None,
+            lambda v: (r := degree_of(v, slices=1)) is not None and r >= 0,
             "give adaptive:r with r a whole number, data, model or auto",
         ),
         idle=(

@@ -9,7 +9,7 @@ from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.planning.links import faster_algorithm
 from fairseq_tutel.planning.machine import Machine, typical
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks.groups import Topology
 
 TOKENS = 4096  # of a rank's micro-batch, where nobody says
@@ -57,12 +57,11 @@ def static_degree(config: MoEConfig, slices: int) -> int:
     Raises:
         ValueError: it is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
     """
-    kind = config.parallel_type
     degree = config.adaptive_r
     name, value = "adaptive_r", str(degree)
     if degree < 0:
-        name, value = "parallel_type", kind
-        degree = slices if kind == "model" else int(kind.partition(":")[2] or 1)
+        name, value = "parallel_type", config.parallel_type
+        degree = degree_of(config.parallel_type, slices) or 0  # which MoEConfig took for one
     degree = min(degree, slices)
     if degree not in allowed_degrees(slices):
         raise ValueError(

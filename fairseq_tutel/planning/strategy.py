@@ -1,5 +1,6 @@
 """How a layer's rows travel and its experts are shared out: what may change from update to update."""
 
+import re
 from dataclasses import dataclass
 
 ALGORITHMS = ("linear", "2dh")
@@ -31,3 +32,15 @@ class Strategy:
         if self.algorithm not in ALGORITHMS:
             known = " or ".join(ALGORITHMS)
             raise ValueError(f"algorithm is {self.algorithm!r}; give {known}.")
+
+
+def degree_of(parallel_type: str, slices: int) -> int | None:
+    """Return the r that a word names: adaptive:r, data (1), model (s) or auto (1); None for no such word.
+
+    Args:
+        parallel_type: of an option or of Tutel's argument.
+        slices: s, the ranks that share an expert.
+    """
+    found = re.fullmatch(r"adaptive:(-?\d{1,6})", parallel_type)
+    known = {"data": 1, "model": slices, "auto": 1}
+    return known.get(parallel_type) if found is None else int(found[1])
