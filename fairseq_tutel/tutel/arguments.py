@@ -1,4 +1,7 @@
-"""Arguments in Tutel's form: refused in one sentence, or, where they change no result here, said once."""
+"""Tutel's arguments: refused in one sentence, said once where they change nothing, or a MoEConfig's fields.
+
+T tokens, E experts, K top_k, s ranks that hold one expert.
+"""
 
 import functools
 import logging
@@ -6,22 +9,45 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fairseq_tutel.moe.checks import require
-from fairseq_tutel.moe.config import OVERLAP
-from fairseq_tutel.moe.options import Rule
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
+from fairseq_tutel.moe.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    CAPACITY,
+    NOT_NEGATIVE,
+    Rule,
+    is_whole,
+)
+from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
 
 TRUE_OR_FALSE: Rule = (lambda v: v in (True, False), "give True or False")
 
+# Tutel's key of a gate -> (field of MoEConfig, Tutel's default, rule).
+COMMON: dict[str, tuple[str, Any, Rule]] = {
+    "k": ("top_k", 1, AT_LEAST_1),
+    "capacity_factor": ("capacity_factor", 1.0, CAPACITY),
+    "gate_noise": ("gate_noise", 0.0, NOT_NEGATIVE),
+}
+TOP = {**COMMON, "fp32_gate": ("gate_fp32", False, TRUE_OR_FALSE)}
+COSINE = {
+    **TOP,
+    "proj_dim": ("gate_projection_dim", 256, AT_LEAST_1),
+    "init_t": ("gate_temperature", 0.5, TEMPERATURE),
+}
+GATES = {"top": ("linear", TOP), "cosine_top": ("cosine", COSINE)}
 
-def is_whole(value: Any, least: int) -> bool:
-    """Whether a value is a whole number, `least` or more."""
-    return _is_int(value) and value >= least
+# Above the first, Tutel takes for a multiple of places the next one of the second.
+LARGE, COARSE = 256, 128
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
@@ -33,74 +59,18 @@ def check(name: str, value: Any, rule: Rule) -> None:
     require(holds, f"{name} is {value!r}; {rule[1]}.")
 
 
+def check_switch(name: str, value: Any) -> bool:
+    """Return a boolean, for which Tutel's users also give 0 or 1."""
+    check(name, value, TRUE_OR_FALSE)
+    return bool(value)
+
+
 def check_keys(what: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse a dict with a key of another kind of gate or experts, or of none."""
     for key in options:
         require(
             key in known, f"{what} has the key {key!r}; the keys it knows are {', '.join(known)}."
         )
-
-
-def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
-    """Return (gate, experts, afterwards), None for those not given."""
-    given = (None, None, None) if seeds is None else seeds
-    fine = isinstance(given, tuple | list) and len(given) in (2, 3)
-    fine = fine and all(seed is None or is_whole(seed, 0) for seed in given)
-    require(
-        fine,
-        f"seeds is {seeds!r}; give (gate, experts, afterwards), each a whole number, at least 0, or None.",
-    )
-    gate, experts, after = (*given, None)[:3]
-    return gate, experts, after
-
-
-def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> int:
-    """Return E from `num_experts_per_device`.
-
-    Args:
-        per_device: n > 0 experts on each rank; -n or 1/n for one expert on every n ranks; -1 is 1.
-        group: whose ranks are counted; None for all.
-
-    Raises:
-        ValueError: the number is none of these, or n does not divide the ranks.
-    """
-    per_rank = _as_whole(per_device)
-    require(
-        group is None or isinstance(group, dist.ProcessGroup),
-        f"group is {group!r}; give a process group that this rank is in, or None for all ranks.",
-    )
-    ranks = count_ranks(group)
-    if per_rank > 0 or per_rank == -1:
-        return abs(per_rank) * ranks
-    require(
-        ranks % -per_rank == 0,
-        f"num_experts_per_device is {per_device}, one expert on every {-per_rank} ranks, but there are "
-        f"{ranks} ranks; give a divisor of {ranks}.",
-    )
-    return ranks // -per_rank
-
-
-def count_ranks(group: dist.ProcessGroup | None = None) -> int:
-    """Return the ranks of a group, None for all; 1 without torch.distributed."""
-    together = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size(group) if together else 1
-
-
-def _as_whole(per_device: Any) -> int:
-    if isinstance(per_device, float) and 0 < per_device < 1:
-        shared_by = round(1 / per_device)
-        if abs(per_device * shared_by - 1) < 0.02:  # 0.33 is meant for a third
-            return -shared_by
-    require(
-        is_whole(per_device, 1) or (_is_int(per_device) and per_device < 0),
-        f"num_experts_per_device is {per_device!r}; give n experts on each rank, or -n or 1/n for one "
-        "expert on every n ranks.",
-    )
-    return per_device
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @functools.cache
@@ -120,63 +90,92 @@ def say_copies(ranks: int) -> None:
         )
 
 
+def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
+    """Return (gate, experts, afterwards), None for those not given."""
+    given = (None, None, None) if seeds is None else seeds
+    fine = isinstance(given, tuple | list) and len(given) in (2, 3)
+    require(
+        fine and all(seed is None or AT_LEAST_0[0](seed) for seed in given),
+        f"seeds is {seeds!r}; give (gate, experts, afterwards), each a whole number, at least 0, or None.",
+    )
+    gate, experts, after = (*given, None)[:3]
+    return gate, experts, after
+
+
+def count_ranks(group: dist.ProcessGroup | None = None) -> int:
+    """Return the ranks of a group, None for all; 1 without torch.distributed."""
+    together = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size(group) if together else 1
+
+
+def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> int:
+    """Return E from `num_experts_per_device`.
+
+    Args:
+        per_device: n > 0 experts on each rank; -n or 1/n for one expert on every n ranks; -1 is 1.
+        group: whose ranks are counted; None for all.
+
+    Raises:
+        ValueError: the number is none of these, or n does not divide the ranks.
+    """
+    per_rank = per_device
+    if isinstance(per_device, float) and 0 < per_device < 1:
+        shared_by = round(1 / per_device)
+        if abs(per_device * shared_by - 1) < 0.02:  # 0.33 is meant for a third
+            per_rank = -shared_by
+    require(
+        is_whole(per_rank) and per_rank != 0,
+        f"num_experts_per_device is {per_device!r}; give n experts on each rank, or -n or 1/n for one "
+        "expert on every n ranks.",
+    )
+    require(
+        group is None or isinstance(group, dist.ProcessGroup),
+        f"group is {group!r}; give a process group that this rank is in, or None for all ranks.",
+    )
+    ranks = count_ranks(group)
+    if per_rank > 0 or per_rank == -1:
+        return abs(per_rank) * ranks
+    require(
+        ranks % -per_rank == 0,
+        f"num_experts_per_device is {per_device}, one expert on every {-per_rank} ranks, but there are "
+        f"{ranks} ranks; give a divisor of {ranks}.",
+    )
+    return ranks // -per_rank
+
+
+def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Size, torch.Size]:
+    """Return (the shape of the tokens, the shape of one token's features)."""
+    require(
+        is_whole(reserve_dims) and 1 <= reserve_dims <= x.dim(),
+        f"reserve_dims is {reserve_dims!r} but the input has the shape {tuple(x.shape)}; give a whole "
+        f"number from 1 to {x.dim()}.",
+    )
+    outer, features = x.shape[:-reserve_dims], x.shape[-reserve_dims:]
+    require(
+        features.numel() == model_dim,
+        f"the input has the shape {tuple(x.shape)}, {features.numel()} features for a token, but model_dim "
+        f"is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
+    )
+    return outer, features
+
+
 def check_overlap(degree: Any) -> int:
     """Return `a2a_ffn_overlap_degree`: chunks in which rows travel while experts work."""
     check("a2a_ffn_overlap_degree", degree, OVERLAP)
     return degree
 
 
-def check_switch(name: str, value: Any) -> bool:
-    """Return a boolean, for which Tutel's users also give 0 or 1."""
-    check(name, value, TRUE_OR_FALSE)
-    return bool(value)
-
-
-def check_megablocks(size: Any) -> None:
-    """Take `megablocks_size`, 0 by default."""
-    require(is_whole(size, 0), f"megablocks_size is {size!r}; give a whole number, at least 0.")
-    if size > 0:
-        say_no_effect("megablocks_size", size)
-
-
-def check_strategy(
-    degree: Any, parallel_type: Any, use_2dh: Any, shared_by: int, topology: Topology, slices: int
-) -> Strategy:
-    """Return how a layer runs.
+def check_degree(name: str, value: Any, degree: int, shared_by: int, slices: int) -> int:
+    """Return r.
 
     Args:
-        degree: `a2a_ffn_overlap_degree`.
-        parallel_type: of Tutel's.
-        use_2dh: likewise.
-        shared_by: ranks that hold one expert.
-        topology: where experts live.
+        name: of the argument that says it.
+        value: of that argument.
+        degree: the r that this means; taken for the nearest from 0 to s, as Tutel does.
+        shared_by: s.
         slices: of an expert; 1 where each of those ranks has it whole.
     """
-    if check_switch("use_2dh", use_2dh) and topology.grid is None:
-        say_no_effect("use_2dh", True)
-    text = parallel_type if isinstance(parallel_type, str) else ""
-    adaptive = re.fullmatch(r"adaptive:(-?\d+)", text)
-    require(
-        adaptive is not None or text in ("data", "model", "auto"),
-        f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, model, "
-        "auto.",
-    )
-    wanted = int(adaptive[1]) if adaptive else (shared_by if text == "model" else 1)
-    return Strategy(
-        adaptive_r=_degree("parallel_type", parallel_type, wanted, shared_by, slices),
-        overlap=check_overlap(degree),
-        algorithm="2dh" if use_2dh else "linear",
-    )
-
-
-def check_adaptive(degree: Any, shared_by: int, slices: int) -> int:
-    """Return `adaptive_r` of one call."""
-    require(_is_int(degree), f"adaptive_r is {degree!r}; give a whole number, or None.")
-    return _degree("adaptive_r", degree, degree, shared_by, slices)
-
-
-def _degree(name: str, value: Any, degree: int, shared_by: int, slices: int) -> int:
-    degree = min(max(degree, 0), shared_by)  # as Tutel does
+    degree = min(max(degree, 0), shared_by)
     require(
         degree == 0 or shared_by % degree == 0,
         f"{name} is {value!r} but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
@@ -184,3 +183,157 @@ def _degree(name: str, value: Any, degree: int, shared_by: int, slices: int) -> 
     if degree > slices:
         say_no_effect(name, value)
     return min(degree, slices)
+
+
+def check_strategy(
+    overlap: Any, parallel_type: Any, use_2dh: Any, shared_by: int, topology: Topology, slices: int
+) -> Strategy:
+    """Return how a layer runs.
+
+    Args:
+        overlap: `a2a_ffn_overlap_degree`.
+        parallel_type: of Tutel's.
+        use_2dh: likewise.
+        shared_by: see `check_degree`.
+        topology: where experts live.
+        slices: see `check_degree`.
+    """
+    if check_switch("use_2dh", use_2dh) and topology.grid is None:
+        say_no_effect("use_2dh", True)
+    degree = degree_of(parallel_type, shared_by) if isinstance(parallel_type, str) else None
+    if degree is None:
+        raise ValueError(
+            f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, "
+            "model, auto."
+        )
+    return Strategy(
+        adaptive_r=check_degree("parallel_type", parallel_type, degree, shared_by, slices),
+        overlap=check_overlap(overlap),
+        algorithm="2dh" if use_2dh else "linear",
+    )
+
+
+def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
+    """Return one dict per gate from a dict, a list of them, or the deprecated 'Top2Gate'."""
+    if isinstance(gate_type, str):
+        found = re.fullmatch(r"Top([0-9]+)Gate", gate_type)
+        if found is not None:
+            gate = {"type": "top", "k": int(found[1])}
+            logger.warning("gate_type %r is deprecated; give %r.", gate_type, gate)
+            return [gate]
+    gates = list(gate_type) if isinstance(gate_type, list | tuple) else [gate_type]
+    for gate in gates:
+        require(
+            isinstance(gate, Mapping) and gate.get("type") in (*GATES, "custom"),
+            f"gate_type is {gate_type!r}; give a dict, or a list of them, each with a type of "
+            f"{', '.join(GATES)} or custom, such as {{'type': 'top', 'k': 2}}.",
+        )
+    require(bool(gates), "gate_type is an empty list; give at least one gate.")
+    return gates
+
+
+def gate_fields(
+    gate: Mapping[str, Any], num_experts: int, module: nn.Module | None
+) -> dict[str, Any]:
+    """Return the fields of MoEConfig that a gate decides.
+
+    Args:
+        gate: its dict.
+        num_experts: E; a larger k is taken for E, as Tutel does.
+        module: of a custom gate: its `top_k`, `capacity_factor` and `gate_noise` come before the dict's.
+
+    Raises:
+        ValueError: an unknown key, or a value that is not allowed.
+    """
+    kind, known = GATES.get(gate["type"], ("linear", COMMON))
+    values = {key: gate.get(key, default) for key, (_, default, _) in known.items()}
+    if module is None:
+        check_keys(f"gate_type {gate['type']!r}", gate, ("type", *known))
+    else:
+        values["k"] = getattr(module, "top_k", gate.get("top_k", values["k"]))
+        for key in ("capacity_factor", "gate_noise"):
+            values[key] = getattr(module, key, values[key])
+    for key, value in values.items():
+        check(f"gate_type's {key}", value, known[key][2])
+        if known[key][2] is TRUE_OR_FALSE:  # 0 and 1 are, too
+            values[key] = bool(value)
+    fields = {known[key][0]: value for key, value in values.items()}
+    factor = fields["capacity_factor"]
+    top_k = min(fields["top_k"], num_experts)
+    return {**fields, "gate_type": kind, "top_k": top_k, "eval_capacity_factor": factor}
+
+
+def show_fields(gate: nn.Module, config: MoEConfig) -> None:
+    """Give a gate the attributes that `set_fields` reads, where it has none."""
+    for name, _, _ in COMMON.values():
+        if not hasattr(gate, name):
+            setattr(gate, name, getattr(config, name))
+
+
+def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]:
+    """Return the fields of MoEConfig that stand on a gate as attributes, as they are now.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    fields = {}
+    for name, _, rule in COMMON.values():
+        fields[name] = getattr(gate, name)
+        if fields[name] != getattr(config, name):
+            check(f"gates[{index}].{name}", fields[name], rule)
+    fields["top_k"] = min(fields["top_k"], config.num_experts)
+    return {**fields, "eval_capacity_factor": fields["capacity_factor"]}
+
+
+def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module | None:
+    """Build module=cls(model_dim, num_global_experts, **rest) of a custom gate; None for another.
+
+    Raises:
+        ValueError: there is no class, or it gives no torch module.
+    """
+    if gate["type"] != "custom":
+        return None
+    require(
+        callable(gate.get("module")),
+        f"gate_type's module is {gate.get('module')!r}; give the class of a custom gate.",
+    )
+    rest = {key: value for key, value in gate.items() if key not in ("type", "module")}
+    module = gate["module"](model_dim=model_dim, num_global_experts=num_experts, **rest)
+    require(
+        isinstance(module, nn.Module),
+        f"gate_type's module gave {type(module).__name__}; give the class of a torch module.",
+    )
+    return module
+
+
+def tutel_capacity(
+    factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int
+) -> Capacity:
+    """Return K * int(|factor| * ceil(T / E)) places, rounded up to a multiple; for 0 no limit.
+
+    Raises:
+        ValueError: that is no place, where Tutel stops with an error.
+    """
+    if factor == 0:
+        return Capacity()
+    places = top_k * int(abs(factor) * -(-num_tokens // num_experts))
+    require(
+        places > 0 or num_tokens == 0,
+        f"capacity_factor is {factor!r}, which by tutel_capacity gives no place to {num_tokens} tokens on "
+        f"{num_experts} experts; give a larger one, or leave tutel_capacity out.",
+    )
+    if multiple > LARGE:
+        multiple = _up(multiple, COARSE)
+    return Capacity(fixed=_up(places, multiple))
+
+
+def most_tokens(num_tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Return the largest number of tokens of any rank. Collective; waits for the device."""
+    most = torch.tensor(num_tokens, device=device)
+    with guarded("the agreement on the number of tokens", group):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
+from fairseq_tutel.moe.checks import require
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.options import AT_LEAST_1, CAPACITY
+from fairseq_tutel.moe.options import AT_LEAST_0, AT_LEAST_1, CAPACITY, is_whole
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
-from fairseq_tutel.tutel import arguments as options
-from fairseq_tutel.tutel.capacity import most_tokens, tutel_capacity
+from fairseq_tutel.tutel import arguments
 from fairseq_tutel.tutel.experts import (
     ExpertContext,
     ModuleExperts,
@@ -31,13 +32,6 @@ from fairseq_tutel.tutel.experts import (
     can_slice,
     check_experts,
     drawn_from,
-)
-from fairseq_tutel.tutel.gates import (
-    custom_gate,
-    gate_dicts,
-    gate_fields,
-    set_fields,
-    show_fields,
 )
 
 
@@ -91,24 +85,23 @@ class TutelMoELayer(nn.Module):
         tutel_capacity: bool = False,
     ) -> None:
         super().__init__()
-        options.check("model_dim", model_dim, AT_LEAST_1)
+        arguments.check("model_dim", model_dim, AT_LEAST_1)
         if pad_samples is not None:
-            options.say_no_effect("pad_samples", pad_samples)
+            arguments.say_no_effect("pad_samples", pad_samples)
         self.is_postscore = is_postscore
         self.batch_prioritized_routing = batch_prioritized_routing
         self.normalize_gate = normalize_gate
         self.is_gshard_loss = is_gshard_loss
         self.group = group
-        self.tutel_capacity = options.check_switch("tutel_capacity", tutel_capacity)
-        gate_seed, expert_seed, seed_after = options.check_seeds(seeds)
+        self.tutel_capacity = arguments.check_switch("tutel_capacity", tutel_capacity)
+        gate_seed, expert_seed, seed_after = arguments.check_seeds(seeds)
         per_device, expert_fields = check_experts(experts, model_dim)
-        self.num_global_experts = options.count_experts(per_device, group)
-        self.sharded_count = max(1, options.count_ranks(group) // self.num_global_experts)
-        divisors = (r for r in range(1, self.sharded_count + 1) if self.sharded_count % r == 0)
-        self.valid_rs = [0, *divisors]
+        self.num_global_experts = arguments.count_experts(per_device, group)
+        self.sharded_count = max(1, arguments.count_ranks(group) // self.num_global_experts)
+        self.valid_rs = list(allowed_degrees(self.sharded_count))
         sliced = self.sharded_count > 1 and can_slice(experts, model_dim, self.sharded_count)
         topology = _topology(group, self.num_global_experts, sliced, use_2dh)
-        strategy = options.check_strategy(
+        strategy = arguments.check_strategy(
             a2a_ffn_overlap_degree,
             parallel_type,
             use_2dh,
@@ -122,10 +115,10 @@ class TutelMoELayer(nn.Module):
             **self._fields(),
         }
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
-        self.moe = _build(gate_dicts(gate_type), experts, fields, topology, group, agreed)
+        self.moe = _build(arguments.gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.strategy = strategy
         self.experts.save_by_rank()
-        options.say_copies(topology.num_replicas)
+        arguments.say_copies(topology.num_replicas)
         self.result_func = result_func
         if scan_expert_func is not None:
             for name, parameter in self.experts.expert_parameters().items():
@@ -166,10 +159,12 @@ class TutelMoELayer(nn.Module):
         Raises:
             ValueError: a shape or number that does not fit.
         """
-        together = options.check_switch("inequivalent_tokens", inequivalent_tokens)
-        options.check_megablocks(megablocks_size)
+        together = arguments.check_switch("inequivalent_tokens", inequivalent_tokens)
+        arguments.check("megablocks_size", megablocks_size, AT_LEAST_0)
+        if megablocks_size > 0:
+            arguments.say_no_effect("megablocks_size", megablocks_size)
         if together and not self.tutel_capacity:
-            options.say_no_effect("inequivalent_tokens", True)
+            arguments.say_no_effect("inequivalent_tokens", True)
         self._take_over()
         kept, self.moe.strategy = (
             self.moe.strategy,
@@ -188,7 +183,7 @@ class TutelMoELayer(nn.Module):
         """Return the fields of MoEConfig that attributes of the layer decide."""
 
         def is_on(name: str) -> bool:
-            return options.check_switch(name, getattr(self, name))
+            return arguments.check_switch(name, getattr(self, name))
 
         return {
             "prescore": not is_on("is_postscore"),
@@ -201,7 +196,7 @@ class TutelMoELayer(nn.Module):
         """Let the layer run by what was set on it, or on its gates, since the last call."""
         configs, of_layer = self.moe.gate_configs, self._fields()
         fields = [
-            {**of_layer, **set_fields(gate, i, config)}
+            {**of_layer, **arguments.set_fields(gate, i, config)}
             for i, (gate, config) in enumerate(zip(self.gates, configs, strict=True))
         ]
         if any(
@@ -219,9 +214,12 @@ class TutelMoELayer(nn.Module):
         """Return how one call runs; what is not given is the layer's."""
         strategy, slices = self.moe.strategy, self.experts.part.slices
         if overlap is not None:
-            strategy = dataclasses.replace(strategy, overlap=options.check_overlap(overlap))
+            strategy = dataclasses.replace(strategy, overlap=arguments.check_overlap(overlap))
         if degree is not None:
-            degree = options.check_adaptive(degree, self.sharded_count, slices)
+            require(is_whole(degree), f"adaptive_r is {degree!r}; give a whole number, or None.")
+            degree = arguments.check_degree(
+                "adaptive_r", degree, degree, self.sharded_count, slices
+            )
             strategy = dataclasses.replace(strategy, adaptive_r=degree)
         return strategy
 
@@ -235,11 +233,11 @@ class TutelMoELayer(nn.Module):
         together: bool,
     ) -> tuple[Tensor, Tensor]:
         if top_k is not None:
-            options.check("top_k", top_k, AT_LEAST_1)
+            arguments.check("top_k", top_k, AT_LEAST_1)
             top_k = min(top_k, self.num_global_experts)
         if capacity_factor is not None:
-            options.check("capacity_factor", capacity_factor, CAPACITY)
-        outer, token = _split_shape(x, reserve_dims, self.moe.config.model_dim)
+            arguments.check("capacity_factor", capacity_factor, CAPACITY)
+        outer, token = arguments.split_shape(x, reserve_dims, self.moe.config.model_dim)
         x_TD = x.reshape(outer.numel(), token.numel())
         weight = next(self.experts.parameters(), None)
         if weight is not None and not torch.is_autocast_enabled(x.device.type):
@@ -272,8 +270,8 @@ class TutelMoELayer(nn.Module):
         _, config, _ = self.moe.gate_at(gate_index)
         num_tokens = len(x_TD)
         if together and self.topology.world_size > 1:
-            num_tokens = most_tokens(num_tokens, x_TD.device, self.group)
-        return tutel_capacity(
+            num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
+        return arguments.tutel_capacity(
             config.capacity_factor if capacity_factor is None else capacity_factor,
             config.top_k if top_k is None else top_k,
             self.num_global_experts,
@@ -325,7 +323,7 @@ class TutelMoELayer(nn.Module):
         Raises:
             ValueError: another type.
         """
-        options.require(
+        require(
             param_type in ("gate", "local_experts"),
             f"param_type is {param_type!r}; choose gate or local_experts.",
         )
@@ -338,7 +336,7 @@ class TutelMoELayer(nn.Module):
         num_local_experts: float, group: dist.ProcessGroup | None = None
     ) -> int:
         """Return the experts of all ranks of the group from `num_experts_per_device`."""
-        return options.count_experts(num_local_experts, group)
+        return arguments.count_experts(num_local_experts, group)
 
 
 moe_layer = TutelMoELayer
@@ -358,8 +356,8 @@ def _build(
     own, modules = [], []
     for i, gate in enumerate(gate_type):
         with drawn_from(hashed_seed(gate_seed, "", -1, _gate_name(i))):
-            module = custom_gate(gate, model_dim, num_experts)
-        own.append({**fields, **gate_fields(gate, num_experts, module)})
+            module = arguments.custom_gate(gate, model_dim, num_experts)
+        own.append({**fields, **arguments.gate_fields(gate, num_experts, module)})
         modules.append(module)
     _check_noise(own)
     configs = [MoEConfig(**gate) for gate in own]
@@ -381,14 +379,14 @@ def _build(
     )
     for i, built in enumerate(gates):
         reset_gate(built, gate_seed, "", _gate_name(i))
-        show_fields(built, configs[i])
+        arguments.show_fields(built, configs[i])
     return layer
 
 
 def _check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a load without noise to weigh it by, from the fields of every gate's MoEConfig."""
     for i, gate in enumerate(fields):
-        options.require(
+        require(
             gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
             f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
             "such as 1.0.",
@@ -405,7 +403,7 @@ def _topology(
     """Return where experts live; where they are sliced, each of a group's ranks has a part of one."""
     if group is not None:
         return topology_within(group, num_experts, sliced)
-    requested = options.count_ranks() if sliced else 0
+    requested = arguments.count_ranks() if sliced else 0
     return make_topology([num_experts], requested, ranks_per_node() if use_2dh else 0)
 
 
@@ -428,19 +426,3 @@ def _agreed_seeds(
             dist.broadcast_object_list(first, src=source, group=group)
         (experts,) = first
     return gate, experts
-
-
-def _split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Size, torch.Size]:
-    """Return (the shape of the tokens, the shape of one token's features)."""
-    options.require(
-        options.is_whole(reserve_dims, 1) and reserve_dims <= x.dim(),
-        f"reserve_dims is {reserve_dims!r} but the input has the shape {tuple(x.shape)}; give a whole "
-        f"number from 1 to {x.dim()}.",
-    )
-    outer, features = x.shape[:-reserve_dims], x.shape[-reserve_dims:]
-    options.require(
-        features.numel() == model_dim,
-        f"the input has the shape {tuple(x.shape)}, {features.numel()} features for a token, but model_dim "
-        f"is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
-    )
-    return outer, features

@@ -33,7 +33,7 @@ from tutel_case import (
 import fairseq_tutel as ft
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.tutel import arguments
-from fairseq_tutel.tutel.capacity import tutel_capacity
+from fairseq_tutel.tutel.arguments import tutel_capacity
 
 
 @pytest.mark.parametrize("count", ({"count_per_node": 3}, {"num_experts_per_device": -1}, {}))
