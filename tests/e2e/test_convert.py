@@ -155,13 +155,3 @@ def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_
         "moe_eval_capacity_token_fraction": 1.0,
     }
     assert equals_the_layer_by_loops(dataclasses.replace(meta, options=computed), watched) == 0
-    again = ("--output", tmp_path / "again-", "--ranks", 4)
-    printed = convert("to-tutel", "--input", tmp_path / "ours.pt", *again)
-    assert "activation" not in printed
-    for rank in range(4):
-        theirs, back = (
-            torch.load(tmp_path / f"{n}-{rank}-of-4")["model"] for n in ("last", "again")
-        )
-        assert theirs.keys() == back.keys()
-        for name, tensor in theirs.items():
-            assert torch.equal(back[name], tensor), name

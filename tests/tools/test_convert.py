@@ -30,7 +30,6 @@ READERS = {
     "meta": ("x-shared.pt", ("--input", "x")),
     "to-meta": ("x.pt", ("--input", "x.pt", "--ranks", 1)),
     "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
-    "to-tutel": ("x.pt", ("--input", "x.pt", "--ranks", 1)),
     "upcycle": ("x.pt", ("--input", "x.pt")),
     "merge": ("x.pt", ("--input", "x.pt", "--moe-expert-count", 2)),
     "prune": ("x.pt", ("--input", "x.pt", "--drop", 0)),
@@ -123,7 +122,6 @@ def test_convert_says_that_the_system_lets_nobody_read_a_file(tmp_path):
 
 
 FROM_OURS = {
-    "to-tutel": ("--ranks", E),
     "to-meta": ("--ranks", E),
     "merge": ("--moe-expert-count", 2),
     "prune": ("--drop", 0),
@@ -162,7 +160,7 @@ def flat(tree):
     return tree.tolist() if torch.is_tensor(tree) else tree
 
 
-OUTPUTS = {"to-tutel": ("b", "b2-of-4"), "to-meta": ("b", "b-rank-2.pt")}
+OUTPUTS = {"to-meta": ("b", "b-rank-2.pt")}
 
 
 @pytest.mark.parametrize("kind", [*FROM_OURS, "average"])

@@ -56,20 +56,16 @@ def rename_to_ours(state: dict[str, Any], option: str) -> None:
     rename(state, "task", TASKS.get(task, task))
 
 
-def rename_to_stock(state: dict[str, Any], other: str) -> None:
+def rename_to_stock(state: dict[str, Any]) -> None:
     """Give the architecture and task of a checkpoint of ours the names of stock fairseq.
 
-    Args:
-        state: the checkpoint.
-        other: the system that is to read it.
-
     Raises:
-        ValueError: that has no such architecture.
+        ValueError: Meta's branch of it has no such architecture.
     """
     arch, task = name_of(state, "model").removeprefix("moe_"), name_of(state, "task")
     if not is_language_model(arch) and arch not in ENCODER_DECODERS:
         raise ValueError(
-            f"--input has the architecture {arch or 'without a name'}, and {other} has experts in "
+            f"--input has the architecture {arch or 'without a name'}, and Meta's branch has experts in "
             "transformer_lm… and transformer… alone; give a checkpoint of such a model."
         )
     rename(state, "model", arch)

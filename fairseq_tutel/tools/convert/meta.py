@@ -321,7 +321,7 @@ def _translate(state: State, ranks: int) -> list[str]:
     Raises:
         ValueError: Meta's model cannot compute the same.
     """
-    rename_to_stock(state, "Meta's branch")
+    rename_to_stock(state)
     rename(state, "optimizer", name_of(state, "optimizer").removeprefix("moe_"))
     weights = state["model"].items()
     dims = {name.split(".")[0]: t.shape[1] for name, t in weights if name.endswith(OUR_FC1)}

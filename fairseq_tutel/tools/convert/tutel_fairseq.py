@@ -8,22 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from fairseq_tutel.moe.options import flag_of, plain
-from fairseq_tutel.tools.convert.fairseq_names import (
-    is_language_model,
-    rename_to_ours,
-    rename_to_stock,
-)
+from fairseq_tutel.tools.convert.fairseq_names import is_language_model, rename_to_ours
 from fairseq_tutel.tools.convert.options import model_options, name_of
-from fairseq_tutel.tools.convert.our_options import (
-    RUN_OPTIONS,
-    our_defaults,
-    refuse,
-    refuse_what_only_ours_compute,
-    top_k_of,
-)
 
-LAYER = "Tutel's"
 OPTIMIZER = "last_optimizer_state"
 FIXED = {
     "moe_top_k": 2,
@@ -38,45 +25,31 @@ FIXED = {
 }
 
 
-def is_fairseq(state: Any, keys: list[str]) -> bool:
-    """Return whether a file whose weights are under `keys` is a fairseq checkpoint."""
-    return keys == ["model"] and bool(state.get("cfg") or state.get("args"))
-
-
-def layer_to_ours(prefix: str) -> str:
-    """Return our prefix of a layer of Tutel's.
-
-    Raises:
-        ValueError: it is none of the example's.
-    """
-    found = re.fullmatch(r"(decoder\.layers\.\d+\.)moe_ffn\.", prefix)
-    if found is None:
-        raise ValueError(
-            f"--input-prefix has the MoE layer {prefix.rstrip('.')} in a fairseq checkpoint, where Tutel's "
-            "example has decoder.layers.N.moe_ffn; save its weights as a file of their own and give that."
-        )
-    return f"{found[1]}fc1."
-
-
-def weight_to_ours(name: str, layers: Iterable[str]) -> str:
-    """Return our name of a weight that is no layer's: the norm within experts is theirs here."""
-    before, _, rest = name.partition("ffn_layernorm.")
-    return (
-        f"{before}fc1.experts.hidden_layer_norm.{rest}" if f"{before}moe_ffn." in layers else name
-    )
-
-
-def translate_to_ours(state: dict[str, Any], layers: dict[str, int], activation: str) -> list[str]:
+def to_ours(state: dict[str, Any], layers: dict[str, int], activation: str) -> list[str]:
     """Give a checkpoint of the example our names and options, in place; return what is different.
 
     Args:
-        state: rank 0's, with our weights.
+        state: rank 0's, with all experts, and names within layers that are ours.
         layers: prefix of every layer of Tutel's, and its experts.
         activation: of the experts.
 
     Raises:
         ValueError: no model of ours computes the same.
     """
+    for prefix in layers:
+        if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):
+            raise ValueError(
+                f"--input-prefix has the MoE layer {prefix.rstrip('.')} in a fairseq checkpoint, where "
+                "Tutel's example has decoder.layers.N.moe_ffn; save its weights as a file of their own "
+                "and give that."
+            )
+    model: dict[str, Any] = {}
+    for name, tensor in state["model"].items():
+        layer, _, norm = name.partition("ffn_layernorm.")
+        if f"{layer}moe_ffn." in layers:  # the norm within experts is theirs here
+            name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
+        model[name.replace(".moe_ffn.", ".fc1.")] = tensor
+    state["model"] = model
     arch, options = name_of(state, "model"), model_options(state)
     rename_to_ours(state, "--input-prefix")
     freq = _frequency(layers, options)
@@ -118,50 +91,3 @@ def _frequency(layers: Iterable[str], options: dict[str, Any]) -> int:
             "gives; give the files of one training of Tutel's example."
         )
     return freq
-
-
-def translate_to_tutel(state: dict[str, Any], ranks: int, num_experts: int) -> list[str]:
-    """Give a checkpoint of ours the names of Tutel's example, in place; return what is different.
-
-    Raises:
-        ValueError: the example cannot compute the same.
-    """
-    options = model_options(state)
-    rename_to_stock(state, "Tutel's example")
-    if ranks != num_experts:
-        raise ValueError(
-            f"--ranks is {ranks}, and Tutel's example has one expert on each; give {num_experts}."
-        )
-    if any(name.startswith("encoder.") and ".fc1.gate." in name for name in state["model"]):
-        raise ValueError(
-            "--input has experts in its encoder, and Tutel's example has none there; give a model without."
-        )
-    ours = {**our_defaults(), **options}
-    refuse_what_only_ours_compute(ours, LAYER)
-    computed = {
-        "--moe-top-k": (top_k_of(ours), 2),
-        "--moe-normalize-gate": (plain(ours["moe_normalize_gate"]), "before"),
-        "--moe-routed-scaling-factor": (ours["moe_routed_scaling_factor"], 1),
-    }
-    for option, (value, needed) in computed.items():
-        if value != needed:
-            refuse(option, value, LAYER)
-    notes = []
-    activation = plain(ours.get("activation_fn", "relu"))
-    if activation != "linear":
-        notes.append(
-            f"--activation-fn is {activation}; Tutel's example has linear, fixed in its code: put "
-            f"{activation} there, or it computes something else; the way back needs convert tutel "
-            f"--expert-activation {activation}."
-        )
-    for key, fixed in FIXED.items():
-        value = plain(ours.get(key, fixed))
-        if value != fixed:
-            notes.append(
-                f"{flag_of(key)} is {value}; Tutel's example has {fixed}, fixed in its code."
-            )
-    for key in (*our_defaults(), *RUN_OPTIONS):
-        options.pop(key, None)
-    if state.pop(OPTIMIZER, None):
-        notes.append("the optimizer state is left out: each rank's is its own in Tutel's example.")
-    return notes

@@ -1,0 +1,138 @@
+"""What Tutel's MoE layer calls what ours has, and how the parts of it that ranks hold are put together.
+
+E experts, N ranks, s = N / E ranks of an expert where there are more ranks; D model_dim, H hidden_dim. A
+rank's part is [e, …] of e experts, or [1, …] with 1/s of dimension 1, padded with zeros.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+# Tutel's name of a tensor -> ours, and whether its last two dimensions change places.
+Table = dict[str, tuple[str, bool]]
+
+GATES: Table = {
+    "wg.weight": ("weight", False),
+    "temperature": ("log_scale", False),
+    "cosine_projector.weight": ("projection_weight", False),
+    "cosine_projector.bias": ("projection_bias", False),
+    "sim_matrix": ("directions", True),
+}
+FFN: Table = {
+    "batched_fc1_w": ("fc1_weight", False),
+    "batched_fc2_w": ("fc2_weight", True),
+    "batched_fc1_bias": ("fc1_bias", False),
+    "batched_fc2_bias": ("fc2_bias", False),
+}
+LLAMA: Table = {  # held flat by a rank
+    "W_fc1": ("fc1_weight", True),
+    "W_fc2": ("fc3_weight", True),
+    "W_fc3": ("fc2_weight", True),
+}
+
+
+def _turned(tensor: Tensor, turned: bool) -> Tensor:
+    return tensor.transpose(-1, -2).contiguous() if turned else tensor
+
+
+def our_gates(theirs: Tensors) -> Tensors:
+    """Return our names and tensors of a layer's gates from Tutel's; a custom gate's stay as they are."""
+    ours: Tensors = {}
+    for name, tensor in theirs.items():
+        if found := re.fullmatch(r"gates?\.(?:(\d+)\.)?(.+)", name):
+            key, turned = GATES.get(found[2], (found[2], False))
+            tensor = tensor.reshape(()) if found[2] == "temperature" else _turned(tensor, turned)
+            index = int(found[1] or 0)
+            ours[f"other_gates.{index - 1}.{key}" if index else f"gate.{key}"] = tensor
+    return ours
+
+
+def our_experts(
+    parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None
+) -> Tensors:
+    """Return our tensors of all experts from the ranks' parts of Tutel's.
+
+    Args:
+        parts: by Tutel's name, one tensor of each rank.
+        experts: E.
+        model_dim: D, which Tutel's llama_ffn does not tell; None where the gate does not, either.
+
+    Raises:
+        ValueError: parts do not make E experts; the text goes on from the name of the layer.
+    """
+    if "W_fc1" in parts:
+        return {
+            ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()
+        }
+    if not FFN.keys() & parts.keys():
+        if any(len(own) > experts for own in parts.values()):
+            raise ValueError(
+                "has experts of a custom class in slices, and how those are cut is not known"
+            )
+        return {name.replace(".", "__"): _joined(name, own, experts) for name, own in parts.items()}
+    for name in ("batched_fc1_w", "batched_fc2_w"):
+        if name not in parts:
+            raise ValueError(f"lacks experts.{name}")
+    if unknown := parts.keys() - FFN.keys():
+        raise ValueError(f"has experts.{min(unknown)}, which ffn experts have not")
+    whole = {name: _joined(name, own, experts) for name, own in parts.items()}
+    hidden_dim, out_dim = whole["batched_fc1_w"].shape[1], whole["batched_fc2_w"].shape[2]
+    if "batched_fc2_bias" in whole:  # in s parts it is padded to whole ones
+        whole["batched_fc2_bias"] = whole["batched_fc2_bias"][:, :out_dim].contiguous()
+    expected = {
+        "batched_fc2_w": (experts, hidden_dim, out_dim),
+        "batched_fc1_bias": (experts, hidden_dim),
+        "batched_fc2_bias": (experts, out_dim),
+    }
+    for name, shape in expected.items():
+        if name in whole and whole[name].shape != shape:
+            raise ValueError(
+                f"has experts.{name} of shape {tuple(whole[name].shape)} together, not {shape}"
+            )
+    return {FFN[name][0]: _turned(tensor, FFN[name][1]) for name, tensor in whole.items()}
+
+
+def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
+    """Return [E, …] from the ranks' parts, of whole experts or of slices of one: the same memory."""
+    shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
+    if len(shapes) > 1:
+        raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
+    (shape,) = shapes
+    if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
+        # Of Tutel's scatter: equal pieces of an expert's memory, by another shape of as many numbers.
+        own = (*shape[:-1], shape[-1] * share)
+    elif shape[:1] != (max(1, experts // len(parts)),) or (share > 1 and len(shape) < 2):
+        raise ValueError(
+            f"has experts.{name} of shape {shape} on each of {len(parts)} ranks, which are not {experts} "
+            "experts"
+        )
+    else:
+        own = shape[1:] if share == 1 else (shape[1] * share, *shape[2:])
+    return torch.cat([part.flatten() for part in parts]).view(experts, *own)
+
+
+def _our_llama(
+    parts: Mapping[str, Sequence[Tensor]], name: str, experts: int, model_dim: int | None
+) -> Tensor:
+    """Return a tensor of llama_ffn, which a rank holds flat; padded where ranks share an expert."""
+    if model_dim is None:
+        raise ValueError(
+            "has llama_ffn behind a custom gate, so that nothing says the width of a token"
+        )
+    if name not in parts:
+        raise ValueError(f"lacks experts.{name}")
+    own = parts[name]
+    sizes, numbers = {tuple(part.shape) for part in own}, own[0].numel() * len(own) // experts
+    hidden_dim, left = divmod(numbers, model_dim)
+    share = max(1, len(own) // experts)
+    if len(sizes) > 1 or own[0].dim() != 1 or left >= share or hidden_dim == 0:
+        raise ValueError(
+            f"has experts.{name} of the shapes {sorted(sizes)} on {len(own)} ranks, which are not "
+            f"{experts} experts for tokens of {model_dim}"
+        )
+    flat = torch.cat(list(own)).view(experts, numbers)[:, : hidden_dim * model_dim]
+    shape = (hidden_dim, model_dim) if name == "W_fc3" else (model_dim, hidden_dim)
+    return _turned(flat.reshape(experts, *shape), True)
