@@ -92,7 +92,7 @@ def install_experts(
     Raises:
         ValueError: a bad option, or a run that cannot work; the message names option and fix.
     """
-    task_cfg, root, training = config_of(task), root_of(task), is_training(task)
+    task_cfg, root, training = config_of(task), root_of(task), is_training(task, cfg)
     if training:
         start_together(root, model, task)
     for kind, part in ((TaskConfig, task_cfg), (ModelConfig, cfg), (SidesConfig, cfg)):

@@ -4,9 +4,9 @@ While the model is built, the root of the task's configuration is the FairseqCon
 will use. A task without a dataclass has the plain command line, which knows no root: the run keeps it.
 """
 
+import argparse
 import logging
 import os
-import sys
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
 from fairseq.utils import import_user_module
+from omegaconf import OmegaConf
 from torch import nn
 
 from fairseq_tutel import plugin
@@ -88,19 +89,31 @@ def saves_shards(task: Any) -> bool:
     return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
 
 
-def is_training(task: Any) -> bool:
+# In what a configuration says of itself, of one that comes out of a file.
+OPENED = "opened_for_use"
+
+
+def mark_as_opened(state: Any) -> None:
+    """Let `is_training` know the configuration of a checkpoint that is opened for use, in place."""
+    if OmegaConf.is_config(state.get("cfg")):
+        state["cfg"]._set_flag(OPENED, True)  # what is below it has it too
+    for cfg in (state.get("args"), (state.get("cfg") or {}).get("model")):
+        if isinstance(cfg, argparse.Namespace):
+            setattr(cfg, OPENED, True)
+
+
+def is_training(task: Any, model_cfg: Any) -> bool:
     """Whether the model that is being built is to be trained, not opened from a checkpoint.
 
     The other commands, and Python code that opens a file, run with all experts on every rank, since
-    their batches differ in number between ranks. They all build through one function of fairseq's, which
-    does not tell the model so; the call stack does.
+    their batches differ in number between ranks.
+
+    Args:
+        task: of the model.
+        model_cfg: what the model is built from.
     """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "load_model_ensemble_and_task":
-            return False
-        frame = frame.f_back
-    return root_of(task) is not None
+    of_file = model_cfg._get_flag(OPENED) if OmegaConf.is_config(model_cfg) else None
+    return not (of_file or getattr(model_cfg, OPENED, False)) and root_of(task) is not None
 
 
 def device_of(root: Any) -> torch.device:

@@ -1,31 +1,43 @@
 """All that is wrapped in fairseq: six functions, each because no registry or override reaches it.
 
-1. `Trainer.consolidate_optimizer`: every rank calls it before rank 0 alone saves, also with
-   --no-save-optimizer-state, so it is the one place where experts can be gathered, or written by all;
-   stock decides later whether it saves anything, so that is asked of what its caller has.
+1. `checkpoint_utils.save_checkpoint`: every rank calls it, and rank 0 alone goes on to save, so before it
+   is the one place where experts can be gathered, or written by all. What it calls on every rank itself,
+   `Trainer.consolidate_optimizer`, is not told whether anything is saved, and is called before crash.pt,
+   too, when the others may be gone.
 2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
    experts in shard files stand beside it; and no one else stands at every door by which a file comes in
-   that is to be used, damaged or foreign as it may be.
-3. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
+   that is to be used, damaged or foreign as it may be. Who builds the model is not told that it is one's.
+3. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
+   left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
+   temporary name.
+4. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
    the middle leaves a torn file; no copy shares its bytes where the file system could.
-4. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
+5. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
    trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
    reads ranks and devices by that before it builds anything of ours; where ranks do not find each other,
    or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing;
    where models are used, ranks that share experts serve each other until all are done, which no one
    function of theirs knows; a training, a dense one too, has its --save-dir to itself until it ends; and a
    task without a dataclass is given no way to the run's configuration.
-5. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
-   of ours, which may be there to keep a shard of them.
-6. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
-   left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
-   temporary name.
+6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
+   of ours, which may be there to keep a shard of them. (As --memory-efficient-fp16 it would not, but its
+   name stands in checkpoints, which runs with and without shards are to read of each other.)
 
-What else changes in a process, each where it is done: thresholds of glibc's malloc (`allocator.py`); the
-classes that torch.load takes for safe (`safe_globals.py`); --is-moe in sys.argv (`plugin.py`); the options
-of every task (`task_options.py`); the class of a stock task and of its iterator (`task_mixin.py`); the
-buffers of fairseq's all_gather_list (`together.py`); torch's time-outs of groups (`ranks/rendezvous.py`,
-`ranks/guard.py`).
+What else changes in a process, and where:
+
+- at import (`plugin.register`): thresholds of glibc's malloc, and which classes torch.load takes for safe;
+  twins in fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); the options of every
+  task, of a user's own when it is there (`task_options.py`); --is-moe leaves sys.argv, under --user-dir;
+- where a model with experts is built: the run's configuration (`run_config.complete`, each change logged),
+  the class of a task that has not our mixin, and then that of its iterator (`task.py`);
+- where commands run: `train` and `run` add --user-dir to sys.argv, and `run` takes its command out;
+  torchrun's ranks go into the configuration, and a rank's GPU becomes torch's current one (`startup.py`);
+  ranks that use a model write their results apart, and without a GPU fairseq's all_gather_list gets buffers
+  on the CPU (`parallel_inference.py`); torch's groups get time-outs (`ranks/guard.py`), and a thread of
+  ours leaves before the process does (`comm/background.py`);
+- where a training diagnoses a NaN: hooks of encoders' backwards go before stock looks for it (`task.py`).
+
+No environment variable is set, and no logger but our own is touched.
 """
 
 import functools
@@ -33,7 +45,6 @@ import hashlib
 import inspect
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +57,7 @@ from fairseq.trainer import Trainer
 from fairseq_tutel.checkpoint import experts, files
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, innermost_optimizer
+from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.optim.zero_fp16 import ShardedFP16Optimizer
 from fairseq_tutel.optim.zero_plan import plan_of
 from fairseq_tutel.plugin import one_writer
@@ -59,7 +70,7 @@ from fairseq_tutel.plugin.opened_file import (
     refuse_unknown_classes,
 )
 from fairseq_tutel.plugin.parallel_inference import OnSeveralRanks
-from fairseq_tutel.plugin.run_config import KeepRoot, refuse_backend, saves_shards
+from fairseq_tutel.plugin.run_config import KeepRoot, mark_as_opened, refuse_backend, saves_shards
 from fairseq_tutel.plugin.startup import (
     drop_tpu,
     join_torchrun,
@@ -100,62 +111,63 @@ def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
         )
 
 
-def consolidate_optimizer(original: Any) -> Any:
+# The save that runs, if any: what it writes has all ranks' experts.
+_saving: list[Any] = []
+
+
+def save_checkpoint(original: Any) -> Any:
     """Gather experts and their optimizer state to rank 0, or write them, then do what stock does."""
 
     @functools.wraps(original)
-    def wrapper(self: Trainer) -> None:
-        inner = innermost_optimizer(self.optimizer)
-        if isinstance(inner, MoEOptimizerMixin):
-            inner.holds_masters = isinstance(self.optimizer, FP16Optimizer)
-        place, model = groups.in_use(), self.get_model()
-        with_state = not self.cfg.checkpoint.no_save_optimizer_state
-        shared = place.expert_parallel_size > 1 and experts.expert_modules(model)
-        shared = shared or getattr(inner, "is_apart", False)
-        in_shards = saves_shards(self.task) and experts.expert_modules(model)
-        caller = sys._getframe(1)
-        # train_step itself calls this only before it writes crash.pt: the others may be gone.
-        if caller.f_code.co_name == "train_step":
-            if shared:
-                logger.warning(
-                    "crash.pt will hold this rank's experts or shards only, and can not be resumed from"
-                )
-            original(self)
-            return
-        by_stock = caller.f_code.co_name == "save_checkpoint" and (in_shards or shared)
-        if by_stock and not will_save(self, *map(caller.f_locals.get, ("epoch_itr", "val_loss"))):
-            return
-        one_writer.confirm()
-        if in_shards:
-            # A composite optimizer, which one rank alone may have, keeps its states in the file.
-            by_parameter = with_state and hasattr(inner.optimizer, "state")
-            write_in_shards(self, inner if by_parameter else None, place)
-        elif shared:
-            experts.gather_experts(model, place)
-            if with_state:
-                inner.gather_state(place)
-        original(self)
+    def wrapper(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
+        if cfg.no_save:
+            return original(cfg, trainer, epoch_itr, val_loss)
+        _saving.append(trainer)
+        try:
+            _complete(cfg, trainer, epoch_itr, val_loss)
+            return original(cfg, trainer, epoch_itr, val_loss)
+        finally:
+            _saving.pop()
 
     return wrapper
 
 
-def will_save(trainer: Trainer, epoch_itr: Any, val_loss: float | None) -> bool:
+def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> None:
+    """Let rank 0's next state hold what all ranks have, where ranks share it. Collective."""
+    inner, place = innermost_optimizer(trainer.optimizer), groups.in_use()
+    model = trainer.get_model()
+    has_experts = bool(experts.expert_modules(model))
+    in_shards = saves_shards(trainer.task) and has_experts
+    shared = (place.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
+    if (in_shards or shared) and not will_save(cfg, trainer, epoch_itr, val_loss):
+        return
+    one_writer.confirm()
+    with_state = not cfg.no_save_optimizer_state
+    if in_shards:
+        # A composite optimizer, which one rank alone may have, keeps its states in the file.
+        by_parameter = with_state and hasattr(inner.optimizer, "state")
+        write_in_shards(trainer, inner if by_parameter else None, place)
+    elif shared:
+        experts.gather_experts(model, place)
+        if with_state:
+            inner.gather_state(place)
+
+
+def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> bool:
     """Return whether stock, which asks all ranks for their parts first, will write a file. Collective.
 
-    Args:
-        trainer: that saves.
-        epoch_itr: as `checkpoint_utils.save_checkpoint` takes it.
-        val_loss: likewise.
+    Args are those of `checkpoint_utils.save_checkpoint`, before it runs.
     """
-    cfg, updates = trainer.cfg.checkpoint, trainer.get_num_updates()
     if not cfg.no_last_checkpoints:
         return True
     if epoch_itr.end_of_epoch():
         regular = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
     else:
-        regular = cfg.save_interval_updates > 0 and updates % cfg.save_interval_updates == 0
-    # Stock has compared this loss with the best one already.
-    best = val_loss is not None and val_loss == checkpoint_utils.save_checkpoint.best
+        updates, interval = trainer.get_num_updates(), cfg.save_interval_updates
+        regular = interval > 0 and updates % interval == 0
+    best_of = max if cfg.maximize_best_checkpoint_metric else min
+    before = getattr(checkpoint_utils.save_checkpoint, "best", val_loss)
+    best = val_loss is not None and val_loss == best_of(val_loss, before)
     among_best = val_loss is not None and cfg.keep_best_checkpoints > 0
     return of_first(lambda: regular or best or among_best, "the agreement on what is saved")
 
@@ -216,6 +228,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             raise not_fairseqs(path, error) from error
         if is_for_use:
             refuse_unknown_classes(state, path, arg_overrides)
+            mark_as_opened(state)
         bind(state, Path(path))
         return state
 
@@ -244,6 +257,14 @@ def persistent_save(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(obj: Any, filename: Any, async_write: bool = False) -> None:
+        state = obj.get("last_optimizer_state") if isinstance(obj, dict) else None
+        is_part = ONLY_OF_RANK in (state or {})
+        if (is_part or groups.in_use().expert_parallel_size > 1) and not _saving:
+            # As stock does on an exception; the other ranks may be gone.
+            name = os.path.basename(filename)
+            logger.warning(
+                "%s will hold this rank's experts or shards only, and can not be resumed from", name
+            )
         if async_write or not PathManager.supports_rename(filename):
             original(obj, filename, async_write)
         else:
@@ -286,41 +307,44 @@ def call_main(original: Any) -> Any:
 
 
 def build_optimizer(original: Any) -> Any:
-    """Build the wrapper of an optimizer of shards, where the run asks for these."""
+    """Build the wrapper of an optimizer of shards, where the run asks for these; tell others of masters."""
 
     @functools.wraps(original)
     def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
         if plan_of(cfg) is not None:
             return ShardedFP16Optimizer.build_optimizer(cfg, params, **kwargs)
-        return original(cls, cfg, params, **kwargs)
+        optimizer = original(cls, cfg, params, **kwargs)
+        if isinstance(optimizer.fp32_optimizer, MoEOptimizerMixin):
+            optimizer.fp32_optimizer.holds_masters = True
+        return optimizer
 
     return wrapper
 
 
+# Owner, name and wrapper of each, the parameters it is called with, and the digest of its source.
+WRAPPED = (
+    (checkpoint_utils, "save_checkpoint", save_checkpoint,
+     "cfg trainer epoch_itr val_loss", "61513534b9b3"),
+    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu,
+     "path arg_overrides load_on_all_ranks", "96f7d33cde8e"),
+    (checkpoint_utils, "torch_persistent_save", persistent_save,
+     "obj filename async_write", "5f397c23bc88"),
+    (PathManager, "copy", copy, "src_path dst_path overwrite", "1d3c09d3f196"),
+    (distributed_utils, "call_main", call_main, "cfg main kwargs", "c2a32fa44fa2"),
+    (FP16Optimizer, "build_optimizer", build_optimizer, "cfg params kwargs", "c7ff6d890b7d"),
+)  # fmt: skip
+
+
 def install() -> None:
     """Install the wrappers; called once, at import."""
-    for function, parameters, digest in (
-        (Trainer.consolidate_optimizer, "self", "54ef119c1663"),
-        (
-            checkpoint_utils.load_checkpoint_to_cpu,
-            "path arg_overrides load_on_all_ranks",
-            "96f7d33cde8e",
-        ),
-        (PathManager.copy, "src_path dst_path overwrite", "1d3c09d3f196"),
-        (distributed_utils.call_main, "cfg main kwargs", "c2a32fa44fa2"),
-        (FP16Optimizer.build_optimizer, "cfg params kwargs", "c7ff6d890b7d"),
-        (checkpoint_utils.torch_persistent_save, "obj filename async_write", "5f397c23bc88"),
-    ):
-        _guard(function, tuple(parameters.split()), digest)
-    Trainer.consolidate_optimizer = consolidate_optimizer(Trainer.consolidate_optimizer)
-    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu(
-        checkpoint_utils.load_checkpoint_to_cpu
-    )
-    PathManager.copy = staticmethod(copy(PathManager.copy))
-    distributed_utils.call_main = call_main(distributed_utils.call_main)
-    stock = FP16Optimizer.build_optimizer.__func__
-    FP16Optimizer.build_optimizer = classmethod(build_optimizer(stock))
-    checkpoint_utils.torch_persistent_save = persistent_save(checkpoint_utils.torch_persistent_save)
+    for owner, name, _, parameters, digest in WRAPPED:
+        _guard(getattr(owner, name), tuple(parameters.split()), digest)
+    for owner, name, wrap, *_ in WRAPPED:
+        as_it_stands = inspect.getattr_static(owner, name)
+        if isinstance(as_it_stands, staticmethod | classmethod):
+            setattr(owner, name, type(as_it_stands)(wrap(as_it_stands.__func__)))
+        else:
+            setattr(owner, name, wrap(as_it_stands))
 
 
 install()

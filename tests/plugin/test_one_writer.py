@@ -9,13 +9,13 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from fairseq.trainer import Trainer
+import torch
 from fairseq_cli import train
 from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import files, folders, lease
-from fairseq_tutel.plugin import one_writer
+from fairseq_tutel.plugin import one_writer, wrapped
 
 plugin.register()
 
@@ -74,11 +74,13 @@ def test_what_was_cut_off_goes_when_its_writer_is_known_to_be_gone(
 
 
 def test_nothing_is_saved_over_another_training(tmp_path):
-    cfg = SimpleNamespace(checkpoint=SimpleNamespace(no_save_optimizer_state=True))
+    saved, cfg = [], SimpleNamespace(no_save=False, no_save_optimizer_state=True)
+    save = wrapped.save_checkpoint(lambda *_: saved.append(1))
     task = SimpleNamespace(args=None)
-    trainer = SimpleNamespace(optimizer=None, get_model=lambda: None, cfg=cfg, task=task)
+    trainer = SimpleNamespace(optimizer=None, get_model=torch.nn.Module, task=task)
     with one_writer.writing(str(tmp_path)):
-        Trainer.consolidate_optimizer(trainer)
+        save(cfg, trainer, None, None)
         leave(str(tmp_path), ELSEWHERE)
         with pytest.raises(ValueError, match="which process 12 on node7 has taken over"):
-            Trainer.consolidate_optimizer(trainer)
+            save(cfg, trainer, None, None)
+    assert saved == [1]

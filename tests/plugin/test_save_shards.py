@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import CheckpointConfig
-from fairseq.trainer import Trainer
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import experts
@@ -25,32 +24,37 @@ class Recorder:
     data_parallel_rank = 0
     checkpoint_suffix = ""
     always_call_state_dict_during_save_checkpoint = False
+    optimizer = None
     task = SimpleNamespace(args=None)
 
     def __init__(self, cfg, updates):
-        self.cfg = SimpleNamespace(checkpoint=cfg)
-        self.updates, self.expected, self.saved = updates, None, False
+        self.cfg, self.updates, self.expected, self.saved = cfg, updates, None, False
+
+    def get_model(self):
+        return None
 
     def get_num_updates(self):
         return self.updates
 
     def consolidate_optimizer(self):
-        self.expected = wrapped.will_save(self, self.epoch_itr, self.val_loss)
+        pass
 
     def save_checkpoint(self, path, extra_state):
         self.saved = True
 
     def save(self, end_of_epoch, val_loss):
-        self.val_loss = val_loss
-        self.epoch_itr = SimpleNamespace(
+        epoch_itr = SimpleNamespace(
             epoch=3, end_of_epoch=lambda: end_of_epoch, state_dict=lambda: {}
         )
-        checkpoint_utils.save_checkpoint(self.cfg.checkpoint, self, self.epoch_itr, val_loss)
+        arguments = (self.cfg, self, epoch_itr, val_loss)
+        self.expected = wrapped.will_save(*arguments)
+        checkpoint_utils.save_checkpoint(*arguments)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_what_stock_will_save_is_known_before(tmp_path, monkeypatch, maximize):
     monkeypatch.setattr(checkpoint_utils.PathManager, "copy", lambda *_, **__: True)
+    monkeypatch.setattr(experts, "expert_modules", lambda model: [])
     stock, outcomes = vars(CheckpointConfig()), set()
     for no_last, no_epoch, interval, per_updates, keep, end, updates, loss in itertools.product(
         (False, True),
@@ -60,7 +64,7 @@ def test_what_stock_will_save_is_known_before(tmp_path, monkeypatch, maximize):
         (-1, 2),
         (False, True),
         (10, 11),
-        (None, 1.0, 2.0, 3.0),
+        (None, 1.0, 2.0, 3.0, float("nan")),
     ):
         cfg = SimpleNamespace(**stock)
         cfg.save_dir, cfg.maximize_best_checkpoint_metric = str(tmp_path), maximize
@@ -87,9 +91,6 @@ def test_experts_are_written_for_a_checkpoint_alone(tmp_path, monkeypatch, no_la
     monkeypatch.setattr(wrapped, "saves_shards", lambda task: True)
     monkeypatch.setattr(wrapped, "write_in_shards", lambda *_: written.append(1))
     monkeypatch.setattr(experts, "expert_modules", lambda model: [model])
-    monkeypatch.setattr(Recorder, "consolidate_optimizer", Trainer.consolidate_optimizer)
-    monkeypatch.setattr(Recorder, "optimizer", None, raising=False)
-    monkeypatch.setattr(Recorder, "get_model", lambda self: None, raising=False)
     trainer = Recorder(cfg, 10)
     trainer.save(False, None)
     assert trainer.saved == bool(written) == (not no_last)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.flags import SystemOptions, defaults
-from fairseq_tutel.plugin.run_config import KeepRoot, is_training, root_of
+from fairseq_tutel.plugin.run_config import KeepRoot, is_training, mark_as_opened, root_of
 
 register()
 
@@ -63,7 +63,7 @@ def _experts(cfg):
         weight = (
             task.build_model(cfg.model).encoder.sentence_encoder.layers[1].fc1.experts.fc1_weight
         )
-        facts.extend((weight.detach().clone(), root_of(task), is_training(task)))
+        facts.extend((weight.detach().clone(), root_of(task), is_training(task, cfg.model)))
 
     distributed_utils.call_main(cfg, main)
     return facts
@@ -88,11 +88,10 @@ def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairse
     assert root_of(task) is None
     cfg = _ranking(tmp_path)
 
-    def load_model_ensemble_and_task():
-        return is_training(task)
-
     def main(cfg):
-        return root_of(task), is_training(task), load_model_ensemble_and_task()
+        before = is_training(task, cfg.model)
+        mark_as_opened({"args": None, "cfg": cfg})
+        return root_of(task), before, is_training(task, cfg.model)
 
     assert KeepRoot(main)(cfg) == (cfg, True, False)
     assert root_of(task) is None

@@ -37,16 +37,12 @@ def test_a_function_that_reads_otherwise_is_said(caplog):
 
 
 def test_all_six_wrappers_are_installed_once():
-    from fairseq.distributed import utils
-    from fairseq.optim import FP16Optimizer
-    from fairseq.trainer import Trainer
-
-    wrapped_functions = (
-        Trainer.consolidate_optimizer, checkpoint_utils.load_checkpoint_to_cpu, PathManager.copy,
-        utils.call_main, FP16Optimizer.build_optimizer, checkpoint_utils.torch_persistent_save,
-    )  # fmt: skip
-    for function in wrapped_functions:
-        assert not hasattr(function.__wrapped__, "__wrapped__")
+    names = [f"{owner.__name__.split('.')[-1]}.{name}" for owner, name, *_ in wrapped.WRAPPED]
+    assert len(names) == 6 and all(f"{name}`: " in wrapped.__doc__ for name in names)
+    for owner, name, *_, digest in wrapped.WRAPPED:
+        stock = getattr(owner, name).__wrapped__
+        assert not hasattr(stock, "__wrapped__")
+        assert hashlib.sha256(inspect.getsource(stock).encode()).hexdigest()[:12] == digest
 
 
 def test_a_copy_replaces_its_destination_at_once(tmp_path):
