@@ -41,8 +41,15 @@ from fairseq_tutel.plugin.feed_forward import (
 )
 from fairseq_tutel.plugin.flags import expert_counts, layer_config
 from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
-from fairseq_tutel.plugin.resume import say_what_changed
-from fairseq_tutel.plugin.run_config import complete, config_of, device_of, is_training, root_of
+from fairseq_tutel.plugin.resume import checkpoint_to_load, say_what_changed
+from fairseq_tutel.plugin.run_config import (
+    complete,
+    config_of,
+    device_of,
+    is_training,
+    refuse_run,
+    root_of,
+)
 from fairseq_tutel.plugin.startup import start_together
 from fairseq_tutel.plugin.task_options import give_system_options
 from fairseq_tutel.ranks.gradients import is_expert
@@ -116,7 +123,9 @@ def install_experts(
         topology = make_topology(counts, requested, local, degree_of)
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
         sliced = any(topology.slices(count) > 1 for count in counts)
-        say_what_changed(complete(root, model, topology, talks, sliced), cfg)
+        refuse_run(root, model, topology, talks, sliced)
+        complete(root)
+        say_what_changed(checkpoint_to_load(root.checkpoint), cfg)
     else:
         topology = topology_of_opened(requested, counts, local, degree_of)
     refuse_sizes(configs, topology)

@@ -24,7 +24,6 @@ from fairseq_tutel.moe.options import flag_of, plain, read
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.zero_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
 from fairseq_tutel.plugin.feed_forward import named_stacks
-from fairseq_tutel.plugin.resume import checkpoint_to_load
 from fairseq_tutel.plugin.task_options import give_system_options
 from fairseq_tutel.ranks.groups import Topology
 
@@ -122,27 +121,24 @@ def device_of(root: Any) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def complete(
-    root: Any, model: nn.Module, topology: Topology, in_step: bool = False, sliced: bool = False
-) -> str | None:
-    """Refuse what cannot work, and set what experts need of the run; every change is logged once.
-
-    Returns the path of the checkpoint that the training will go on from, or None.
+def refuse_run(
+    root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool
+) -> None:
+    """Refuse a training that experts cannot work in.
 
     Args:
-        root: the FairseqConfig of a training.
+        root: the FairseqConfig of the training.
         model: the stock model, before its FFNs are replaced.
         topology: where experts will live.
         in_step: whether layers talk across ranks even where each holds all experts.
         sliced: whether ranks hold slices of experts.
+
+    Raises:
+        ValueError: naming option, value and fix.
     """
     world = root.distributed_training.distributed_world_size
-    # On the command line fairseq itself concludes this; under hydra the run would be in fp32.
-    for precision in ("fp16", "bf16"):
-        if root.common[f"memory_efficient_{precision}"]:
-            _set(root.common, precision, True)
     _refuse_unrelated_trainings()
-    _refuse_run(root, world, on_gpu=device_of(root).type == "cuda")
+    _refuse_options(root, world, on_gpu=device_of(root).type == "cuda")
     if topology.expert_parallel_size > 1 or (in_step and topology.world_size > 1):
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
@@ -150,15 +146,26 @@ def complete(
     plan = plan_of(root)
     if plan is not None:
         refuse_with_shards(root, plan)
-        if plan.stage:
-            # torch's own would all-reduce whole gradients during the backward.
-            _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
-    path = checkpoint_to_load(root.checkpoint)
+
+
+def complete(root: Any) -> None:
+    """Set what experts need of a training, in place; every change is logged once.
+
+    Args:
+        root: the FairseqConfig of the training.
+    """
+    # On the command line fairseq itself concludes this; under hydra the run would be in fp32.
+    for precision in ("fp16", "bf16"):
+        if root.common[f"memory_efficient_{precision}"]:
+            _set(root.common, precision, True)
+    plan = plan_of(root)
+    if plan is not None and plan.stage:
+        # torch's own would all-reduce whole gradients during the backward.
+        _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
     _use_twin_optimizer(root)
     if root.common.fp16:
         # One flat tensor of all gradients would lose which of them are experts'.
         _set(root.common, "fp16_no_flatten_grads", True)
-    return path
 
 
 def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
@@ -191,7 +198,7 @@ def refuse_backend(distributed: Any) -> None:
         )
 
 
-def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
+def _refuse_options(root: Any, world: int, on_gpu: bool) -> None:
     distributed, common = root.distributed_training, root.common
     refuse_backend(distributed)
     backend = str(distributed.ddp_backend)
@@ -206,7 +213,7 @@ def _refuse_run(root: Any, world: int, on_gpu: bool) -> None:
             "kept; drop it or train on one rank.",
         ),
         (
-            not on_gpu and common.fp16,
+            not on_gpu and (common.fp16 or common.memory_efficient_fp16),
             f"--{'memory-efficient-' if common.memory_efficient_fp16 else ''}fp16 is set on a CPU, where "
             "fairseq's fp16 needs a GPU; drop it.",
         ),
