@@ -126,11 +126,12 @@ def layer_step(tokens: int, padding: bool = False) -> Step:
     x = torch.randn(tokens // SENTENCES, SENTENCES, DIM, requires_grad=True)
     dy = torch.randn_like(x)
     if padding:
-        layer.padding_mask = torch.zeros(SENTENCES, tokens // SENTENCES, dtype=torch.bool)
-        layer.padding_mask[0, -3:] = True
+        mask = torch.zeros(SENTENCES, tokens // SENTENCES, dtype=torch.bool)
+        mask[0, -3:] = True
+        layer.begin_call(mask)
 
     def step() -> None:
-        layer.begin_micro_batch()
+        layer.context.begin_micro_batch()
         layer.zero_grad()
         layer(x).backward(dy)
 

@@ -85,7 +85,7 @@ def _with_overlap(layer: Any, x_TD: torch.Tensor, overlap: int) -> Step:
     plain = step_of(layer, x_TD)
 
     def step() -> None:
-        layer.strategy = Strategy(overlap=overlap)
+        layer.follow(Strategy(overlap=overlap))
         plain()
 
     return step

@@ -68,7 +68,7 @@ def _static(trainer: Any, strategy: Strategy, update: Step) -> Step:
     def step() -> None:
         trainer.task.moe_tuner = None
         for layer in layers:
-            layer.strategy = strategy
+            layer.follow(strategy)
         update()
 
     return step

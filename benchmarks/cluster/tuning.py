@@ -62,7 +62,7 @@ def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def _with(layer: Any, strategy: Strategy, plain: Step) -> Step:
     def step() -> None:
-        layer.strategy = strategy
+        layer.follow(strategy)
         plain()
 
     return step

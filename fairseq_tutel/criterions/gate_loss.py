@@ -111,13 +111,12 @@ class _AddGateLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        layers = ctx.layers
-
-        def clear() -> None:
-            for layer in layers:
-                layer.coefficient = None
-
-        for layer, share in zip(layers, ctx.shares, strict=True):
-            layer.coefficient = dloss.to(share.dtype) * ctx.scale * share
-        torch.autograd.Variable._execution_engine.queue_callback(clear)
+        context = ctx.layers[0].context
+        context.begin_backward(
+            {
+                layer: dloss.to(share.dtype) * ctx.scale * share
+                for layer, share in zip(ctx.layers, ctx.shares, strict=True)
+            }
+        )
+        torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
         return dloss, None, None, None, None

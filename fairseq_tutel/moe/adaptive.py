@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.comm.all_to_all import even_exchange
+from fairseq_tutel.comm.exchange import ExchangeOptions
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
@@ -42,15 +43,14 @@ def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
 
 
 def weights_of(
-    experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp, device: torch.device
+    experts: ExpertStack, topology: Topology, options: ExchangeOptions, device: torch.device
 ) -> Weights:
     """Return where this forward's tensors come from. Collective where ranks share the experts.
 
     Args:
         experts: this rank's.
         topology: where the others are.
-        degree: r.
-        stamp: of this call.
+        options: of this forward: its r and its stamp.
         device: of the rows.
 
     Raises:
@@ -64,7 +64,8 @@ def weights_of(
             f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
             "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
         )
-    gathered = gather_weights(experts, topology, degree, stamp)
+    degree = options.strategy.adaptive_r
+    gathered = gather_weights(experts, topology, degree, options.stamp)
     return MadeWeights(experts.prepared(gathered, device), of_all=degree == 0)
 
 

@@ -5,7 +5,6 @@ T tokens, E experts, K top_k, S sentences.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,31 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.choice import scores_of
-from fairseq_tutel.moe.routing import Routing
+from fairseq_tutel.moe.routing import GateOutput, Routing
 from fairseq_tutel.ranks.guard import guarded
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateOutput:
-    """What losses need of a gate beside the routing.
-
-    Attributes:
-        logits_TE: [T, E], what routing decided by: with noise, in training.
-        clean_TE: [T, E], before the noise; the same tensor where there is none.
-        noise: standard deviation of the noise on a logit.
-        score_function: what makes probabilities of logits.
-        sentences: (S, time) of the micro-batch, or None for one sentence.
-        time_first: whether token t is (t // S, t % S) instead of (t // time, t % time).
-        num_ranks: ranks whose load `gshard_global` adds up; 1 in evaluation.
-    """
-
-    logits_TE: Tensor
-    clean_TE: Tensor
-    noise: float = 0.0
-    score_function: str = "softmax"
-    sentences: tuple[int, int] | None = None
-    time_first: bool = False
-    num_ranks: int = 1
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +47,11 @@ class MadeWeights(Weights):
     """Tensors that were made before: gathered for one forward, or copies of all experts."""
 
     def __init__(self, tensors: Tensors, of_all: bool = False) -> None:
-        self.made, self.of_all = tensors, of_all
+        self._tensors, self.of_all = tensors, of_all
 
     def tensors(self, stack: "ExpertStack", groups: Groups) -> Tensors:
         """Return them."""
-        return self.made
+        return self._tensors
 
 
 OWN = Weights()
@@ -95,8 +95,6 @@ class ExpertStack(nn.Module):
             )
         self.config = config
         self.num_local, self.first = self.part.num_local, self.part.first
-        # How a part that cannot be read ends the loading.
-        self.refuse: Callable[[ValueError], NoReturn] = _raise
         self.weights = OWN
         self._saved_by_rank = False
         self._in_state_dict: Mapping[str, Any] | None = None
@@ -287,18 +285,12 @@ class ExpertStack(nn.Module):
         if self._saved_by_rank and self._is_own_part(name, tensor):
             return tensor
         if tuple(tensor.shape) != expected:
-            self.refuse(
-                ValueError(
-                    f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
-                    f"{expected}; {self._fitting()}."
-                )
+            raise ValueError(
+                f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
+                f"{expected}; {self._fitting()}."
             )
         if not isinstance(tensor, Tensor):
-            slicing = self.slice_of(name)
-            try:
-                return tensor.read(self.first, self.num_local, slicing, self.part.index)
-            except ValueError as error:
-                self.refuse(error)
+            return tensor.read(self.first, self.num_local, self.slice_of(name), self.part.index)
         return self.own_part(name, tensor[self.first : self.first + self.num_local])
 
     def _fitting(self) -> str:
@@ -312,7 +304,3 @@ class ExpertStack(nn.Module):
             "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
             "(a first number below the expert count is a crash file that holds one rank's part)"
         )
-
-
-def _raise(error: ValueError) -> NoReturn:
-    raise error

@@ -14,21 +14,22 @@ from fairseq_tutel.comm import exchange
 from fairseq_tutel.comm.stamp import Calls, Stamp
 from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
-from fairseq_tutel.moe import balance as losses
-from fairseq_tutel.moe import routing
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
-from fairseq_tutel.moe.balance import BalanceBias
+from fairseq_tutel.moe.balance import BalanceBias, balance_losses
+from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.checks import parse_balance_loss
-from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.choice import Rules
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
-from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
+from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.options import is_whole
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import Beside
 from fairseq_tutel.moe.slots import Capacity, capacity_of
+from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
 
@@ -44,29 +45,17 @@ class MoEOutput:
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
-    routing: routing.Routing
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """What one forward was asked for beside its tokens; see MoELayer.forward."""
-
-    capacity_factor: float | Capacity | None
-    top_k: int | None
-    gate_index: int
-    token_ids_T: Tensor | None
-    sentences: tuple[int, int] | None
+    routing: Routing
 
 
 class MoELayer(nn.Module):
     """A mixture of experts in place of a feed-forward layer.
 
-    1. gate: x_TD -> logits_TE
-    2. route: logits_TE -> Routing (experts, slots, drops, row maps)
-    3. dispatch: x_TD -> rows_RD, expert-major
-    4. exchange: rows cross to the ranks that own their experts, run, and come back
-    5. combine: rows_RD -> y_TD, weighted
-    6. beside: shared and residual experts are added, where there are any
+    1. `route`: x_TD -> logits_TE by the gate -> Routing (experts, slots, drops, row maps)
+    2. `apply_routing`: dispatch, x_TD -> rows_RD, expert-major; exchange: rows cross to the ranks that
+       own their experts, run, and come back; combine, rows_RD -> y_TD, weighted; and, beside, shared and
+       residual experts are added, where there are any
+    3. `balance`: Routing -> losses
 
     Args:
         config: what to compute and how.
@@ -118,14 +107,9 @@ class MoELayer(nn.Module):
         group = self.topology.expert_group
         self.calls = None if group is None else Calls(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
-        # For the tuner: the most that an expert was assigned in the last micro-batch, dropped or not.
-        self.watches_load = False
+        self._watches_load = False
         self.busiest: Tensor | None = None
-        self.counts_load = True  # off in a recompute, which is no new micro-batch
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
-
-    # The former name of `strategy`.
-    how = property(lambda self: self.strategy, lambda self, value: setattr(self, "strategy", value))
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Set what every forward goes by, of the layer and of each gate; what is built stays."""
@@ -179,32 +163,112 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: tokens, a mask, an index or a number that does not fit.
         """
-        _check_tokens(x, self.config.model_dim, time_first)
-        x_TD = x.reshape(-1, self.config.model_dim)
-        padding_T = _flat(padding_mask, "padding_mask", torch.bool, x, time_first)
-        if padding_T is not None:
-            # Attention leaves NaN where a sentence is all padding, and 0 * NaN is a gradient.
-            x_TD = x_TD.masked_fill(padding_T.unsqueeze(1), 0.0)
-        batch = MicroBatch(
-            real_T=None if padding_T is None else ~padding_T,
-            time_first=(x.shape[0], x.shape[1]) if time_first else None,
-            training=self.training,
-        )
-        call = _Call(
+        call = Call.of(
+            x,
+            self.config.model_dim,
+            padding_mask,
+            token_ids,
+            time_first,
             capacity_factor=capacity_factor,
             top_k=top_k,
-            gate_index=self.config.gate_index if gate_index is None else gate_index,
-            token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
-            sentences=_sentences(x, time_first),
+            gate_index=gate_index,
         )
-        options = self._exchange_options()
-        decision, gate = self._route(x_TD, batch, call, options)
-        if not torch.is_autocast_enabled(x.device.type):
-            x_TD = x_TD.to(self.experts.dtype)
-        y_TD = self._mixed(x_TD, decision, options)
-        if self.beside is not None:
-            y_TD = self.beside(x_TD, y_TD, batch.real_T)
-        return y_TD.view(*x.shape[:-1], y_TD.shape[1]), self._output(decision, gate)
+        x_TD = call.tokens(x)
+        routing = self.route(x_TD, call)
+        y_TD = self.apply_routing(x_TD, routing)
+        return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
+
+    def route(self, x_TD: Tensor, call: Call) -> Routing:
+        """Let the gate of a call choose experts and rows for every token; no expert is needed for it.
+
+        Where the exchange is padded, ranks agree on its buffers here: collective.
+
+        Args:
+            x_TD: [T, D], as `call.tokens` gives them.
+            call: what is asked of them.
+
+        Raises:
+            ValueError: an index or a number that does not fit.
+        """
+        gate, config, rules = self.gate_at(
+            self.config.gate_index if call.gate_index is None else call.gate_index
+        )
+        top_k = config.top_k if call.top_k is None else call.top_k
+        seen_TD = gate_input(x_TD, config, self.training)
+        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
+        logits_TE = noisy_logits(clean_TE, config, self.training)
+        bias = self.balance_bias
+        routing = decide(
+            logits_TE,
+            top_k,
+            capacity_of(config, self.training, call.capacity_factor),
+            rules,
+            call.micro_batch(self.training),
+            None if bias is None else bias.bias,
+            self._places if config.exchange == "padded" else None,
+        )
+        if self.training and call.is_new:
+            self._count(routing)
+        gate_output = GateOutput(
+            logits_TE=logits_TE,
+            clean_TE=clean_TE,
+            noise=config.gate_noise / config.num_experts,
+            score_function=rules.score_function,
+            sentences=call.sentences,
+            time_first=call.time_first,
+            num_ranks=self.topology.world_size if self.training else 1,
+        )
+        return dataclasses.replace(routing, gate=gate_output)
+
+    def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Send every token through its experts, wherever they are; return y_TD. Collective across ranks.
+
+        `nn.Module.apply`, which models are initialised with, is another thing.
+
+        Args:
+            x_TD: [T, D], as `Call.tokens` gives them.
+            routing: of as many tokens: these, or what an earlier layer was given of them.
+        """
+        config, experts, options = self.config, self.experts, self._exchange_options()
+        weights = weights_of(experts, self.topology, options, x_TD.device)
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = x_TD.to(experts.dtype)
+        if options.group is None and not config.prescore and experts.mixes:
+            y_TD = experts.mix(x_TD, routing, weights)
+        else:
+            rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
+            rows_RD = exchange.run(
+                rows_RD,
+                routing.counts_E,
+                lambda rows, groups: experts(rows, groups, weights),
+                options,
+            )
+            y_TD = combine(rows_RD, routing, config.backend, config.prescore)
+        return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
+
+    def balance(self, routing: Routing) -> MoEOutput:
+        """Return the balance losses of a routing that this layer's `route` gave. May be collective."""
+        assert routing.gate is not None
+        named = balance_losses(self.balance_weights, routing, routing.gate)
+        total = torch.zeros((), device=routing.probs_TE.device, dtype=routing.probs_TE.dtype)
+        for name, loss in named.items():
+            total = total + self.balance_weights[name] * loss
+        return MoEOutput(balance_loss=total, losses=named, routing=routing)
+
+    def follow(self, strategy: Strategy) -> None:
+        """Run the next forwards this way: results are the same. To be told alike on all ranks."""
+        self.strategy = strategy
+
+    # The former name of `strategy`.
+    how = property(lambda self: self.strategy, lambda self, value: self.follow(value))
+
+    def time_exchanges(self) -> None:
+        """Take the time of exchanges from now on, in `timer`."""
+        self.timer = ExchangeTimer()
+
+    def watch_load(self) -> None:
+        """Keep, in `busiest`, the most that an expert was assigned in a micro-batch, dropped or not."""
+        self._watches_load = True
 
     def extra_repr(self) -> str:
         """Return the sizes, and every option that is not its default."""
@@ -223,45 +287,12 @@ class MoELayer(nn.Module):
         options = dataclasses.replace(self._exchange_options(), timer=None)
         device = next(self.experts.parameters()).device
         counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
-        capacity = self._buffer_capacity(counts_E, options) or 0
+        capacity = (self._places(counts_E) or 0) if options.padded else 0
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
-        weights = self._weights(options, device)
+        weights = weights_of(self.experts, self.topology, options, device)
         exchange.run(
             rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, weights), options
-        )
-
-    def _route(
-        self, x_TD: Tensor, batch: MicroBatch, call: "_Call", options: exchange.ExchangeOptions
-    ) -> tuple[routing.Routing, losses.GateOutput]:
-        """Gate and decide, by the gate of this call; count what the balance bias goes by."""
-        gate, config, rules = self.gate_at(call.gate_index)
-        top_k = config.top_k if call.top_k is None else call.top_k
-        seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
-        logits_TE = noisy_logits(clean_TE, config, self.training)
-        bias = self.balance_bias
-        decision = routing.decide(
-            logits_TE,
-            top_k,
-            capacity_of(config, self.training, call.capacity_factor),
-            rules,
-            batch,
-            None if bias is None else bias.bias,
-            lambda counts_E: self._buffer_capacity(counts_E, options),
-        )
-        if bias is not None and self.training and self.counts_load:
-            bias.count(decision.assigned_KE)
-        if self.watches_load and self.training:
-            self.busiest = decision.assigned_KE.sum(0).max()
-        return decision, losses.GateOutput(
-            logits_TE=logits_TE,
-            clean_TE=clean_TE,
-            noise=config.gate_noise / config.num_experts,
-            score_function=rules.score_function,
-            sentences=call.sentences,
-            time_first=batch.time_first is not None,
-            num_ranks=self.topology.world_size if self.training else 1,
         )
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, Rules]:
@@ -297,79 +328,14 @@ class MoELayer(nn.Module):
             stamp=Stamp(self.calls, self.training),
         )
 
-    def _mixed(
-        self, x_TD: Tensor, decision: routing.Routing, options: exchange.ExchangeOptions
-    ) -> Tensor:
-        """Dispatch, exchange, run the experts and combine; in one node where no row leaves."""
-        config, experts, weights = self.config, self.experts, self._weights(options, x_TD.device)
-        if options.group is None and not config.prescore and experts.mixes:
-            return experts.mix(x_TD, decision, weights)
-        rows_RD = dispatch(x_TD, decision, config.backend, config.prescore)
-        rows_RD = exchange.run(
-            rows_RD, decision.counts_E, lambda rows, groups: experts(rows, groups, weights), options
-        )
-        return combine(rows_RD, decision, config.backend, config.prescore)
+    def _places(self, counts_E: Tensor) -> int | None:
+        """Return the places per expert in buffers that ranks agree on; None where no row leaves."""
+        options = self._exchange_options()
+        return None if options.group is None else exchange.agreed_capacity(counts_E, options)
 
-    def _weights(self, options: exchange.ExchangeOptions, device: torch.device) -> Weights:
-        degree = options.strategy.adaptive_r
-        return weights_of(self.experts, self.topology, degree, options.stamp, device)
-
-    @staticmethod
-    def _buffer_capacity(counts_E: Tensor, options: exchange.ExchangeOptions) -> int | None:
-        if options.group is None or not options.padded:
-            return None
-        return exchange.agreed_capacity(counts_E, options)
-
-    def _output(self, decision: routing.Routing, gate: losses.GateOutput) -> MoEOutput:
-        named = losses.balance_losses(self.balance_weights, decision, gate)
-        total = torch.zeros((), device=decision.probs_TE.device, dtype=decision.probs_TE.dtype)
-        for name, loss in named.items():
-            total = total + self.balance_weights[name] * loss
-        return MoEOutput(balance_loss=total, losses=named, routing=decision)
-
-
-def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
-    """Refuse what is no batch of tokens.
-
-    Raises:
-        ValueError: another width, number of dimensions or kind of number.
-    """
-    if not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
-    if x.shape[-1:] != (model_dim,):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last dimension "
-            f"is {model_dim}."
-        )
-    if time_first and x.dim() != 3:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
-            "leave time_first out."
-        )
-
-
-def _flat(
-    values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
-) -> Tensor | None:
-    """Return one value per token [T], in the tokens' order.
-
-    Raises:
-        ValueError: another shape or dtype.
-    """
-    if values is None:
-        return None
-    expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
-    if tuple(values.shape) != expected or values.dtype != dtype:
-        meaning = ", True for padding" if dtype == torch.bool else ""
-        raise ValueError(
-            f"{name} is {values.dtype} of shape {tuple(values.shape)}; give {dtype} of shape "
-            f"{expected}{meaning}."
-        )
-    return (values.t() if time_first else values).reshape(-1)
-
-
-def _sentences(x: Tensor, time_first: bool) -> tuple[int, int] | None:
-    """Return (sentences, time) of the tokens; None for a flat list of them, which is one sentence."""
-    if time_first:
-        return x.shape[1], x.shape[0]
-    return None if x.dim() < 3 else (x.shape[:-2].numel(), x.shape[-2])
+    def _count(self, routing: Routing) -> None:
+        """Count a micro-batch of a training."""
+        if self.balance_bias is not None:
+            self.balance_bias.count(routing.assigned_KE)
+        if self._watches_load:
+            self.busiest = routing.assigned_KE.sum(0).max()

@@ -24,6 +24,29 @@ from fairseq_tutel.moe.slots import Capacity, keep, sentence_order, take_slots
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateOutput:
+    """What losses need of a gate beside the routing.
+
+    Attributes:
+        logits_TE: [T, E], what routing decided by: with noise, in training.
+        clean_TE: [T, E], before the noise; the same tensor where there is none.
+        noise: standard deviation of the noise on a logit.
+        score_function: what makes probabilities of logits.
+        sentences: (S, time) of the micro-batch, or None for one sentence.
+        time_first: whether token t is (t // S, t % S) instead of (t // time, t % time).
+        num_ranks: ranks whose load `gshard_global` adds up; 1 in evaluation.
+    """
+
+    logits_TE: Tensor
+    clean_TE: Tensor
+    noise: float = 0.0
+    score_function: str = "softmax"
+    sentences: tuple[int, int] | None = None
+    time_first: bool = False
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """What one micro-batch on one rank decided; dispatch, exchange, losses and metrics read it.
 
@@ -42,6 +65,7 @@ class Routing:
         source_of_R: [R] int64, the copy that fills each row; -1 = padding row.
         capacity: places per expert in the padded layout (row = e * C + slot); None for the compact
             one (row = offset of e + slot).
+        gate: what balance losses need beside; None where nobody asked a gate.
     """
 
     expert_ids_TK: Tensor
@@ -56,6 +80,7 @@ class Routing:
     row_of_TK: Tensor
     source_of_R: Tensor
     capacity: int | None
+    gate: GateOutput | None = None
 
 
 # counts_E -> places per expert of the padded layout, at least the largest count; None for the compact one.

@@ -86,7 +86,8 @@ class UpdateTuner:
         self._micro_batches = [0]  # tokens of each on this rank
         self._updates, self._warm, self._recorded, self._said_unwritten = 0, 0, 0, False
         for layer in self.layers:
-            layer.watches_load = layer.config.capacity_factor <= 0
+            if layer.config.capacity_factor <= 0:
+                layer.watch_load()
 
     @property
     def tuner(self) -> Tuner:
@@ -115,7 +116,7 @@ class UpdateTuner:
             strategy = self.tuner.choose(key, self._best_beside(key))
             self._last = key, strategy
         for layer in self.layers:
-            layer.strategy = strategy
+            layer.follow(strategy)
         self._micro_batches, self._milliseconds = [num_tokens], math.nan
         self._updates += 1
         settled = self._last is not None and self.tuner.settled(self._last[0])

@@ -5,8 +5,9 @@ of the step the identity, so no forward is copied. T tokens, D model_dim.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import OWN
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import Tally, tally_of
+from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
@@ -36,56 +39,89 @@ class MoEFeedForward(MoELayer):
     """A MoELayer that stands where fairseq calls fc1: [time, batch, D] in, the same out.
 
     The balance loss is not hung on the output. Its gradient is injected where y is made, times the
-    `coefficient` that the criterion's loss node sets when backward begins; so it is right under
+    coefficient that the criterion's loss node tells when backward begins; so it is right under
     activation checkpointing, and fp16's loss scale and ignored batches come for free.
     """
 
-    def __init__(self, config: MoEConfig, topology: Topology, seed: int, name: str) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        topology: Topology,
+        seed: int,
+        name: str,
+        context: Context | None = None,
+    ) -> None:
         super().__init__(config, topology, seed=seed, name=name)
         self.label = label_of(name)
         # The gate is the same in all calls: the others would be parameters without gradients, which data
         # parallel waits for and weight decay shrinks.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
-        self.padding_mask: Tensor | None = None
-        self.token_ids: Tensor | None = None  # [batch, time], where a hash gate asks for them
-        self.skip_tokens = False
+        self.context = context or Context()
+        # Of the stock layer's call, for a recompute, too.
+        self._padding_mask: Tensor | None = None
+        self._token_ids: Tensor | None = None
+        self._generates = False
         self.record: MoERecord | None = None  # of the last micro-batch that came through here
-        self.coefficient: Tensor | None = None
-        self.seen = False
-        # Where ranks call their layers at a pace of their own: returns when all agree on this one.
-        self.wait_for_turn: Callable[[], None] | None = None
-        # Where ranks share experts in a training: gives each of them all, to generate at its own pace.
-        self.gather: Callable[[], None] | None = None
-        self.generates = False
+        self._recorded = -1  # its number
 
-    def begin_micro_batch(self) -> None:
-        """Let the next forward be recorded; a recompute in backward is not one."""
-        self.seen = False
+    @property
+    def seen(self) -> bool:
+        """Whether this micro-batch came through here; what comes again is a recompute in backward."""
+        return self._recorded == self.context.micro_batch
+
+    def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
+        """Take what the stock layer is called with.
+
+        The ids of the tokens are kept here, since a recompute comes after the other side's embedding.
+
+        Args:
+            padding_mask: [batch, time] bool or None.
+            generates: whether it is a step of a generation.
+        """
+        self._padding_mask, self._generates = padding_mask, generates
+        self._token_ids = self.context.token_ids
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return the experts' output for x [time, batch, D]; 0 for padding tokens."""
-        if self.wait_for_turn is not None and not self.training:
-            self.wait_for_turn()
-        if self.training:
-            self.experts.compute_with(OWN)
-        elif self.generates and self.gather is not None and not self.experts.weights.of_all:
-            self.gather()
-        mask = self.padding_mask
-        if self.skip_tokens:
-            mask = torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
-        self.counts_load = not self.seen
-        y, output = super().forward(x, mask, time_first=True, token_ids=self.token_ids)
-        if not self.seen:
-            self.seen = True
-            self.record = _record(output)
+        self._await_the_others()
+        call = Call.of(
+            x,
+            self.config.model_dim,
+            self._mask_of(x),
+            self._token_ids,
+            time_first=True,
+            is_new=not self.seen,
+        )
+        x_TD = call.tokens(x)
+        routing = self.route(x_TD, call)
+        y = self.apply_routing(x_TD, routing).view(x.shape)
+        output = self.balance(routing)
+        if call.is_new:
+            self.record, self._recorded = _record(output), self.context.micro_batch
         if torch.is_grad_enabled() and output.balance_loss.requires_grad:
             y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
         return y
 
+    def _await_the_others(self) -> None:
+        """Where ranks share experts and generate at paces of their own, come into step or do without."""
+        context = self.context
+        if self.training:
+            self.experts.compute_with(OWN)
+            return
+        if context.wait_for_turn is not None:
+            context.wait_for_turn(self)
+        if self._generates and context.gather is not None and not self.experts.weights.of_all:
+            context.gather()
+
+    def _mask_of(self, x: Tensor) -> Tensor | None:
+        if not self.context.is_dummy:
+            return self._padding_mask
+        return torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
+
 
 class _InjectBalanceLoss(torch.autograd.Function):
-    """The identity on y, whose backward also sends `layer.coefficient` to the balance loss."""
+    """The identity on y, whose backward also sends the layer's coefficient to the balance loss."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, balance_loss: Tensor, layer: MoEFeedForward) -> Tensor:
@@ -95,7 +131,7 @@ class _InjectBalanceLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        coefficient = ctx.layer.coefficient
+        coefficient = ctx.layer.context.coefficients.get(ctx.layer)
         return dy, None if coefficient is None else coefficient.to(ctx.dtype), None
 
 
@@ -134,7 +170,7 @@ def children_of(layers: nn.Module) -> Sequence[nn.Module]:
 
 
 def replace_ffn(
-    layer: nn.Module, config: MoEConfig, topology: Topology, seed: int, name: str
+    layer: nn.Module, config: MoEConfig, topology: Topology, seed: int, name: str, context: Context
 ) -> None:
     """Turn the FFN step of one stock layer into experts, in place.
 
@@ -144,8 +180,9 @@ def replace_ffn(
         topology: where experts live.
         seed: fairseq's --seed.
         name: the qualified name of fc1, part of the experts' own seeds.
+        context: of the model.
     """
-    moe = MoEFeedForward(config, topology, seed, name)
+    moe = MoEFeedForward(config, topology, seed, name, context)
     layer.fc1 = moe
     layer.activation_fn = _identity
     layer.activation_dropout_module = nn.Identity()
@@ -176,45 +213,38 @@ def _keep_arguments(layer: nn.Module, args: tuple, kwargs: dict) -> None:
     if hasattr(layer, "encoder_attn"):
         mask = kwargs.get("self_attn_padding_mask")
         state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
-        layer.fc1.generates = state is not None
     else:
         mask = kwargs.get("encoder_padding_mask", args[1] if len(args) > 1 else None)
-    layer.fc1.padding_mask = mask
+        state = None
+    layer.fc1.begin_call(mask, generates=state is not None)
 
 
-def hand_out_token_ids(model: nn.Module) -> None:
-    """Let every MoE layer of a model see the ids of its tokens, which hash gates choose by.
+def watch_token_ids(model: nn.Module, context: Context) -> None:
+    """Let layers know the ids of their tokens, which hash gates choose by.
 
     The embedding sees them last: generation calls encoder and decoder by `forward`, past their hooks.
-    A layer takes them when it is first called, since a recompute comes after the other side's embedding.
     """
-    last_seen: list[Tensor] = []
-
-    def keep(embedding: nn.Module, args: tuple) -> None:
-        last_seen[:] = args[:1]
-
-    def hand_out(layer: nn.Module, args: tuple) -> None:
-        layer.fc1.token_ids = last_seen[0]
-
     for side_name, name, layers in named_stacks(model):
         side: Any = model.get_submodule(name.rpartition(".")[0])
-        with_experts = [x for x in children_of(layers) if isinstance(x.fc1, MoEFeedForward)]
-        if with_experts and not hasattr(side, "embed_tokens"):
+        if not any(isinstance(layer.fc1, MoEFeedForward) for layer in children_of(layers)):
+            continue
+        if not hasattr(side, "embed_tokens"):
             raise ValueError(
                 f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
                 f"choose another gate, or add --{side_name}-moe-freq 0."
             )
-        for layer in with_experts:
-            layer.register_forward_pre_hook(hand_out)
-        if with_experts:
-            side.embed_tokens.register_forward_pre_hook(keep)
+        # A copy of the model copies what is bound here, too.
+        side.embed_tokens.register_forward_pre_hook(partial(_see_tokens, context))
+
+
+def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
+    context.see_tokens(args[0])
 
 
 def begin_micro_batch(model: nn.Module, *_: Any) -> None:
     """Forward pre-hook of a whole model: what follows is a new micro-batch, not a recompute."""
     experts.drop_gathered(model)
-    for layer in moe_layers(model):
-        layer.begin_micro_batch()
+    moe_layers(model)[0].context.begin_micro_batch()
 
 
 def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

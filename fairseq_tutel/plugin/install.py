@@ -28,16 +28,17 @@ from fairseq_tutel.plugin.announce import (
     announce_size,
     warn,
 )
+from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.feed_forward import (
     MoEFeedForward,
     begin_micro_batch,
     children_of,
     chosen_layers,
-    hand_out_token_ids,
     layer_facts,
     moe_layers,
     named_stacks,
     replace_ffn,
+    watch_token_ids,
 )
 from fairseq_tutel.plugin.flags import expert_counts, layer_config
 from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
@@ -78,6 +79,15 @@ class MoEModelMixin:
         """Add the stock flags; those of the task come next, which a user may have just registered."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load; what experts refuse ends a training in their words: stock would blame the architecture."""
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        except ValueError as error:
+            if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
+                _end(error)
+            raise
 
 
 def install_experts(
@@ -130,10 +140,11 @@ def install_experts(
         topology = topology_of_opened(requested, counts, local, degree_of)
     refuse_sizes(configs, topology)
     seed = int(root.common.seed) if root is not None else 1
+    context = Context(trains=training)
     for config, (name, layer) in zip(configs, chosen, strict=True):
-        replace_ffn(layer, config, topology, seed, name)
+        replace_ffn(layer, config, topology, seed, name, context)
     if "hash" in configs[0].gate_types:
-        hand_out_token_ids(model)
+        watch_token_ids(model, context)
     model.register_forward_pre_hook(begin_micro_batch)
     model.register_load_state_dict_pre_hook(
         _end_where_it_differs if training else _say_what_differs
@@ -143,10 +154,8 @@ def install_experts(
         name for name, parameter in model.named_parameters() if is_expert(parameter)
     ]
     if training:
-        gather = _gathering(model, topology)
-        for layer in moe_layers(model):
-            layer.experts.refuse = _end
-            layer.gather = gather if topology.expert_parallel_size > 1 else None
+        if topology.expert_parallel_size > 1:
+            context.generate_by(_gathering(model, topology))
         _choose_algorithm(model, task_cfg, root)
         task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
     else:
@@ -208,7 +217,7 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
         with guarded("the agreement on --moe-a2a-algorithm auto"):
             dist.broadcast_object_list(strategies, src=0)
     for layer, strategy in zip(layers, strategies, strict=True):
-        layer.strategy = strategy
+        layer.follow(strategy)
     logger.info(
         "--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name
     )

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -117,9 +116,11 @@ class Command:
         """Let layers whose experts are shared wait for their turn."""
         if self.lockstep is None:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
-        for layer in layers:
-            index = self.lockstep.add(layer.take_part)
-            layer.wait_for_turn = partial(self.lockstep.wait_for_turn, index)
+        lockstep, turns = (
+            self.lockstep,
+            {layer: self.lockstep.add(layer.take_part) for layer in layers},
+        )
+        layers[0].context.take_turns(lambda layer: lockstep.wait_for_turn(turns[layer]))
 
     def count(self, batches: Any, dictionary: Any) -> Scored:
         """Return batches that fairseq-eval-lm scores, whose tokens are counted."""

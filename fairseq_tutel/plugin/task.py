@@ -15,7 +15,6 @@ from fairseq.models import FairseqEncoder
 from torch import nn
 
 from fairseq_tutel.checkpoint import experts
-from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.moe.config import CriterionConfig, MoEConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.options import read
@@ -128,8 +127,8 @@ class MoETaskMixin(InferenceMixin):
         layers = moe_layers(model)
         if layers and layers[0].experts.weights.of_all:
             experts.drop_everywhere(model)
-        for layer in layers:
-            layer.skip_tokens = ignore_grad
+        if layers:
+            layers[0].context.begin_step(is_dummy=ignore_grad)
         self._begin_micro_batch(0 if ignore_grad else int(sample.get("ntokens", 0)), optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
@@ -176,8 +175,8 @@ class MoETaskMixin(InferenceMixin):
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""
-        for layer in moe_layers(model):
-            layer.skip_tokens = False
+        for layer in moe_layers(model)[:1]:
+            layer.context.begin_step()
         step = "a validation step"
         with guarded(step), _out_of_memory_ends_the_job(step):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
@@ -261,4 +260,4 @@ def attach(task: Any, model: nn.Module) -> None:
     task._layer_config = layers[0].config
     if read(TaskConfig, config_of(task)).record_a2a_perf_stats:
         for layer in layers:
-            layer.timer = ExchangeTimer()
+            layer.time_exchanges()

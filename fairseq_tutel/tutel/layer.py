@@ -116,7 +116,7 @@ class TutelMoELayer(nn.Module):
         }
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
         self.moe = _build(arguments.gate_dicts(gate_type), experts, fields, topology, group, agreed)
-        self.moe.strategy = strategy
+        self.moe.follow(strategy)
         self.experts.save_by_rank()
         arguments.say_copies(topology.num_replicas)
         self.result_func = result_func
@@ -166,16 +166,14 @@ class TutelMoELayer(nn.Module):
         if together and not self.tutel_capacity:
             arguments.say_no_effect("inequivalent_tokens", True)
         self._take_over()
-        kept, self.moe.strategy = (
-            self.moe.strategy,
-            self._strategy(a2a_ffn_overlap_degree, adaptive_r),
-        )
+        kept = self.moe.strategy
+        self.moe.follow(self._strategy(a2a_ffn_overlap_degree, adaptive_r))
         try:
             y, balance_loss = self._routed(
                 input, reserve_dims, gate_index, capacity_factor, top_k, together
             )
         finally:
-            self.moe.strategy = kept
+            self.moe.follow(kept)
         y.l_aux = balance_loss  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
 
@@ -286,7 +284,7 @@ class TutelMoELayer(nn.Module):
 
     @a2a_ffn_overlap_degree.setter
     def a2a_ffn_overlap_degree(self, degree: int) -> None:
-        self.moe.strategy = self._strategy(degree, None)
+        self.moe.follow(self._strategy(degree, None))
 
     @property
     def adaptive_degree(self) -> int:
@@ -295,7 +293,7 @@ class TutelMoELayer(nn.Module):
 
     @adaptive_degree.setter
     def adaptive_degree(self, degree: int) -> None:
-        self.moe.strategy = self._strategy(None, degree)
+        self.moe.follow(self._strategy(None, degree))
 
     @property
     def num_local_experts(self) -> int:

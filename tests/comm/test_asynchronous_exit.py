@@ -11,7 +11,7 @@ SCRIPT = """
 import os, torch, torch.distributed as dist, fairseq_tutel as ft
 dist.init_process_group("gloo")
 layer = ft.MoELayer(ft.MoEConfig(8, 16, 4), ft.make_topology([4]), seed=1)
-layer.how = ft.How(overlap=int(os.environ["OVERLAP"]))
+layer.follow(ft.How(overlap=int(os.environ["OVERLAP"])))
 x = torch.randn(32, 8)
 layer(x)
 if dist.get_rank() == 1:

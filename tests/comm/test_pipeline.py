@@ -28,7 +28,7 @@ def outputs(options, strategy):
     """Return output and gradients of a layer over all ranks."""
     config = dataclasses.replace(CONFIG, **options)
     layer = MoELayer(config, make_topology([config.num_experts], 4, 2), seed=2).double()
-    layer.strategy = strategy
+    layer.follow(strategy)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(TOKENS[dist.get_rank()], 6, generator=generator, dtype=torch.float64)
     y, output = layer(x.requires_grad_())
@@ -187,15 +187,15 @@ def fails_in_the_second_chunk(rank, when):
     """Run a layer whose experts raise on rank 1, while the others wait for its rows."""
     guard.set_timeout(1)
     layer = MoELayer(CONFIG, make_topology([4]), seed=2)
-    layer.strategy = Strategy(overlap=3)
+    layer.follow(Strategy(overlap=3))
     original, calls = layer.experts.forward, []
 
     def fail(_):
         raise ValueError("a broken expert")
 
-    def forward(rows, counts, tensors):
+    def forward(rows, counts, weights):
         calls.append(rows)
-        out = original(rows, counts, tensors)
+        out = original(rows, counts, weights)
         if rank == 1 and len(calls) == 2:
             fail(out) if when == "forward" else out.register_hook(fail)
         return out
@@ -217,7 +217,7 @@ def traffic(strategy, tokens, experts):
     """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
     place = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), place, seed=2)
-    layer.strategy = strategy
+    layer.follow(strategy)
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
     original, original_gather = dist.all_to_all_single, dist.all_gather
 

@@ -39,7 +39,7 @@ def two_layers(experts, parallel, local, options, strategy):
     configs = [dataclasses.replace(CONFIG, num_experts=n, **options) for n in experts]
     layers = [MoELayer(c, place, seed=i, name=f"layers.{i}") for i, c in enumerate(configs)]
     for layer in layers:
-        layer.strategy = strategy
+        layer.follow(strategy)
     return layers
 
 
@@ -183,11 +183,11 @@ def another_degree():
     good = [layer(x)[0]]
     said = []
     for degree in (1, 2):
-        layer.strategy = Strategy(adaptive_r=degree)
+        layer.follow(Strategy(adaptive_r=degree))
         with pytest.raises(ValueError) as error:
             layer(x)
         said.append(str(error.value))
-    layer.strategy = Strategy(adaptive_r=0)
+    layer.follow(Strategy(adaptive_r=0))
     torch.testing.assert_close(layer(x)[0], good[0])
     return said
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.comm.timer import ExchangeTimer
 from fairseq_tutel.inference.lockstep import IS_DONE, RESTS, Lockstep, next_layer
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks import guard
@@ -160,12 +159,12 @@ def serving_leaves_no_trace():
     config = _with(SMALL, gate_type="hash", eval_capacity_factor=1.0)
     place = make_topology([config.num_experts])
     layer = MoEFeedForward(config, place, seed=1, name="decoder.layers.0.fc1").eval()
-    layer.timer = ExchangeTimer()
+    layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
-    layer.padding_mask = torch.zeros(2, 3, dtype=torch.bool)
-    layer.token_ids = torch.arange(6).view(2, 3)
     turns = []
-    layer.wait_for_turn = lambda: turns.append(1)
+    layer.context.take_turns(turns.append)
+    layer.context.see_tokens(torch.arange(6).view(2, 3))
+    layer.begin_call(torch.zeros(2, 3, dtype=torch.bool))
     with torch.no_grad():
         layer(x)
     layer.timer.read_and_reset()
@@ -177,7 +176,7 @@ def serving_leaves_no_trace():
     assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())
     assert layer.timer.read_and_reset()["all_to_all_cpu_time_ms"] == 0
     layer.train()(x)
-    assert turns == [1]  # a training waits for nobody: all ranks call alike
+    assert turns == [layer]  # a training waits for nobody: all ranks call alike
 
 
 def test_serving_leaves_no_trace_and_training_needs_no_turns(ranks):

@@ -60,7 +60,7 @@ def compare(config, parallel, local, strategies):
     sliced, whole = layers(config, parallel, local)
     rank = dist.get_rank()
     for step, strategy in enumerate(strategies):
-        sliced.strategy = strategy
+        sliced.follow(strategy)
         x, x_whole = tokens_of(rank, step), tokens_of(rank, step)
         same(run(sliced, x), run(whole, x_whole), f"output of {strategy}")
         same(x.grad, x_whole.grad, f"gradient of x of {strategy}")
@@ -108,7 +108,7 @@ def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
 def rows_computed(config, parallel, degree):
     """Return how many rows this rank's experts saw, and the hidden dimension they had."""
     layer, _ = layers(config, parallel)
-    layer.strategy = Strategy(adaptive_r=degree)
+    layer.follow(Strategy(adaptive_r=degree))
     seen = []
 
     def forward(x, index, weights, *args, **more):
@@ -139,7 +139,7 @@ def parameters_stay(degrees):
     layer, _ = layers(FFN, 4)
     where = {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
     for degree in degrees:
-        layer.strategy = Strategy(adaptive_r=degree)
+        layer.follow(Strategy(adaptive_r=degree))
         run(layer, tokens_of(dist.get_rank()))
     return where == {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
 

@@ -320,11 +320,13 @@ def test_frozen_experts_take_no_gradient_and_pass_it_on(monkeypatch, expert_type
         close(found[name], expected[name], name)
 
 
-def test_hooks_of_the_experts_see_a_forward():
+def test_hooks_of_the_experts_see_rows():
     layer, seen = build(), []
+    expected = run(layer, 3)
     layer.experts.register_forward_hook(lambda module, args, y: seen.append(y.shape))
-    layer(torch.ones(3, 6, dtype=torch.float64))
-    assert seen == [(3, 6)]
+    for name, tensor in run(layer, 3).items():
+        close(tensor, expected[name], name)
+    assert seen == [(3 * CONFIG.top_k, 6)]
 
 
 def test_weights_come_by_expert():

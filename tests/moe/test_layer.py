@@ -1,9 +1,8 @@
 """The whole layer against loops over tokens, choices and experts.
 
 Covered: k = 1 to E, capacity, drops, padding, NaN in it, time-first input, what is no batch of tokens,
-overrides per call, evaluation,
-glu and layer norm, no tokens, autocast, balance loss, every gradient by name, finite differences,
-the same bits twice.
+overrides per call, evaluation, glu and layer norm, no tokens, the two halves by themselves, autocast,
+balance loss, every gradient by name, finite differences, the same bits twice.
 """
 
 import dataclasses
@@ -15,6 +14,7 @@ from compare import close, gradients, same_function
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.call import Call
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
 T = 11
@@ -268,3 +268,29 @@ def test_forward_draws_no_random_number():
     before = torch.get_rng_state()
     layer(x)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", ({}, {"prescore": True}, {"hidden_layer_norm": True}), ids=str)
+def test_the_halves_are_the_forward(options):
+    layer, x = build(shared_experts=1, **options), tokens(2, 3)
+    mask = torch.tensor([[False, True, False], [False, False, True]])
+    expected, output = layer(x, mask)
+    call = Call.of(x, CONFIG.model_dim, mask)
+    x_TD = call.tokens(x)
+    routing = layer.route(x_TD, call)
+    close(layer.apply_routing(x_TD, routing).view_as(x), expected, "y")
+    close(layer.balance(routing).balance_loss, output.balance_loss, "balance loss")
+
+
+def test_an_earlier_routing_sends_other_tokens_the_same_way():
+    layer, x, later = build(), tokens(T), tokens(T).detach().flip(0)
+    experts, layer.experts = layer.experts, None  # a decision needs none
+    routing = layer.route(x, Call.of(x, CONFIG.model_dim))
+    layer.experts = experts
+    y = layer.apply_routing(later, routing)
+    for t in range(T):
+        copies = zip(routing.expert_ids_TK[t].tolist(), routing.weights_TK[t], strict=True)
+        expected = sum(weight * oracle.one_expert(experts, e, later[t]) for e, weight in copies)
+        close(y[t], expected, f"token {t}")
+    y.square().sum().backward()
+    assert x.grad.any() and layer.gate.weight.grad.any()

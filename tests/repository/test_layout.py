@@ -2,7 +2,8 @@
 
 Covered: a folder imports only those above it; fairseq at the edge alone, Triton in kernels/ alone, no torch
 in planning/; nobody imports `kernels` by itself; the package works where neither fairseq nor Triton can be
-imported; what else it imports, a user's installation brings.
+imported; what else it imports, a user's installation brings; nobody assigns an attribute of a layer, of its
+experts or of what the edge tells them.
 """
 
 import ast
@@ -126,3 +127,28 @@ def test_what_is_imported_stands_in_what_users_install():
     imported = set().union(*map(top_names, FILES)) - sys.stdlib_module_names
     assert imported - BROUGHT - {"fairseq", "fairseq_tutel"} <= named
     assert "fairseq-fixed" in named
+
+
+# What others may tell by a method alone: layers, gates and experts, and what the edge tells them.
+CLOSED = ("moe/layer.py", "moe/expert_stack.py", "moe/experts.py", "moe/balance.py",
+          "moe/gates.py", "plugin/feed_forward.py", "plugin/context.py")  # fmt: skip
+
+
+def assigned_attributes(path: Path) -> set[tuple[str, str]]:
+    """(owner, attribute) of every `owner.attribute = …` in a file."""
+    stored = (
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+    )
+    return {(ast.unparse(n.value), n.attr) for n in stored if isinstance(n.ctx, ast.Store)}
+
+
+def test_nobody_assigns_another_objects_attributes():
+    of_layers = {name for file in CLOSED for owner, name in assigned_attributes(PACKAGE / file)
+                 if owner == "self"}  # fmt: skip
+    found = {
+        f"{path.relative_to(PACKAGE)}: {owner}.{name}"
+        for path in FILES
+        for owner, name in assigned_attributes(path)
+        if owner != "self" and name in of_layers
+    }
+    assert found == set()

@@ -1,0 +1,119 @@
+"""What is asked of one forward of a layer: its tokens, flat, and what is known of them.
+
+T tokens, D model_dim, S sentences.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.moe.choice import MicroBatch
+from fairseq_tutel.moe.slots import Capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a layer, beside its tokens.
+
+    Attributes:
+        shape: of x without D; T is its product.
+        time_first: x is laid out time first, as fairseq does: token t is (t // S, t % S).
+        padding_T: [T] bool, True for tokens to leave out; None when every token is real.
+        token_ids_T: [T] int64, which a hash gate chooses by.
+        capacity_factor: instead of the configured rule; 0 drops nothing. Or a whole rule.
+        top_k: instead of the configured one.
+        gate_index: instead of the configured one.
+        is_new: whether it is a micro-batch of its own; a recompute in backward is none.
+    """
+
+    shape: tuple[int, ...]
+    time_first: bool = False
+    padding_T: Tensor | None = None
+    token_ids_T: Tensor | None = None
+    capacity_factor: float | Capacity | None = None
+    top_k: int | None = None
+    gate_index: int | None = None
+    is_new: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        model_dim: int,
+        padding_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        time_first: bool = False,
+        **asked: Any,
+    ) -> "Call":
+        """Return the call of a layer of D = `model_dim` with x; see `MoELayer.forward`.
+
+        Raises:
+            ValueError: tokens or values of tokens that do not fit.
+        """
+        _check_tokens(x, model_dim, time_first)
+        return cls(
+            shape=tuple(x.shape[:-1]),
+            time_first=time_first,
+            padding_T=_flat(padding_mask, "padding_mask", torch.bool, x, time_first),
+            token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
+            **asked,
+        )
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Return x as [T, D], zero where there is padding."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        if self.padding_T is None:
+            return x_TD
+        # Attention leaves NaN where a sentence is all padding, and 0 * NaN is a gradient.
+        return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
+
+    def micro_batch(self, training: bool) -> MicroBatch:
+        """Return what routing must know of the tokens."""
+        return MicroBatch(
+            real_T=None if self.padding_T is None else ~self.padding_T,
+            time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
+            training=training,
+        )
+
+    @property
+    def sentences(self) -> tuple[int, int] | None:
+        """(S, time) of the tokens; None for a flat list of them, which is one sentence."""
+        if self.time_first:
+            return self.shape[1], self.shape[0]
+        *outer, time = self.shape
+        return (math.prod(outer), time) if outer else None
+
+
+def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
+    """Refuse what is no batch of tokens."""
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
+    if x.shape[-1:] != (model_dim,):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last dimension "
+            f"is {model_dim}."
+        )
+    if time_first and x.dim() != 3:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
+            "leave time_first out."
+        )
+
+
+def _flat(
+    values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
+) -> Tensor | None:
+    """Return one value per token [T], in the tokens' order; refuse another shape or dtype."""
+    if values is None:
+        return None
+    expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
+    if tuple(values.shape) != expected or values.dtype != dtype:
+        meaning = ", True for padding" if dtype == torch.bool else ""
+        raise ValueError(
+            f"{name} is {values.dtype} of shape {tuple(values.shape)}; give {dtype} of shape "
+            f"{expected}{meaning}."
+        )
+    return (values.t() if time_first else values).reshape(-1)
