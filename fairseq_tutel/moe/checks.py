@@ -25,8 +25,6 @@ def refuse_contradictions(config: Any, label: Label) -> None:
     _check_counts(config, label)
     _check_capacity(config, label)
     _check_choosers(config, label)
-    _check_experts_choice(config, label)
-    _check_hash(config, label)
     _check_losses(config, label)
     _check_grouped_mm(config, label)
 
@@ -75,59 +73,17 @@ def _check_capacity(config: Any, label: Label) -> None:
     )
 
 
-def _choosers(config: Any) -> dict[str, Any]:
-    """Return the options, by name, that choose experts otherwise than by the largest scores."""
-    on: dict[str, Any] = {
-        name: True for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)
-    }
+def _check_choosers(config: Any, label: Label) -> None:
+    names = ("balance_bias", "rsample", "sinkhorn")
+    on: dict[str, Any] = {name: True for name in names if getattr(config, name)}
     if config.second_expert_policy == "sampling":
         on["second_expert_policy"] = "sampling"
-    return on
-
-
-def _check_choosers(config: Any, label: Label) -> None:
-    on = _choosers(config)
     if len(on) > 1:
         (first, value), (second, other), *_ = on.items()
         raise ValueError(
             f"{label(first)} is {value} and {label(second)} is {other}, two ways to choose experts; keep "
             "one."
         )
-
-
-def _refuse_beside(config: Any, label: Label, only: dict[str, Any], reason: str) -> None:
-    """Refuse every other way to choose, and every option that has not the only value it may have."""
-    others = {name: getattr(config, name) for name in only if getattr(config, name) != only[name]}
-    for name, value in {**_choosers(config), **others}.items():
-        raise ValueError(f"{label(name)} is {value} but {reason}; drop one of the two.")
-
-
-def _check_experts_choice(config: Any, label: Label) -> None:
-    if config.choice == "experts":
-        _refuse_beside(
-            config,
-            label,
-            {"drop_policy": "position", "second_expert_policy": "all", "expert_groups": 1},
-            "experts choose their tokens (--moe-choice experts), which leaves it nothing to do",
-        )
-
-
-def _check_hash(config: Any, label: Label) -> None:
-    if "hash" in config.gate_types:
-        only = {
-            "choice": "tokens",
-            "expert_groups": 1,
-            "score_function": "softmax",
-            "gate_noise": 0,
-            "input_jitter": 0,
-            "input_dropout": 0,
-            "second_expert_policy": "all",
-        }
-        reason = (
-            f"{label('gate_type')} is {config.gate_type!r}, and a hash alone says what a token's experts "
-            "are and that each weighs 1 / top_k"
-        )
-        _refuse_beside(config, label, only, reason)
 
 
 def _check_losses(config: Any, label: Label) -> None:

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from fairseq_tutel.kernels.autotune import SECONDS
 from fairseq_tutel.moe.checks import BALANCE_LOSSES, refuse_contradictions
 from fairseq_tutel.moe.options import (
     AT_LEAST_0,
@@ -22,6 +23,7 @@ from fairseq_tutel.moe.options import (
     NOT_NEGATIVE,
     POSITIVE,
     PROBABILITY,
+    Condition,
     Option,
     Rule,
     because,
@@ -30,6 +32,7 @@ from fairseq_tutel.moe.options import (
     option,
     options_in,
     refuse_bad_values,
+    refuse_excluded,
     whole,
 )
 from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of
@@ -74,6 +77,17 @@ ALL_HERE = because(lambda f: f.expert_parallel_size == 1, "every rank has all ex
 NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "with adaptive_r 0 no row travels")
 NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
 TUNED = "the tuner chooses; it is what its gain is told against"
+
+# Where an option is refused; f: the MoEConfig.
+EXPERTS_CHOOSE = Condition(
+    lambda f: f.choice == "experts",
+    "experts choose their tokens (--moe-choice experts), which leaves it nothing to do",
+)
+HASHED = Condition(
+    lambda f: "hash" in f.gate_types,
+    "gate_type (--moe-gate-type) is {f.gate_type!r}, and a hash alone says what a token's experts are and "
+    "that each weighs 1 / top_k",
+)
 
 # A theme of docs/flags.md, and whose options it has where an entry does not say otherwise.
 routing = partial(option, theme="Routing", of="model")
@@ -153,6 +167,7 @@ class MoEConfig:
         "evaluation the earliest, probability the copies with the largest probability, whatever choice",
         choices=("position", "bpr", "rts", "probability"),
         idle=(NO_CAPACITY,),
+        excluded=(EXPERTS_CHOOSE,),
     )
     choice: str = routing(
         "tokens",
@@ -161,6 +176,7 @@ class MoEConfig:
         "factor is 0; a token's experts then depend on later tokens, so it is not for causal models)",
         choices=("tokens", "experts"),
         common=lambda v: v == "tokens",
+        excluded=(HASHED,),
     )
     gate_type: str = routing(
         "linear",
@@ -184,6 +200,7 @@ class MoEConfig:
         "what makes scores of logits: softmax over the experts, or sigmoid of each",
         choices=("softmax", "sigmoid"),
         common=lambda v: v == "softmax",
+        excluded=(HASHED,),
     )
     normalize_gate: str = routing(
         "before",
@@ -209,6 +226,7 @@ class MoEConfig:
         "top_k / groups-per-token scores in each), then experts in them alone",
         rule=AT_LEAST_1,
         common=lambda v: v == 1,
+        excluded=(EXPERTS_CHOOSE, HASHED),
     )
     groups_per_token: int = routing(
         1,
@@ -227,28 +245,36 @@ class MoEConfig:
         "training, random takes it in training with a probability of top_k times its weight",
         choices=("all", "sampling", "random"),
         idle=(ONE_CHOICE,),
+        excluded=(EXPERTS_CHOOSE, HASHED),
     )
     rsample: bool = routing(
         False,
         "in training choose experts by sampling (Gumbel noise on the choice); weights stay without noise",
+        excluded=(EXPERTS_CHOOSE, HASHED),
     )
     sinkhorn: bool = routing(
         False,
         "in training choose experts by Sinkhorn's balanced scores, which spread a micro-batch's tokens "
         "evenly; weights stay the scores",
+        excluded=(EXPERTS_CHOOSE, HASHED),
     )
     gate_noise: float = routing(
         0.0,
         "standard deviation, times the number of experts, of gaussian noise on the logits in training",
         rule=NOT_NEGATIVE,
+        excluded=(HASHED,),
     )
     input_jitter: float = routing(
         0.0,
         "in training the gate sees every element times a number uniform in 1 - j to 1 + j",
         rule=PROBABILITY,
+        excluded=(HASHED,),
     )
     input_dropout: float = routing(
-        0.0, "dropout of what the gate sees, a probability", rule=PROBABILITY
+        0.0,
+        "dropout of what the gate sees, a probability",
+        rule=PROBABILITY,
+        excluded=(HASHED,),
     )
     gate_fp32: bool = option(True)
     balance_loss: str = balance(
@@ -261,6 +287,7 @@ class MoEConfig:
         "balance by a bias on the choice, not on the weights, that rises for idle experts and falls "
         "for busy ones after every update",
         common=lambda v: not v,
+        excluded=(EXPERTS_CHOOSE, HASHED),
     )
     bias_update_rate: float = balance(
         0.001,
@@ -313,7 +340,7 @@ class MoEConfig:
         "work; the result is the same",
     )
     kernel_tuning_seconds: float = kernels(
-        3.0,
+        SECONDS,
         "how long a process may measure in all which configuration of a kernel is fastest on its GPU, "
         "compilation included; what it finds is kept for later processes; 0 takes the defaults; the "
         "result is the same to rounding; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS goes before",
@@ -414,6 +441,7 @@ class MoEConfig:
         if not all(map(holds, self.gate_types)):
             raise ValueError(f"{label_of('gate_type')} is {self.gate_type!r}; {otherwise}.")
         refuse_contradictions(self, label_of)
+        refuse_excluded(self)
 
     @property
     def gate_types(self) -> list[str]:

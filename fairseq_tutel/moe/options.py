@@ -22,24 +22,26 @@ KINDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Idle:
-    """When an option has no effect in a training: a condition on `Facts` of plugin/announce, and why.
+class Condition:
+    """What keeps an option from its effect, or from being given at all, and the words that say so.
 
-    `words` follow "has no effect", with facts in braces.
+    Attributes:
+        holds: of the facts; see Option.
+        words: that follow the option's name and value in a message, with facts `f` in braces.
     """
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def because(holds: Callable[[Any], bool], reason: str) -> Idle:
-    """Return that an option is idle where this holds."""
-    return Idle(holds, f": {reason}")
+def because(holds: Callable[[Any], bool], reason: str) -> Condition:
+    """Return that an option has no effect where this holds."""
+    return Condition(holds, f": {reason}")
 
 
-def needs(holds: Callable[[Any], bool], what: str) -> Idle:
-    """Return that an option is idle where this does not hold."""
-    return Idle(lambda facts: not holds(facts), f" without {what}")
+def needs(holds: Callable[[Any], bool], what: str) -> Condition:
+    """Return that an option has no effect where this does not hold."""
+    return Condition(lambda facts: not holds(facts), f" without {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,9 @@ class Option:
         unit: of a number, where it has one.
         choices: the values that there are, where they are words.
         rule: what else must hold of a value.
-        idle: when another value than the default has no effect; the first that holds is told.
+        idle: on `Facts` of plugin/announce: when another value than the default has no effect in a
+            training; the first that holds is told.
+        excluded: on a MoEConfig: when another value than the default is refused.
         of_any_training: of a task's option: it has its effect on a model without experts too.
         same_as: of an older name: the field of MoEConfig and the value that it stands for.
         common: whether a value is what layers of other systems compute, which lack the option.
@@ -72,7 +76,8 @@ class Option:
     unit: str = ""
     choices: tuple[str, ...] = ()
     rule: Rule | None = None
-    idle: tuple[Idle, ...] = ()
+    idle: tuple[Condition, ...] = ()
+    excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False
     same_as: tuple[str, Any] | None = None
     common: Callable[[Any], bool] | None = None
@@ -167,6 +172,20 @@ def refuse_bad_values(config: Any) -> None:
         if rule is not None and not rule[0](value):
             shown = repr(value) if isinstance(value, str) else value
             raise ValueError(f"{entry.label} is {shown}; {rule[1]}.")
+
+
+def refuse_excluded(config: Any) -> None:
+    """Refuse an option, not at its default, beside another one that leaves it nothing to do.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for entry in options_in(type(config)):
+        value = getattr(config, entry.name)
+        for condition in entry.excluded if value != entry.default else ():
+            if condition.holds(config):
+                reason = condition.words.format(f=config)
+                raise ValueError(f"{entry.label} is {value} but {reason}; drop one of the two.")
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:

@@ -177,6 +177,12 @@ CONTRADICTIONS = [
         ("--moe-balance-bias", "sampling"),
     ),
     ({"gate_type": "hash", "score_function": "sigmoid"}, ("--moe-score-function", "hash")),
+    ({"gate_type": "hash", "input_jitter": 0.1}, ("--moe-input-jitter", "is 0.1", "hash")),
+    ({"gate_type": "hash", "input_dropout": 0.1}, ("--moe-input-dropout", "hash")),
+    (
+        {"gate_type": "hash", "second_expert_policy": "random"},
+        ("--moe-second-expert-policy", "hash"),
+    ),
     ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
 ]
 

@@ -1,10 +1,16 @@
-"""What the log says of a model's size: all parameters, those that a token meets, and its FLOPs."""
+"""What the log says of a model when it is built.
 
+Covered: its size: all parameters, those that a token meets, FLOPs; every reason for which an option has no
+effect, and that it has one where the reason does not hold.
+"""
+
+import pytest
 from torch import nn
 
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin.announce import sizes
+from fairseq_tutel.moe.config import ModelConfig, SidesConfig, TaskConfig
+from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect, sizes
 
 plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
@@ -21,3 +27,61 @@ def test_a_token_meets_its_own_experts_and_all_else_and_tied_weights_count_once(
     assert total == sum(p.numel() for p in model.parameters()) == V * D + (E + 1) * expert + gate
     assert active == V * D + (K + 1) * expert + gate
     assert flops == 2 * (V * D + (K + 1) * matrices + gate)
+
+
+# Two nodes of two ranks that exchange tokens; an expert has two slices.
+ACROSS = {"ranks": 4, "expert_parallel_size": 4, "slices": 2, "over_nodes": True, "gpu": True}
+ALL_HERE = "every rank has all experts"
+TUNER = "the tuner chooses"
+# The option, by its field of a MoEConfig or its key; the facts by which it is idle; why.
+IDLE = [
+    ({"exchange": "padded"}, {"expert_parallel_size": 1}, f"-exchange padded has no effect: {ALL_HERE}"),
+    ({"exchange": "padded"}, {"adaptive_r": 0}, "padded has no effect: with adaptive_r 0 no row travels"),
+    ({"a2a_dtype": "bf16"}, {"half": True}, "rows are in half precision as they are"),
+    ({"a2a_dtype": "bf16"}, {"expert_parallel_size": 1}, ALL_HERE),
+    ({"a2a_ffn_overlap_degree": 2}, {"adaptive_r": 0}, "with adaptive_r 0 no row travels"),
+    ({"a2a_algorithm": "2dh"}, {"over_nodes": False, "ranks_per_node": 3}, "not several whole nodes of 3"),
+    ({"a2a_algorithm": "auto"}, {"adaptive_r": 0}, "with adaptive_r 0 no row travels"),
+    ({"adaptive_r": 2}, {"slices": 1}, "an expert has 1 ranks, and 1 is taken"),
+    ({"adaptive_r": 2}, {"tuned": True}, TUNER),
+    ({"parallel_type": "model"}, {"tuned": True}, TUNER),
+    ({"adaptive": "auto"}, {"expert_parallel_size": 1}, ALL_HERE),
+    ({"kernel_tuning_seconds": 1.0}, {"gpu": False}, "kernels are timed on a GPU alone"),
+    ({"expert_grad_norm": "sqrt_world_size"}, {"ranks": 1}, "has no effect: there is one rank"),
+    ({"moe_zero_stage": 1}, {"ranks": 1}, "--moe-zero-stage 1 has no effect: there is one rank"),
+    ({"record_a2a_perf_stats": True}, {"expert_parallel_size": 1}, ALL_HERE),
+    ({"moe_adaptive_window": 4}, {"tuned": False}, "4 has no effect without --moe-adaptive auto"),
+    ({"moe_adaptive_file": "x"}, {"tuned": False}, "without --moe-adaptive auto"),
+    ({"moe_freq": 1}, {"sides": SidesConfig(1, 1)}, "--encoder-moe-freq and --decoder-moe-freq are given"),
+]  # fmt: skip
+
+
+def said_of(caplog, given, facts):
+    """Return what is said of one option at this value, by these facts."""
+    caplog.clear()
+    layer = {key: value for key, value in given.items() if key in ft.MoEConfig.__dataclass_fields__}
+    around = [kind for kind in (ModelConfig, TaskConfig) if given.keys() <= vars(kind()).keys()]
+    config = ft.MoEConfig(D, H, E, **layer)
+    facts = {"layer": config, "sides": SidesConfig(), **ACROSS, **facts}
+    for each in (config, *(kind(**given) for kind in around)):
+        say_what_has_no_effect(each, Facts(**facts))
+    return caplog.text
+
+
+@pytest.mark.parametrize("given, facts, said", IDLE, ids=str)
+def test_an_option_without_effect_is_named_with_the_reason(caplog, given, facts, said):
+    assert said in said_of(caplog, given, facts)
+    opposite = {"tuned": True} if facts == {"tuned": False} else {}
+    assert said_of(caplog, given, opposite) == ""
+
+
+def test_r_by_its_own_option_goes_before_that_of_a_type(caplog):
+    both = {"parallel_type": "model", "adaptive_r": 2}
+    assert "--moe-parallel-type model has no effect: --moe-adaptive-r is given" in said_of(
+        caplog, both, {}
+    )
+
+
+@pytest.mark.parametrize("given", [{"moe_local_size": 2}, {"moe_machine_file": "x"}])
+def test_what_a_hierarchical_exchange_alone_reads_needs_one(caplog, given):
+    assert "has no effect without --moe-a2a-algorithm" in said_of(caplog, given, {})
