@@ -28,8 +28,14 @@ from fairseq_tutel.tools.convert.optimizer_state import (
     one_group,
     stacked,
 )
-from fairseq_tutel.tools.convert.options import drop, model_options, name_of, options_of, rename
-from fairseq_tutel.tools.convert.our_options import RUN_OPTIONS
+from fairseq_tutel.tools.convert.options import (
+    RUN_OPTIONS,
+    drop,
+    model_options,
+    name_of,
+    options_of,
+    rename,
+)
 from fairseq_tutel.zero.state import MASTER
 
 OPTIMIZER = "last_optimizer_state"

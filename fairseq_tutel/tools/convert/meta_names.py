@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.moe.options import flag_of, plain
 from fairseq_tutel.tools.convert.optimizer_state import SHARED, trained
-from fairseq_tutel.tools.convert.our_options import (
+from fairseq_tutel.tools.convert.options import (
     RUN_OPTIONS,
     Options,
     our_defaults,

@@ -1,4 +1,4 @@
-"""What a fairseq checkpoint says of the training that wrote it: names and the model's options.
+"""What a fairseq checkpoint says of the training that wrote it: names, options, and which are ours alone.
 
 They stand in `cfg`, one part for each of model, task, criterion and optimizer, or, in older files, all
 together in `args`; the options of an encoder-decoder are a flat copy of everything within `cfg`.
@@ -8,8 +8,21 @@ import argparse
 from collections.abc import Collection
 from typing import Any
 
+from fairseq_tutel.moe import config
+from fairseq_tutel.moe.options import plain
+
+Options = dict[str, Any]
+
 # A part, and its name's key where everything is flat.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
+
+# Keys of what says how experts are computed and logged here, and nowhere else.
+RUN_OPTIONS = [
+    option.key
+    for part in ("task", "criterion")
+    for option in config.options_of(part)
+    if not option.metas
+]
 
 
 def model_options(state: dict[str, Any]) -> dict[str, Any]:
@@ -66,3 +79,35 @@ def drop(state: dict[str, Any], keys: Collection[str]) -> None:
     for options in (model_options(state), *(options_of(state, part) for part in PARTS)):
         for key in keys:
             options.pop(key, None)
+
+
+def our_defaults() -> Options:
+    """Return our options of a model with their defaults."""
+    return {option.key: option.default for option in config.options_of("model")}
+
+
+def top_k_of(ours: Options) -> int:
+    """Return K of a model of ours, all of whose options are given."""
+    return 1 if ours["moe_top1_expert"] else int(ours["moe_top_k"])
+
+
+def refuse(option: str, value: Any, layer: str) -> None:
+    """Refuse a model that another system cannot compute.
+
+    Args:
+        option: that it was trained with.
+        value: of it.
+        layer: whose layer has no counterpart: Meta's, Tutel's.
+    """
+    raise ValueError(
+        f"the model was trained with {option} {value}, which {layer} layer has no counterpart of; convert "
+        "a model without it."
+    )
+
+
+def refuse_what_only_ours_compute(ours: Options, layer: str) -> None:
+    """Refuse options without which a model would compute something else, in evaluation too."""
+    for option in config.options_of("model"):
+        value = plain(ours[option.key])
+        if option.common is not None and not option.common(value):
+            refuse(option.flag, value, layer)
