@@ -70,8 +70,9 @@ def key_of(layout: Layout) -> str:
 @cache
 def layout_of(key: str) -> Layout:
     """Return the layout that a key is made of."""
-    fields = json.loads(key.removeprefix(PREFIX))
-    return Layout(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    fields: dict[str, Any] = json.loads(key.removeprefix(PREFIX))
+    made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Layout(**made)
 
 
 def expert_log(

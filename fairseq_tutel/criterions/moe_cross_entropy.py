@@ -14,7 +14,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from fairseq.logging import metrics
 from fairseq.models import FairseqDecoder
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairseq_tutel.criterions.expert_log import reduce_expert_log
 from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions
@@ -26,9 +26,10 @@ class TokenLossMixin:
 
     eps = 0.0  # cross_entropy has no smoothing
     ignore_prefix_size = 0
+    padding_idx: int
 
     def compute_loss(
-        self, model: nn.Module, net_output: Any, sample: Any, reduce: bool = True
+        self, model: Any, net_output: Any, sample: Any, reduce: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return (loss, nll loss), summed; stock's own where another thing than logits is normalised."""
         if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
@@ -40,7 +41,7 @@ class TokenLossMixin:
         )
 
 
-def _normalizes_logits(model: nn.Module) -> bool:
+def _normalizes_logits(model: Any) -> bool:
     """Whether log-probabilities are stock's log-softmax of the first output, and nothing else."""
     while hasattr(model, "module"):
         model = model.module

@@ -72,7 +72,8 @@ def _with_scales(args: Any) -> Any:
     scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
     if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
         return args
-    return argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
+    plain: Any = OmegaConf.to_container(args, resolve=True)
+    return argparse.Namespace(**plain)
 
 
 register_architectures("transformer_lm", ModelOptions)

@@ -68,7 +68,7 @@ class MoETwinMixin(MoEModelMixin):
         """Build the stock model, then replace the chosen FFNs."""
         fill_in(args, cls.options())
         refuse_options(args)
-        model = super().build_model(args, task)
+        model = super().build_model(args, task)  # type: ignore[misc]
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
@@ -110,7 +110,7 @@ def _register_twins() -> None:
         ):
             continue
         sides = ("encoder",) if is_encoder else ("encoder", "decoder")
-        twin = twin_of(stock, MoETwinMixin, module=__name__, sides=sides)
+        twin: Any = twin_of(stock, MoETwinMixin, module=__name__, sides=sides)
         register_model(f"moe_{name}")(twin)
         register_architectures(name, twin.options())
 

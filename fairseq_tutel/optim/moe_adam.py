@@ -45,7 +45,7 @@ class FusedAdam(Adam):
             return super().step(closure)
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            by_step: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+            by_step: dict[tuple[int, torch.device, torch.dtype], list[Any]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
                     by_step[self._advance(p, group), p.device, p.dtype].append(p)

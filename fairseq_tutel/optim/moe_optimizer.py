@@ -35,6 +35,10 @@ ONLY_OF_RANK = "only_of_rank"
 class MoEOptimizerMixin:
     """Goes before a FairseqOptimizer class; with one rank, or no experts, it changes nothing."""
 
+    optimizer: Any  # torch's
+    params: Any
+    cfg: Any
+    args: Any
     _gathered_state: dict[int, dict[str, Any]] | None = None
     # Whether the parameters are fp32 masters of half ones: set before a checkpoint is written.
     holds_masters: bool = False
@@ -62,14 +66,14 @@ class MoEOptimizerMixin:
         self.times_clipped += 1
         if groups.in_use().expert_parallel_size == 1:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
-        params = list(self.params)  # type: ignore[attr-defined]
+        params = list(self.params)
         norm = global_grad_norm(params, groups.in_use())
         clip_gradients(params, max_norm, norm)
         return norm
 
     def _is_scaled_by_torch(self) -> bool:
         # fairseq's older optimizers keep it under this name, or the whole command line.
-        cfg = self.cfg if hasattr(self, "cfg") else self.args  # type: ignore[attr-defined]
+        cfg = self.cfg if hasattr(self, "cfg") else self.args
         if not hasattr(cfg, "_get_root"):
             return bool(getattr(cfg, "amp", False))
         root = cfg._get_root()
@@ -86,7 +90,7 @@ class MoEOptimizerMixin:
 
     def model_params(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the state's indices."""
-        return list(self.params)  # type: ignore[attr-defined]
+        return list(self.params)
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return the state of this rank's experts [e, ...], masters included; to be called on every rank.
@@ -95,7 +99,7 @@ class MoEOptimizerMixin:
             index: of the experts' parameter in `model_params`.
         """
         parameter = self.model_params()[index]
-        state = dict(self.optimizer.state.get(parameter, {}))  # type: ignore[attr-defined]
+        state = dict(self.optimizer.state.get(parameter, {}))
         if self.holds_masters:
             state[MASTER] = parameter.data
         own = [k for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))]
@@ -134,7 +138,7 @@ class MoEOptimizerMixin:
         state_dict = super().state_dict()  # type: ignore[misc]
         state = state_dict.get("state", {})  # a composite optimizer has one of each group's
         if self.holds_masters and "state" in state_dict:
-            for index, parameter in enumerate(self.params):  # type: ignore[attr-defined]
+            for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
         self._complete_state(state)
         for index, tensors in (self._gathered_state or {}).items():
@@ -171,7 +175,7 @@ class MoEOptimizerMixin:
         self._cut_state(state)
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
-        params = list(self.params)  # type: ignore[attr-defined]
+        params = list(self.params)
         for index, master in masters.items():
             params[index].data.copy_(master)
 

@@ -37,12 +37,12 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
                 ", in host memory" if plan.offload else "",
             )
             params = self.shards.parameters
-        super().__init__(cfg, params)
+        super().__init__(cfg, params)  # type: ignore[call-arg]
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
         """Whether half parameters can be given: their shards are fp32."""
-        return self.shards is not None or super().supports_memory_efficient_fp16
+        return self.shards is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property
     def is_apart(self) -> bool:
@@ -57,13 +57,13 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
 
     def zero_grad(self) -> None:
         """Forget the gradients of the model's parameters and of the shards."""
-        super().zero_grad()
+        super().zero_grad()  # type: ignore[misc]
         if self.shards is not None:
             self.shards.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward; under stage 2 gradients leave meanwhile."""
-        super().backward(loss)
+        super().backward(loss)  # type: ignore[misc]
         self.finish_backward()
 
     def finish_backward(self) -> None:
@@ -81,7 +81,7 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
     def multiply_grads(self, c: float | Tensor) -> None:
         """Multiply the gradients, when the step widens them."""
         if self.shards is None:
-            super().multiply_grads(c)
+            super().multiply_grads(c)  # type: ignore[misc]
         else:
             self.shards.multiply(c)
 
@@ -138,7 +138,9 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
 
     def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
         """Give what is whole on this rank its parameter's shape, in place."""
-        for index, piece in enumerate(self.shards.pieces if self.shards is not None else ()):
+        if self.shards is None:
+            return
+        for index, piece in enumerate(self.shards.pieces):
             if piece.share.size == 1:
                 whole = self.shards.whole_state(index, state.get(index, {}))
                 if whole:
@@ -146,6 +148,7 @@ class ShardedOptimizerMixin(MoEOptimizerMixin):
 
     def _cut_state(self, state: dict[int, dict[str, Any]]) -> None:
         """Keep this rank's part of a loaded state, in place."""
-        for index in range(len(self.shards.pieces) if self.shards is not None else 0):
-            if index in state:
-                state[index] = self.shards.own_state(index, state[index])
+        if self.shards is None:
+            return
+        for index in state.keys() & range(len(self.shards.pieces)):
+            state[index] = self.shards.own_state(index, state[index])

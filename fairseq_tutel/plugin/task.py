@@ -35,6 +35,7 @@ class InferenceMixin:
     """What a task must do where models are used on several ranks, which stock does for trainings alone."""
 
     _iterator: Any = None
+    target_dictionary: Any  # a language modeling task's
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock iterator, which says whether this rank has any sentence."""

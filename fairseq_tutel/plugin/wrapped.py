@@ -132,7 +132,7 @@ def save_checkpoint(original: Any) -> Any:
     return wrapper
 
 
-def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> None:
+def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
     """Let rank 0's next state hold what all ranks have, where ranks share it. Collective."""
     inner, place = innermost_optimizer(trainer.optimizer), groups.in_use()
     model = trainer.get_model()
@@ -153,7 +153,7 @@ def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) ->
             inner.gather_state(place)
 
 
-def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> bool:
+def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> bool:
     """Return whether stock, which asks all ranks for their parts first, will write a file. Collective.
 
     Args are those of `checkpoint_utils.save_checkpoint`, before it runs.

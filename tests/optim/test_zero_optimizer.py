@@ -177,7 +177,7 @@ def task(stage=0, offload=False):
     return argparse.Namespace(moe_zero_stage=stage, moe_offload_optimizer=offload)
 
 
-@pytest.mark.parametrize("stage", [3, -1, "two"])
+@pytest.mark.parametrize("stage", [3, -1])
 def test_another_stage_is_refused(stage):
     with pytest.raises(ValueError, match=rf"--moe-zero-stage is {stage}; give 0 .* 1 .* or 2"):
         plan_of(task(stage))
