@@ -16,7 +16,7 @@ from cli import USER_DIR, fairseq, refused, start, tail, wait
 from equality import same_bits
 from models import lm_args, mt_args
 
-from fairseq_tutel.plugin.one_writer import writing
+from fairseq_tutel.plugin.save import writing
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)

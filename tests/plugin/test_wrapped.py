@@ -14,7 +14,7 @@ from fairseq.file_io import PathManager
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import files
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK
-from fairseq_tutel.plugin import wrapped
+from fairseq_tutel.plugin import save, wrapped
 
 plugin.register()
 
@@ -134,12 +134,12 @@ def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
 
 def test_a_file_of_one_rank_s_part_is_said_to_be_one(tmp_path, caplog):
     state = {"last_optimizer_state": {ONLY_OF_RANK: 0}}
-    save = wrapped.save_checkpoint(
+    saves = save.save_checkpoint(
         lambda *_: checkpoint_utils.torch_persistent_save(state, str(tmp_path / "a.pt"))
     )
     trainer = SimpleNamespace(optimizer=None, get_model=torch.nn.Module, task=None)
     cfg = SimpleNamespace(no_save=False, no_save_optimizer_state=False)
-    save(cfg, trainer, None, None)
+    saves(cfg, trainer, None, None)
     assert not caplog.records
     checkpoint_utils.torch_persistent_save(state, str(tmp_path / "crash.pt"))
     assert "crash.pt will hold this rank's experts or shards only" in caplog.text

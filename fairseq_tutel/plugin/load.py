@@ -1,17 +1,25 @@
-"""A checkpoint's file that is opened for use: whole, fairseq's, and importing nothing of its own accord."""
+"""A checkpoint's file that is opened: whole, fairseq's, and importing nothing of its own accord.
 
+The one function that takes an original wraps fairseq's; `wrapped` says why.
+"""
+
+import functools
 import os
 import pickle
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fairseq.utils import import_user_module
 
 from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class
+from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.moe.options import is_custom
+from fairseq_tutel.plugin.flags import refuse_misspelt
+from fairseq_tutel.plugin.run_config import mark_as_opened
 from fairseq_tutel.ranks.guard import CommunicationError
 
 # Set, it opens damaged files all the same.
@@ -91,3 +99,31 @@ def _is_at_hand(name: str) -> bool:
     package = sys.modules.get(module.partition(".")[0])
     user_dirs: set[str] = getattr(import_user_module, "memo", set())
     return module in sys.modules or not user_dirs.isdisjoint(getattr(package, "__path__", ()))
+
+
+def load_checkpoint_to_cpu(original: Any) -> Any:
+    """Refuse what is damaged or foreign; make what stands for experts in shard files readable.
+
+    Each rank will read its own part of these.
+    """
+
+    @functools.wraps(original)
+    def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
+        refuse_misspelt(arg_overrides or {})
+        # The Trainer alone says it: its file was checked before, and its options are the command line's.
+        is_for_use = load_on_all_ranks is None
+        if is_for_use:
+            refuse_torn(path)
+        try:
+            state = original(path, arg_overrides, bool(load_on_all_ranks))
+        except NOT_FAIRSEQS as error:
+            if is_of_the_machine(error):
+                raise
+            raise not_fairseqs(path, error) from error
+        if is_for_use:
+            refuse_unknown_classes(state, path, arg_overrides)
+            mark_as_opened(state)
+        bind(state, Path(path))
+        return state
+
+    return wrapper
