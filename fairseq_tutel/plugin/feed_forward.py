@@ -209,12 +209,13 @@ def _identity(x: Tensor) -> Tensor:
 
 def _keep_arguments(layer: nn.Module, args: tuple, kwargs: dict) -> None:
     # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
-    # know an encoder's mask too, as `self_attn_padding_mask`.
+    # know an encoder's mask too, as `self_attn_padding_mask`, and so do encoder layers of an older kind.
     if hasattr(layer, "encoder_attn"):
         mask = kwargs.get("self_attn_padding_mask")
         state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
     else:
-        mask = kwargs.get("encoder_padding_mask", args[1] if len(args) > 1 else None)
+        mask = kwargs.get("self_attn_padding_mask", args[1] if len(args) > 1 else None)
+        mask = kwargs.get("encoder_padding_mask", mask)
         state = None
     layer.fc1.begin_call(mask, generates=state is not None)
 

@@ -80,36 +80,52 @@ def _built(arch):
 
 
 def _run(model, name):
-    """Return a sum over what a model gives for two sentences, in training."""
+    """Return a sum over what a model gives for two sentences of different lengths, in training."""
     torch.manual_seed(1)
-    tokens, lengths = torch.arange(4, 14).view(2, 5), torch.tensor([5, 5])
+    tokens, lengths = torch.arange(4, 14).view(2, 5), torch.tensor([5, 3])
+    tokens[1, 3:] = Dictionary().pad()
     source = tokens
     if name in OF_SPEECH:
-        source, lengths = torch.randn(2, 20, 16), torch.tensor([20, 20])
+        source, lengths = torch.randn(2, 20, 16), torch.tensor([20, 9])
     if isinstance(model, FairseqNATModel):
-        losses = model(tokens, lengths, tokens.flip(1), tokens)
+        losses = model(tokens, lengths, tokens.clone(), tokens)
         return sum(part["out"].float().sum() for part in losses.values() if "out" in part)
     if isinstance(model, FairseqEncoderModel | FairseqLanguageModel):
         extra = {"lang_id": ["en_XX"] * 2} if name == "moe_xmod" else {}
         return model(tokens, **extra)[0].sum()
     if name in ("moe_tts_transformer", "moe_s2spect_transformer"):
         target = torch.randn(2, 6, model.decoder.out_dim)
-        output = model(source, lengths, target, target_lengths=torch.tensor([6, 6]))
+        output = model(source, lengths, target, target_lengths=torch.tensor([6, 4]))
         return output[0].sum() + output[1].sum()
     return model(source, lengths, tokens)[0].sum()
 
 
+def _sizes(layers):
+    """Return how many tokens, padding included, each layer will have seen when it was called first."""
+    sizes = {}
+
+    def note(layer, inputs):
+        sizes.setdefault(layer, inputs[0][..., 0].numel())
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note)
+    return sizes
+
+
 @pytest.mark.parametrize("name", sorted(set(MODELS) - UNBUILT))
-def test_every_twin_builds_and_runs(name):
+def test_every_twin_builds_and_runs_and_routes_no_padding(name):
     assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
         ARCH_MODEL_INV_REGISTRY[name]
     )
     one_sided = issubclass(MODEL_REGISTRY[name], FairseqEncoderModel | FairseqLanguageModel)
     for arch in ARCH_MODEL_INV_REGISTRY[name]:
         model = _built(arch)
-        assert len(moe_layers(model)) == (2 if one_sided else 4), arch
+        layers = moe_layers(model)
+        assert len(layers) == (2 if one_sided else 4), arch
+        sizes = _sizes(layers)
         _run(model, name).backward()
-        assert all(m.experts.fc1_weight.grad is not None for m in moe_layers(model)), arch
+        assert all(layer.experts.fc1_weight.grad is not None for layer in layers), arch
+        assert all(layer.record.tally.num_tokens < sizes[layer] for layer in layers), arch
 
 
 def test_what_experts_fit_has_a_twin_and_no_other():
