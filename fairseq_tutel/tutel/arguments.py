@@ -3,10 +3,11 @@
 T tokens, E experts, K top_k, s ranks that hold one expert.
 """
 
+import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -213,6 +214,21 @@ def check_strategy(
     )
 
 
+def changed(
+    strategy: Strategy, overlap: Any, adaptive_r: Any, shared_by: int, slices: int
+) -> Strategy:
+    """Return a strategy with what one call says, None for what it leaves; see `check_degree`."""
+    if overlap is not None:
+        strategy = dataclasses.replace(strategy, overlap=check_overlap(overlap))
+    if adaptive_r is not None:
+        require(
+            is_whole(adaptive_r), f"adaptive_r is {adaptive_r!r}; give a whole number, or None."
+        )
+        degree = check_degree("adaptive_r", adaptive_r, adaptive_r, shared_by, slices)
+        strategy = dataclasses.replace(strategy, adaptive_r=degree)
+    return strategy
+
+
 def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
     """Return one dict per gate from a dict, a list of them, or the deprecated 'Top2Gate'."""
     if isinstance(gate_type, str):
@@ -304,6 +320,16 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
         f"gate_type's module gave {type(module).__name__}; give the class of a torch module.",
     )
     return module
+
+
+def check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a load without noise to weigh it by, from the fields of every gate's MoEConfig."""
+    for i, gate in enumerate(fields):
+        require(
+            gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
+            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
+            "such as 1.0.",
+        )
 
 
 def tutel_capacity(

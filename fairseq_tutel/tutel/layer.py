@@ -18,7 +18,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.options import AT_LEAST_0, AT_LEAST_1, CAPACITY, is_whole
+from fairseq_tutel.moe.options import AT_LEAST_0, AT_LEAST_1, CAPACITY
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
@@ -33,6 +33,15 @@ from fairseq_tutel.tutel.experts import (
     check_experts,
     drawn_from,
 )
+
+
+def _part_of_strategy(name: str, meaning: str) -> Any:
+    """Return the property of a layer that is this attribute of its strategy."""
+
+    def change(layer: "TutelMoELayer", value: int) -> None:
+        layer.moe.follow(layer._strategy(**{name: value}))
+
+    return property(lambda layer: getattr(layer.moe.strategy, name), change, doc=meaning)
 
 
 class TutelMoELayer(nn.Module):
@@ -166,16 +175,45 @@ class TutelMoELayer(nn.Module):
         if together and not self.tutel_capacity:
             arguments.say_no_effect("inequivalent_tokens", True)
         self._take_over()
+        strategy = self._strategy(a2a_ffn_overlap_degree, adaptive_r)
+        if top_k is not None:
+            arguments.check("top_k", top_k, AT_LEAST_1)
+            top_k = min(top_k, self.num_global_experts)
+        if capacity_factor is not None:
+            arguments.check("capacity_factor", capacity_factor, CAPACITY)
+        outer, token = arguments.split_shape(input, reserve_dims, self.moe.config.model_dim)
+        x_TD = input.reshape(outer.numel(), token.numel())
+        weight = next(self.experts.parameters(), None)
+        if weight is not None and not torch.is_autocast_enabled(input.device.type):
+            x_TD = x_TD.to(weight.dtype)
+        call: dict[str, Any] = {
+            "gate_index": gate_index,
+            "capacity_factor": capacity_factor,
+            "top_k": top_k,
+        }
+        if self.tutel_capacity:
+            call["capacity_factor"] = self._capacity(x_TD, together, strategy.overlap, **call)
         kept = self.moe.strategy
-        self.moe.follow(self._strategy(a2a_ffn_overlap_degree, adaptive_r))
+        self.moe.follow(strategy)
         try:
-            y, balance_loss = self._routed(
-                input, reserve_dims, gate_index, capacity_factor, top_k, together
-            )
+            y_TD, out, balance_loss = self._run(x_TD, token, call)
         finally:
             self.moe.follow(kept)
+        y = y_TD.view(*outer, *out).to(input.dtype)
         y.l_aux = balance_loss  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
+
+    def _run(
+        self, x_TD: Tensor, token: torch.Size, call: dict[str, Any]
+    ) -> tuple[Tensor, tuple[int, ...], Tensor]:
+        """Return y_TD, the dimensions of one of its tokens, and the balance loss."""
+        if isinstance(self.experts, ModuleExperts):
+            with self.experts.features(token) as returned:
+                y_TD, output = self.moe(x_TD, **call)
+                return y_TD, returned(), output.balance_loss
+        y_TD, output = self.moe(x_TD, **call)
+        as_given = y_TD.shape[1] == token.numel()
+        return y_TD, tuple(token) if as_given else (y_TD.shape[1],), output.balance_loss
 
     def _fields(self) -> dict[str, Any]:
         """Return the fields of MoEConfig that attributes of the layer decide."""
@@ -202,64 +240,22 @@ class TutelMoELayer(nn.Module):
             for config, own in zip(configs, fields, strict=True)
             for name, value in own.items()
         ):
-            _check_noise(fields)
+            arguments.check_noise(fields)
             configs = [
                 dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)
             ]
             self.moe.configure(configs[0], configs)
 
-    def _strategy(self, overlap: int | None, degree: int | None) -> Strategy:
+    def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
         """Return how one call runs; what is not given is the layer's."""
         strategy, slices = self.moe.strategy, self.experts.part.slices
-        if overlap is not None:
-            strategy = dataclasses.replace(strategy, overlap=arguments.check_overlap(overlap))
-        if degree is not None:
-            require(is_whole(degree), f"adaptive_r is {degree!r}; give a whole number, or None.")
-            degree = arguments.check_degree(
-                "adaptive_r", degree, degree, self.sharded_count, slices
-            )
-            strategy = dataclasses.replace(strategy, adaptive_r=degree)
-        return strategy
-
-    def _routed(
-        self,
-        x: Tensor,
-        reserve_dims: int,
-        gate_index: int,
-        capacity_factor: float | None,
-        top_k: int | None,
-        together: bool,
-    ) -> tuple[Tensor, Tensor]:
-        if top_k is not None:
-            arguments.check("top_k", top_k, AT_LEAST_1)
-            top_k = min(top_k, self.num_global_experts)
-        if capacity_factor is not None:
-            arguments.check("capacity_factor", capacity_factor, CAPACITY)
-        outer, token = arguments.split_shape(x, reserve_dims, self.moe.config.model_dim)
-        x_TD = x.reshape(outer.numel(), token.numel())
-        weight = next(self.experts.parameters(), None)
-        if weight is not None and not torch.is_autocast_enabled(x.device.type):
-            x_TD = x_TD.to(weight.dtype)
-        call: dict[str, Any] = {
-            "gate_index": gate_index,
-            "capacity_factor": capacity_factor,
-            "top_k": top_k,
-        }
-        if self.tutel_capacity:
-            call["capacity_factor"] = self._capacity(x_TD, together, **call)
-        if isinstance(self.experts, ModuleExperts):
-            with self.experts.features(token) as returned:
-                y_TD, output = self.moe(x_TD, **call)
-                out = returned()
-        else:
-            y_TD, output = self.moe(x_TD, **call)
-            out = tuple(token) if y_TD.shape[1] == token.numel() else (y_TD.shape[1],)
-        return y_TD.view(*outer, *out).to(x.dtype), output.balance_loss
+        return arguments.changed(strategy, overlap, adaptive_r, self.sharded_count, slices)
 
     def _capacity(
         self,
         x_TD: Tensor,
         together: bool,
+        overlap: int,
         gate_index: int,
         capacity_factor: float | None,
         top_k: int | None,
@@ -274,26 +270,15 @@ class TutelMoELayer(nn.Module):
             config.top_k if top_k is None else top_k,
             self.num_global_experts,
             num_tokens,
-            self.sharded_count * self.moe.strategy.overlap,
+            self.sharded_count * overlap,
         )
 
-    @property
-    def a2a_ffn_overlap_degree(self) -> int:
-        """Chunks in which rows travel while experts work; may be set."""
-        return self.moe.strategy.overlap
-
-    @a2a_ffn_overlap_degree.setter
-    def a2a_ffn_overlap_degree(self, degree: int) -> None:
-        self.moe.follow(self._strategy(degree, None))
-
-    @property
-    def adaptive_degree(self) -> int:
-        """The r of `parallel_type`; may be set, to one of `valid_rs`."""
-        return self.moe.strategy.adaptive_r
-
-    @adaptive_degree.setter
-    def adaptive_degree(self, degree: int) -> None:
-        self.moe.follow(self._strategy(None, degree))
+    a2a_ffn_overlap_degree = _part_of_strategy(
+        "overlap", "Chunks in which rows travel while experts work; may be set."
+    )
+    adaptive_degree = _part_of_strategy(
+        "adaptive_r", "The r of `parallel_type`; may be set, to one of `valid_rs`."
+    )
 
     @property
     def num_local_experts(self) -> int:
@@ -357,7 +342,7 @@ def _build(
             module = arguments.custom_gate(gate, model_dim, num_experts)
         own.append({**fields, **arguments.gate_fields(gate, num_experts, module)})
         modules.append(module)
-    _check_noise(own)
+    arguments.check_noise(own)
     configs = [MoEConfig(**gate) for gate in own]
     gates = [
         build_gate(config, config.gate_type) if module is None else module
@@ -379,16 +364,6 @@ def _build(
         reset_gate(built, gate_seed, "", _gate_name(i))
         arguments.show_fields(built, configs[i])
     return layer
-
-
-def _check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a load without noise to weigh it by, from the fields of every gate's MoEConfig."""
-    for i, gate in enumerate(fields):
-        require(
-            gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
-            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
-            "such as 1.0.",
-        )
 
 
 def _gate_name(index: int) -> str:
