@@ -56,7 +56,7 @@ def weights_of(
     Raises:
         ValueError: experts that were pruned or parametrized, of which other ranks know nothing.
     """
-    if topology.expert_parallel_size == 1 or experts.weights.of_all:
+    if topology.expert_parallel_size == 1 or not experts.weights.are_own:
         return experts.weights
     gone = sorted(set(experts.names) - set(experts.expert_parameters()))
     if gone:

@@ -27,6 +27,8 @@ Tensors = Mapping[str, Any]
 class Weights:
     """Where the tensors come from that experts compute with in a forward: these are their own."""
 
+    # Whether ranks that share an expert may gather it from these.
+    are_own: bool = True
     # Whether they are those of all experts, so that no row need travel.
     of_all: bool = False
 
@@ -45,6 +47,8 @@ class Weights:
 
 class MadeWeights(Weights):
     """Tensors that were made before: gathered for one forward, or copies of all experts."""
+
+    are_own = False
 
     def __init__(self, tensors: Tensors, of_all: bool = False) -> None:
         self._tensors, self.of_all = tensors, of_all

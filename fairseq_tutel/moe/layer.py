@@ -1,4 +1,4 @@
-"""The layer: gate, route, dispatch, exchange (experts), combine.
+"""The layer in two halves: gate and route; then dispatch, exchange (experts) and combine.
 
 T tokens, D model_dim, E experts (e local), K top_k, R rows.
 """

@@ -1,10 +1,11 @@
 """From a stock model to its MoE twin, in this process.
 
 Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
-effect is said once.
+effect is said once; a copied model has hooks of its own.
 """
 
 import argparse
+import copy
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts)
     own = getattr(pruned, side).layers[-1].state_dict()
     for name, tensor in getattr(whole, side).layers[last].state_dict().items():
         assert torch.equal(own[name], tensor), name
+
+
+def test_a_copy_of_a_model_with_a_hash_gate_sees_its_own_tokens():
+    model = build("decoder", moe_gate_type="hash")[0].eval()
+    copied = copy.deepcopy(model)
+    ours, others = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[3, 2, 2, 0]])
+    expected = model(ours)[0]
+    model(others)
+    assert torch.equal(copied(ours)[0], expected)
 
 
 SAID = {
