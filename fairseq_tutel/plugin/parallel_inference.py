@@ -157,29 +157,23 @@ def running() -> Command | None:
     return _running[0] if _running else None
 
 
-class OnSeveralRanks:
-    """A command's `main` for every rank; it can be pickled, for ranks that fairseq spawns."""
-
-    def __init__(self, main: Any) -> None:
-        self.main = main
-
-    def __call__(self, cfg: Any, **kwargs: Any) -> None:
-        """Run `main` on this rank's sentences, then serve the others until they are done."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            self.main(cfg, **kwargs)
-            return
-        command, results = Command(cfg), None
-        _give_own_files(command)
-        _let_stock_gather(cfg)
-        _running[:] = [command]
+def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
+    """Run a command's `main` on this rank's sentences, then serve the other ranks until they are done."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        main(cfg, **kwargs)
+        return
+    command, results = Command(cfg), None
+    _give_own_files(command)
+    _let_stock_gather(cfg)
+    _running[:] = [command]
+    try:
         try:
-            try:
-                results = self.main(cfg, **kwargs)
-            except NoSentences:
-                logger.warning("rank %d has no sentences of its own", dist.get_rank())
-            command.end(results)
-        finally:
-            _running.clear()
+            results = main(cfg, **kwargs)
+        except NoSentences:
+            logger.warning("rank %d has no sentences of its own", dist.get_rank())
+        command.end(results)
+    finally:
+        _running.clear()
 
 
 def _give_own_files(command: Command) -> None:

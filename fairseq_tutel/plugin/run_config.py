@@ -39,24 +39,18 @@ def config_of(task: Any) -> Any:
 _running: list[Any] = []
 
 
-class KeepRoot:
-    """fairseq's `main`, during which its FairseqConfig is kept; it can be pickled, for ranks it spawns."""
-
-    def __init__(self, main: Any) -> None:
-        self.main = main
-
-    def __call__(self, cfg: Any, **kwargs: Any) -> Any:
-        """Run `main`; a user's tasks are there before, as hydra needs them."""
-        import_user_module(cfg.common)
-        # A spawned rank has imported this file, so fairseq passes over a --user-dir that is the package.
-        plugin.register()
-        give_system_options()
-        _say_what_has_no_effect(cfg)
-        _running[:] = [cfg]
-        try:
-            return self.main(cfg, **kwargs)
-        finally:
-            _running.clear()
+def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
+    """Run fairseq's `main` while its FairseqConfig is kept; a user's tasks are there before."""
+    import_user_module(cfg.common)  # as hydra needs
+    # A spawned rank has imported this file, so fairseq passes over a --user-dir that is the package.
+    plugin.register()
+    give_system_options()
+    _say_what_has_no_effect(cfg)
+    _running[:] = [cfg]
+    try:
+        return main(cfg, **kwargs)
+    finally:
+        _running.clear()
 
 
 def _say_what_has_no_effect(cfg: Any) -> None:

@@ -32,18 +32,12 @@ logger = logging.getLogger(__name__)
 _held: list[Lease] = []
 
 
-class OneWriter:
-    """A training's `main` for every rank; it can be pickled, for ranks that fairseq spawns."""
-
-    def __init__(self, main: Any) -> None:
-        self.main = main
-
-    def __call__(self, cfg: Any, **kwargs: Any) -> Any:
-        """Run `main` while no other training writes into --save-dir."""
-        save_dir = cfg.checkpoint.save_dir
-        writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
-        with writing(save_dir, writes):
-            return self.main(cfg, **kwargs)
+def run_as_only_writer(main: Any, cfg: Any, **kwargs: Any) -> Any:
+    """Run a training's `main` while no other one writes into --save-dir; for every rank."""
+    save_dir = cfg.checkpoint.save_dir
+    writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
+    with writing(save_dir, writes):
+        return main(cfg, **kwargs)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 Stock tasks get it attached when a model with experts is built.
 """
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from numbers import Number
 from typing import Any
 
@@ -213,29 +215,22 @@ def _zero(value: Any) -> Any:
     return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
 
 
-class _out_of_memory_ends_the_job:  # noqa: N801 - reads as a sentence at its use
+@contextlib.contextmanager
+def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
     """On several ranks, turn an out-of-memory error into one that the trainer does not swallow.
 
     Stock skips the batch on this rank alone; the others would wait in an exchange for ever.
     """
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    try:
+        yield
+    except RuntimeError as error:
         place = groups.in_use()
-        if (
-            place.world_size > 1
-            and isinstance(error, RuntimeError)
-            and "out of memory" in str(error)
-        ):
-            raise MemoryError(
-                f"rank {place.rank} had too little memory in {self.what}; lower --max-tokens or "
-                "--batch-size, or add --checkpoint-activations."
-            ) from error
+        if place.world_size == 1 or "out of memory" not in str(error):
+            raise
+        raise MemoryError(
+            f"rank {place.rank} had too little memory in {what}; lower --max-tokens or "
+            "--batch-size, or add --checkpoint-activations."
+        ) from error
 
 
 def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:

@@ -56,8 +56,8 @@ from fairseq_tutel.optim.zero_fp16 import ShardedFP16Optimizer
 from fairseq_tutel.optim.zero_plan import plan_of
 from fairseq_tutel.plugin import save
 from fairseq_tutel.plugin.load import load_checkpoint_to_cpu
-from fairseq_tutel.plugin.parallel_inference import OnSeveralRanks
-from fairseq_tutel.plugin.run_config import KeepRoot, refuse_backend
+from fairseq_tutel.plugin.parallel_inference import run_on_several_ranks
+from fairseq_tutel.plugin.run_config import refuse_backend, run_with_root
 from fairseq_tutel.plugin.startup import (
     drop_tpu,
     join_torchrun,
@@ -110,21 +110,22 @@ def call_main(original: Any) -> Any:
         join_torchrun(cfg)
         if cfg.distributed_training.distributed_init_method is None:
             distributed_utils.infer_init_method(cfg.distributed_training)
-        on_each = KeepRoot(OnSeveralRanks(main))
+        run: Any = run_on_several_ranks
         if cfg.common_eval.path is None:
-            on_each = KeepRoot(save.OneWriter(main))
+            run = save.run_as_only_writer
             read_on_every_rank(cfg)
             if hasattr(cfg.model, "moe_freq"):  # before stock looks for fairscale
                 refuse_backend(cfg.distributed_training)
         if cfg.distributed_training.distributed_init_method == "env://" and keeps_the_store():
             cfg.distributed_training.distributed_init_method = rendezvous.METHOD
+        # Processes that fairseq itself spawns get what can be pickled.
+        on_each = functools.partial(run_with_root, functools.partial(run, main))
         with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:
 
             def met_main(*args: Any, **kwargs: Any) -> Any:
                 met()
                 return on_each(*args, **kwargs)
 
-            # Processes that fairseq itself spawns get what can be pickled.
             return original(cfg, met_main if met else on_each, **kwargs)
 
     return wrapper

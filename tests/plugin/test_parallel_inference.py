@@ -22,11 +22,6 @@ from fairseq_tutel.plugin.parallel_inference import Scored
 plugin.register()
 
 
-def test_a_main_can_be_sent_to_a_spawned_rank():
-    sent = pickle.loads(pickle.dumps(parallel_inference.OnSeveralRanks(validate.main)))
-    assert sent.main is validate.main
-
-
 @pytest.mark.parametrize("path", [None, "a.pt"])
 def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg = OmegaConf.structured(FairseqConfig)
@@ -34,14 +29,16 @@ def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg.model = None
     called = []
     wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
-    assert isinstance(called[0].main, parallel_inference.OnSeveralRanks) == (path is not None)
+    run = pickle.loads(pickle.dumps(called[0])).args[0]  # as a rank gets it that fairseq spawns
+    assert (run.func is parallel_inference.run_on_several_ranks) == (path is not None)
+    assert run.args == (validate.main,)
 
 
 def test_on_one_rank_main_is_called_and_no_more():
     said = []
-    parallel_inference.OnSeveralRanks(
-        lambda cfg, **kwargs: said.append((cfg, kwargs, parallel_inference.running()))
-    )(1, a=2)
+    parallel_inference.run_on_several_ranks(
+        lambda cfg, **kwargs: said.append((cfg, kwargs, parallel_inference.running())), 1, a=2
+    )
     assert said == [(1, {"a": 2}, None)]
 
 

@@ -7,14 +7,12 @@ nothing. Of several ranks: tests/e2e/test_checkpoints.py.
 
 import itertools
 import os
-import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import CheckpointConfig
-from fairseq_cli import train
 from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
@@ -28,10 +26,6 @@ def config(folder, no_save=False):
     return SimpleNamespace(checkpoint=SimpleNamespace(save_dir=str(folder), no_save=no_save))
 
 
-def test_a_main_can_be_sent_to_a_spawned_rank():
-    assert pickle.loads(pickle.dumps(save.OneWriter(train.main))).main is train.main
-
-
 @pytest.mark.parametrize("no_save", [False, True])
 def test_main_runs_with_the_lease_and_leaves_none(tmp_path, no_save):
     seen = []
@@ -40,7 +34,7 @@ def test_main_runs_with_the_lease_and_leaves_none(tmp_path, no_save):
         seen.append((kwargs, sorted(os.listdir(tmp_path))))
         return 3
 
-    assert save.OneWriter(main)(config(tmp_path, no_save), a=1) == 3
+    assert save.run_as_only_writer(main, config(tmp_path, no_save), a=1) == 3
     assert seen == [({"a": 1}, [] if no_save else [lease.NAME])]
     assert os.listdir(tmp_path) == []
 
@@ -50,14 +44,14 @@ def test_an_error_of_main_releases_the_lease(tmp_path):
         raise KeyError("a broken sample")
 
     with pytest.raises(KeyError):
-        save.OneWriter(main)(config(tmp_path))
+        save.run_as_only_writer(main, config(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_lease_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
     (tmp_path / "save").write_text("a file")
     with pytest.raises(ValueError, match=r"save/writer\.lease could not be written: File exists"):
-        save.OneWriter(pytest.fail)(config(tmp_path / "save"))
+        save.run_as_only_writer(pytest.fail, config(tmp_path / "save"))
 
 
 @pytest.mark.parametrize("after_a_kill", [True, False])
