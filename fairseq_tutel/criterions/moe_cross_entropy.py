@@ -17,8 +17,9 @@ from fairseq.models import FairseqDecoder
 from torch import Tensor
 
 from fairseq_tutel.criterions.expert_log import reduce_expert_log
-from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions
+from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.criterions.token_loss import token_loss
+from fairseq_tutel.plugin.flags import GateLossOptions
 
 
 class TokenLossMixin:

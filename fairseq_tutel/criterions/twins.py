@@ -10,8 +10,9 @@ from fairseq.criterions import (
 )
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 
-from fairseq_tutel.criterions.gate_loss import GateLossMixin, GateLossOptions
+from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import twin_of
+from fairseq_tutel.plugin.flags import GateLossOptions
 
 # One hands a stand-in of the model to another criterion, which may be a twin; the other needs Megatron.
 WITHOUT_TWIN = ("composite_loss", "vocab_parallel_cross_entropy")

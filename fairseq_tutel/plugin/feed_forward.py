@@ -43,6 +43,8 @@ class MoEFeedForward(MoELayer):
     activation checkpointing, and fp16's loss scale and ignored batches come for free.
     """
 
+    record: MoERecord  # of the last micro-batch that came through here
+
     def __init__(
         self,
         config: MoEConfig,
@@ -62,7 +64,6 @@ class MoEFeedForward(MoELayer):
         self._padding_mask: Tensor | None = None
         self._token_ids: Tensor | None = None
         self._generates = False
-        self.record: MoERecord | None = None  # of the last micro-batch that came through here
         self._recorded = -1  # its number
 
     @property
@@ -170,7 +171,7 @@ def children_of(layers: nn.Module) -> Sequence[nn.Module]:
 
 
 def replace_ffn(
-    layer: nn.Module, config: MoEConfig, topology: Topology, seed: int, name: str, context: Context
+    layer: Any, config: MoEConfig, topology: Topology, seed: int, name: str, context: Context
 ) -> None:
     """Turn the FFN step of one stock layer into experts, in place.
 
@@ -192,7 +193,7 @@ def replace_ffn(
     layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
 
 
-def layer_facts(layer: nn.Module, activation: str) -> dict[str, Any]:
+def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
     """Return what a stock layer says of its FFN, as MoEConfig fields."""
     return {
         "model_dim": layer.fc1.in_features,
@@ -207,7 +208,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _keep_arguments(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
     # know an encoder's mask too, as `self_attn_padding_mask`, and so do encoder layers of an older kind.
     if hasattr(layer, "encoder_attn"):

@@ -91,7 +91,7 @@ class MoEModelMixin:
 
 
 def install_experts(
-    model: nn.Module,
+    model: Any,
     cfg: Any,
     task: Any,
     freqs: dict[str, int],
@@ -239,7 +239,7 @@ def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTun
         return None
     options = read(TaskConfig, task_cfg)
     path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
-    choices = {}
+    choices: dict[str, Any] = {}
     if first.config.adaptive != "auto":  # r alone
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     common = root.common
