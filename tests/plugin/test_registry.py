@@ -74,8 +74,8 @@ class _Task:
         return None
 
 
-def _built(arch):
-    args = argparse.Namespace(arch=arch, moe_freq=1, moe_expert_count="3", **SIZES)
+def _built(arch, **options):
+    args = argparse.Namespace(arch=arch, moe_freq=1, moe_expert_count="3", **SIZES, **options)
     return models.build_model(args, _Task(code="s2ut" in arch))
 
 
@@ -126,6 +126,30 @@ def test_every_twin_builds_and_runs_and_routes_no_padding(name):
         _run(model, name).backward()
         assert all(layer.experts.fc1_weight.grad is not None for layer in layers), arch
         assert all(layer.record.tally.num_tokens < sizes[layer] for layer in layers), arch
+
+
+@pytest.mark.parametrize(
+    ("arch", "asked", "sides"),
+    [
+        ("moe_bart_base", False, {"encoder", "decoder"}),
+        ("moe_roberta", False, {"encoder"}),
+        ("moe_roberta_enc_dec", False, {"encoder"}),
+        ("moe_cmlm_transformer", False, set()),
+        ("moe_cmlm_transformer", True, {"encoder", "decoder"}),
+    ],
+)
+def test_experts_begin_as_bert_does_where_their_side_does(arch, asked, sides):
+    layers = moe_layers(_built(arch, apply_bert_init=asked))
+    assert {of.name.split(".")[0] for of in layers if of.config.init_std == 0.02} == sides
+
+
+def test_a_hash_gate_is_refused_where_no_token_has_an_id():
+    with pytest.raises(
+        ValueError, match=r"the encoder of this model sees none; .* or add --encoder-"
+    ):
+        _built("moe_s2t_transformer", moe_gate_type="hash")
+    layers = moe_layers(_built("moe_s2t_transformer", moe_gate_type="hash", encoder_moe_freq=0))
+    assert len(layers) == 2
 
 
 def test_what_experts_fit_has_a_twin_and_no_other():
