@@ -14,8 +14,9 @@ from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import twin_of
 from fairseq_tutel.plugin.flags import GateLossOptions
 
-# One hands a stand-in of the model to another criterion, which may be a twin; the other needs Megatron.
-WITHOUT_TWIN = ("composite_loss", "vocab_parallel_cross_entropy")
+# The first hands a stand-in of the model to another criterion, which may be a twin; the task of the second
+# insists on its name; the third needs Megatron.
+WITHOUT_TWIN = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
 
 class _FlagsMixin(GateLossMixin):

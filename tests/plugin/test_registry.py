@@ -12,6 +12,7 @@ import torch
 from fairseq import models
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary
+from fairseq.logging import metrics
 from fairseq.models import (
     ARCH_MODEL_INV_REGISTRY,
     ARCH_MODEL_REGISTRY,
@@ -183,7 +184,7 @@ def test_every_stock_task_has_a_twin_with_the_system_options(name):
 
 @pytest.mark.parametrize("name", sorted(n for n in CRITERION_REGISTRY if not n.startswith("moe_")))
 def test_every_stock_criterion_has_a_twin_with_the_balance_loss(name):
-    if name in ("composite_loss", "vocab_parallel_cross_entropy"):
+    if name in ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy"):
         assert f"moe_{name}" not in CRITERION_REGISTRY
         return
     twin, stock = CRITERION_REGISTRY[f"moe_{name}"], CRITERION_REGISTRY[name]
@@ -197,6 +198,28 @@ def test_every_stock_criterion_has_a_twin_with_the_balance_loss(name):
     of_stock = argparse.ArgumentParser()
     stock.add_args(of_stock)
     assert {action.dest for action in of_stock._actions} < given
+
+
+def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
+    """By the plain command line, and with sums that stock's own does not know."""
+    parser = argparse.ArgumentParser()
+    criterion = CRITERION_REGISTRY["moe_legacy_masked_lm_loss"]
+    criterion.add_args(parser)
+    model, task = _built("moe_bert_base"), _Task(code=False)
+    task._has_experts = True
+    criterion = criterion.build_criterion(parser.parse_args(["--moe-gate-loss-wt", "0.5"]), task)
+    tokens = torch.arange(4, 14).view(2, 5)
+    sample = {
+        "net_input": {"src_tokens": tokens, "segment_labels": torch.zeros_like(tokens)},
+        "lm_target": tokens, "sentence_target": torch.tensor([0, 1]), "nsentences": 2, "ntokens": 10,
+    }  # fmt: skip
+    loss, size, log = criterion(model, sample)
+    loss.backward()
+    assert float(loss - log["nll_loss"]) > 0.4 * size
+    assert all(layer.gate.weight.grad.abs().sum() > 0 for layer in moe_layers(model))
+    with metrics.aggregate() as logged:
+        criterion.reduce_metrics([log])
+    assert logged["moe_gate_loss"].avg > 0.5
 
 
 def test_twins_are_hydra_s_choices_too():
