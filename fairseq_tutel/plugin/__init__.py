@@ -1,6 +1,7 @@
 """register(): everything a `--user-dir` import does, once."""
 
 import argparse
+import atexit
 import ctypes
 import importlib
 import logging
@@ -113,7 +114,7 @@ def _has_user_dir(argv: list[str]) -> bool:
 
 
 def _tell_of_misspelt_flags(argv: list[str]) -> None:
-    """Say which flag was meant; argparse will only call the one that was given unrecognized."""
+    """Say which flag was meant, last of all: argparse will end the process with its long usage before."""
     from fairseq_tutel.moe.options import flag_of, key_of
     from fairseq_tutel.plugin.flags import meant
 
@@ -121,7 +122,8 @@ def _tell_of_misspelt_flags(argv: list[str]) -> None:
         flag = word.split("=")[0]
         close = meant(key_of(flag)) if flag.startswith("--") else None
         if close:
-            logger.warning("%s is none of the flags here; %s is", flag, flag_of(close))
+            text = "%s is none of the flags here; %s is"
+            atexit.register(logger.warning, text, flag, flag_of(close))
 
 
 def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:

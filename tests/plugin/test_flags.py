@@ -44,41 +44,40 @@ def test_every_flag_has_a_help_text_with_its_default(options):
     parser.format_help()
 
 
-def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer():
-    values = {
-        "top_k": 3,
-        "capacity_factor": 1.5,
-        "eval_capacity_factor": -2.0,
-        "balance_loss": "none",
-    }
-    values |= {"expert_type": "glu", "backend": "reference", "exchange": "padded"}
-    values |= {"recompute_experts": True}
-    values |= {"gate_type": "cosine", "gate_projection_dim": 7, "gate_temperature": 0.25}
-    values |= {"gate_noise": 1.5, "input_jitter": 0.1, "input_dropout": 0.2, "drop_policy": "rts"}
-    values |= {"eval_capacity_factor": 0.0, "eval_capacity_token_fraction": 0.25, "min_capacity": 4}
-    values |= {
-        "capacity_multiple": 8,
-        "choice": "tokens",
-        "gate_index": 0,
-        "score_function": "sigmoid",
-    }
-    values |= {"normalize_gate": "after", "routed_scaling_factor": 2.5, "prescore": True}
-    values |= {"expert_groups": 2, "groups_per_token": 2, "second_expert_policy": "random"}
-    values |= {"rsample": False, "sinkhorn": True, "balance_bias": False, "bias_update_rate": 0.01}
-    values |= {"shared_experts": 2, "residual": True, "expert_grad_norm": "sqrt_world_size"}
-    values |= {"a2a_algorithm": "2dh", "a2a_dtype": "bf16", "a2a_ffn_overlap_degree": 4}
-    values |= {"parallel_type": "model", "adaptive_r": 2, "adaptive": "auto"}
-    values |= {"kernel_tuning_seconds": 1.5}
+# What a word may be where there are no choices, and what an option cannot be without.
+WORDS = {
+    "gate_type": "cosine",
+    "balance_loss": "none",
+    "expert_type": "glu",
+    "parallel_type": "model",
+}
+COMPANY = {"gate_index": {"gate_type": "linear,cosine"}, "groups_per_token": {"expert_groups": 2}}
+
+
+def _another(option):
+    """Return a good value of an option that is not its default."""
+    if option.choices:
+        return next(choice for choice in option.choices if choice != option.default)
+    if option.type is str:
+        return WORDS[option.name]
+    return {bool: True, int: option.default + 1, float: option.default + 0.5}[option.type]
+
+
+@pytest.mark.parametrize("name", [option.name for option in LAYER.values() if option.of])
+def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer(name):
+    values = {name: _another(LAYER[name]), **COMPANY.get(name, {})}
     words = {"model": [], "task": []}
-    options = [option for option in LAYER.values() if option.of]
-    for option in options:
-        value, given = values[option.name], words[option.of]
-        given += [option.flag] * value if option.type is bool else [f"{option.flag}={value}"]
+    for option in (LAYER[each] for each in values):
+        value = values[option.name]
+        words[option.of].append(option.flag if value is True else f"{option.flag}={value}")
     _, model = _parse(ModelOptions, words["model"])
-    _, system = _parse(SystemOptions, words["task"])
-    config = layer_config(model, system, 4, **OF_LAYER)
-    assert config == MoEConfig(num_experts=4, gate_fp32=True, **values, **OF_LAYER)
-    assert {option.name for option in options} == set(values)
+    _, task = _parse(SystemOptions, words["task"])
+    config = layer_config(model, task, 4, **OF_LAYER)
+    assert (
+        config
+        == MoEConfig(num_experts=4, **values, **OF_LAYER)
+        != layer_config(None, None, 4, **OF_LAYER)
+    )
 
 
 def test_layer_config_defaults_to_moe_config_s_own():
