@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.ranks.first import of_first
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Slice, Topology
-from fairseq_tutel.ranks.guard import guarded
 
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
 # What a rank tells, by layer and tensor: the stack's shape and dtype, its cut, and the pieces that the rank
@@ -48,11 +46,7 @@ def write_experts(
     """
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, place, states, folder)
-    everything: list[Any] = [own]
-    if place.world_size > 1:
-        everything = [None] * place.world_size
-        with guarded("the agreement on the shards that were written"):
-            dist.all_gather_object(everything, own)
+    everything = world.told_by_all(own, "the agreement on the shards that were written")
     _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
     tensors = _joined([written for written, *_ in everything])
     if any(names != len(tensors) for *_, names in everything):
@@ -93,7 +87,7 @@ def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
 def _first_rank(action: Callable[[], Any]) -> Any:
     """Return on all ranks what rank 0 did; its error is everybody's."""
     try:
-        return of_first(action, "rank 0's work on the folder of shards")
+        return world.of_first(action, "rank 0's work on the folder of shards")
     except ValueError as error:
         raise ValueError(
             f"rank 0 could not prepare or commit the folder of shards ({error}); make room, or give a "

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.expert_shards import States, write_experts
+from fairseq_tutel.comm import collectives
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
 from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
-from fairseq_tutel.ranks.guard import guarded
 
 # Of all ranks' parts that stand on rank 0's device at once.
 GATHERED_BYTES = 64 * 2**20
@@ -43,10 +42,8 @@ def gather_to_first(
     whole = torch.empty(size, *tensor.shape, dtype=tensor.dtype) if first else None
     step = max(1, GATHERED_BYTES // (size * tensor.element_size()))
     for begin in range(0, len(flat), step):
-        piece = flat[begin : begin + step]
-        parts = list(piece.new_empty(size, len(piece))) if first else None
-        with guarded("the gathering of experts on rank 0", group):
-            dist.gather(piece, parts, dst=0, group=group)
+        run = flat[begin : begin + step]
+        parts = collectives.gather_to_first(run, "the gathering of experts on rank 0", group)
         if whole is not None and parts is not None:
             for own, part in zip(whole.view(size, -1), parts, strict=True):
                 own[begin : begin + step] = part
@@ -115,7 +112,5 @@ def drop_everywhere(model: nn.Module) -> None:
 
 def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
     slicing, tensor = slice_of(tensor), tensor.detach().contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(topology.expert_parallel_size)]
-    with guarded("the gathering of experts on every rank", topology.expert_group):
-        dist.all_gather(parts, tensor, group=topology.expert_group)
-    return join(parts, slicing)
+    what = "the gathering of experts on every rank"
+    return join(list(collectives.all_gather(tensor, what, topology.expert_group)), slicing)

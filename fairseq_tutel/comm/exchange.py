@@ -2,28 +2,41 @@
 
 R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. `expert_fn(rows,
 groups)` is a callable, so this file knows no experts.
+
+Rows may go in chunks, which travel while the experts work on others. On the timeline of a forward with
+d = 3 (t: there, x: experts, b: back):
+
+    exchange  t0 t1 t2 b0 b1 b2
+    experts      x0 x1 x2
+
+The backward is the same in reverse, since autograd runs what came last first: all the gradients of the
+way back are under way before the first expert needs one. Source: Tutel (Hwang et al. 2023), section 3.3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm import all_to_all, hierarchical, pipeline
-from fairseq_tutel.comm.all_to_all import LinearTrip, even_exchange
-from fairseq_tutel.comm.copies import destinations, repeat_blocks
-from fairseq_tutel.comm.hierarchical import HierarchicalTrip
-from fairseq_tutel.comm.regroup import permute, regroup_maps
+from fairseq_tutel.comm.all_to_all import (
+    HierarchicalTrip,
+    LinearTrip,
+    exchange_counts,
+    exchange_counts_in_two_hops,
+)
+from fairseq_tutel.comm.collectives import all_to_all
+from fairseq_tutel.comm.regroup import destinations, permute, regroup_maps, repeat_blocks
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare
-from fairseq_tutel.comm.timer import ExchangeTimer
-from fairseq_tutel.comm.trip import Counts, Trip
+from fairseq_tutel.comm.trip import Counts, ExchangeTimer, Trip
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Grid
 
 ExpertFn = Callable[[Tensor, Groups], Tensor]
+# Maps the rows that arrived in chunk i to as many rows that go back.
+Stage = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +49,7 @@ class ExchangeOptions:
         strategy: adaptive_r (at least 1 within a group), overlap and algorithm.
         slices: s, ranks of one expert.
         padded: every expert's rows are as many on every rank.
-        wire: see comm/wire.py.
+        wire: see `trip.pack`.
         backend: of the kernels that regroup; see `kernels.backend_for`.
         timer: of the rows.
         name: of the layer, for errors.
@@ -87,9 +100,9 @@ def run(rows_RD: Tensor, counts_E: Tensor, expert_fn: ExpertFn, options: Exchang
     num_rows = int(host.leaving_PE.sum()) // degree
     rows_RD = rows_RD[:num_rows]
     if degree == 1:
-        return _run(rows_RD, device, host, expert_fn, options)
+        return _in_chunks(rows_RD, device, host, expert_fn, options)
     repeated = repeat_blocks(rows_RD, counts_E, num_rows, degree)
-    return repeated.summed(_run(repeated.rows_RD, device, host, expert_fn, options))
+    return repeated.summed(_in_chunks(repeated.rows_RD, device, host, expert_fn, options))
 
 
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions) -> int:
@@ -101,7 +114,7 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions) -> int:
     assert options.group is not None
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     own_PX = options.stamp.beside(need_P1)
-    came_PX = even_exchange(own_PX, options.group, "the agreement on the size of buffers").cpu()
+    came_PX = all_to_all(own_PX, "the agreement on the size of buffers", options.group).cpu()
     compare(came_PX[:, 0], options.operation, options.group)
     return int(came_PX[:, 1].max())
 
@@ -115,9 +128,9 @@ def _counts(counts_E: Tensor, capacity: int, options: ExchangeOptions) -> tuple[
         return (_even_counts(counts_E, options) if counts_E.is_cuda else host), host
     leaving_PE = _leaving(counts_E, options)
     if options.hops is None:
-        device = all_to_all.exchange_counts(leaving_PE, options.group, options.stamp)
+        device = exchange_counts(leaving_PE, options.group, options.stamp)
     else:
-        device = hierarchical.exchange_counts(leaving_PE, options.hops, options.stamp)
+        device = exchange_counts_in_two_hops(leaving_PE, options.hops, options.stamp)
     host = device.to_host()
     assert host.stamps_P is not None
     compare(host.stamps_P, options.operation, options.group)
@@ -149,7 +162,7 @@ def _trip(device: Counts, host: Counts, options: ExchangeOptions) -> Trip:
     return HierarchicalTrip.of(device, host, options.hops, options.backend, **common)
 
 
-def _run(
+def _in_chunks(
     rows_RD: Tensor, device: Counts, host: Counts, expert_fn: ExpertFn, options: ExchangeOptions
 ) -> Tensor:
     """Send the rows in as many chunks as asked for, each block of rows cut in that many parts."""
@@ -166,9 +179,28 @@ def _run(
         return permute(done_RD, to_source, to_expert)
 
     if number == 1:
-        return pipeline.run([rows_RD], trips, stage)
+        return pipelined([rows_RD], trips, stage)
     blocks = torch.stack([counts.leaving_PE.reshape(-1) for counts in devices], 1)
     to_chunk, to_block = regroup_maps(blocks, rows_RD.shape[0])
     sizes = [int(counts.leaving_PE.sum()) for counts in hosts]
     chunks = permute(rows_RD, to_chunk, to_block).split(sizes)
-    return permute(pipeline.run(chunks, trips, stage), to_block, to_chunk)
+    return permute(pipelined(chunks, trips, stage), to_block, to_chunk)
+
+
+def pipelined(chunks: Sequence[Tensor], trips: Sequence[Trip], stage: Stage) -> Tensor:
+    """Send every chunk on its trip, apply `stage` where it arrives, and return all rows in order.
+
+    Args:
+        chunks: [R_i, D] each, in the order of their destination ranks.
+        trips: of each chunk.
+        stage: see `Stage`.
+    """
+    if len(chunks) == 1:
+        (chunk,), (trip,) = chunks, trips
+        return trip.back(stage(0, trip.there(chunk)))
+    leaving = [trip.start(chunk, False) for chunk, trip in zip(chunks, trips, strict=True)]
+    returning = [
+        trip.start(stage(i, started.finish()), True)
+        for i, (started, trip) in enumerate(zip(leaving, trips, strict=True))
+    ]
+    return torch.cat([started.finish() for started in returning])

@@ -1,9 +1,13 @@
 """A trip: rows there and back over one group of ranks, their counts known, with autograd.
 
 R rows, D model_dim, P ranks, e experts of a rank. How rows go is the subclass's: `LinearTrip`,
-`HierarchicalTrip`. Each direction is the other's inverse, and its backward.
+`HierarchicalTrip`. Each direction is the other's inverse, and its backward. What rows look like on the
+wire and how long they take is here, too: the narrow forms lose digits, the only place where results may
+depend on how a layer is computed.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +15,11 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.comm import background
-from fairseq_tutel.comm.timer import ExchangeTimer
-from fairseq_tutel.comm.wire import pack, unpack
 from fairseq_tutel.kernels.first_order import first_order
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0  # of e4m3: the largest value of a row becomes this one
+SCALE_BYTES = 4
 
 
 class Counts(NamedTuple):
@@ -58,12 +64,74 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
     return count * (index + 1) // number - count * index // number
 
 
+def pack(rows_RD: Tensor, wire: str) -> Tensor:
+    """Return what is sent for floating-point rows: [R, D] as they are or bf16, [R, D + 4] uint8 for fp8.
+
+    A row with an infinity or NaN arrives with a NaN, never as finite numbers.
+    """
+    if wire == "bf16" and rows_RD.dtype.itemsize > 2:
+        return rows_RD.to(torch.bfloat16)
+    if wire != "fp8":
+        return rows_RD
+    wide_RD = rows_RD.float()
+    # The smallest normal number: a row of zeros divides by it, and 1 / scale stays finite.
+    smallest = torch.finfo(torch.float32).tiny * FP8_LARGEST
+    scale_R1 = wide_RD.abs().amax(1, keepdim=True).clamp_min(smallest) / FP8_LARGEST
+    narrow_RD = (wide_RD / scale_R1).to(FP8).view(torch.uint8)
+    return torch.cat([narrow_RD, _fresh(scale_R1).view(torch.uint8)], 1)
+
+
+def unpack(wire_RX: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
+    """Return rows of `dtype` from what `pack` made of rows of that dtype."""
+    if wire != "fp8":
+        return wire_RX.to(dtype)
+    narrow_RD = wire_RX[:, :-SCALE_BYTES].view(FP8)
+    scale_R1 = _fresh(wire_RX[:, -SCALE_BYTES:]).view(torch.float32)
+    return (narrow_RD.float() * scale_R1).to(dtype)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    # To be viewed as another dtype, also where it has one row: strides and offset anew.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class ExchangeTimer:
+    """Milliseconds spent in row exchanges, on the host clock and, on a GPU, between CUDA events."""
+
+    def __init__(self) -> None:
+        self.cpu_ms = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def measure(self, rows: Tensor, collective: Callable[[], Tensor]) -> Tensor:
+        """Return what `collective()` does, and add its time."""
+        events = None
+        if rows.is_cuda:
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
+        start = time.perf_counter()
+        came = collective()
+        self.cpu_ms += 1000 * (time.perf_counter() - start)
+        if events is not None:
+            events[1].record()
+            self._events.append(events)
+        return came
+
+    def read_and_reset(self) -> dict[str, float]:
+        """Return the times since the last call; waits for the GPU, which is why it is opt-in."""
+        times = {"all_to_all_cpu_time_ms": self.cpu_ms}
+        if self._events:
+            self._events[-1][1].synchronize()
+            times["all_to_all_cuda_time_ms"] = sum(a.elapsed_time(b) for a, b in self._events)
+        self.cpu_ms, self._events = 0.0, []
+        return times
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trip:
     """One exchange there and back.
 
     Attributes:
-        wire: what rows look like on the wire; see comm/wire.py.
+        wire: what rows look like on the wire; see `pack`.
         timer: adds the time of both directions, and of their backwards, where given.
         name: what an error calls it.
     """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.comm.collectives import all_gather
 
 # What a rank says that wants no layer: for now, or for good.
 RESTS = -1
@@ -72,11 +72,8 @@ class Lockstep:
     def _wishes(self, own: int) -> list[int]:
         """Tell all ranks what this one wants, and return what each wants."""
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        wish = torch.tensor([own], device=device)
-        wishes = [torch.empty_like(wish) for _ in range(dist.get_world_size(self.group))]
-        with guarded("the agreement on the next layer", self.group):
-            dist.all_gather(wishes, wish, group=self.group)
-            return torch.cat(wishes).tolist()
+        wish = torch.tensor(own, device=device)
+        return all_gather(wish, "the agreement on the next layer", self.group).tolist()
 
     def _serve(self, wishes: Sequence[int]) -> bool:
         """Take part in the next call; return whether there was one."""

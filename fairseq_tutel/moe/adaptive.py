@@ -20,13 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.comm.all_to_all import even_exchange
+from fairseq_tutel.comm.collectives import all_to_all, start_all_gather, start_reduce_scatter
 from fairseq_tutel.comm.exchange import ExchangeOptions
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
 from fairseq_tutel.ranks.groups import Topology, slice_of
-from fairseq_tutel.ranks.guard import guarded
 
 WHAT = "the gathering of experts' weights"
 
@@ -109,7 +108,7 @@ def gather_weights(
 
 def _compare(stamp: Stamp, group: dist.ProcessGroup, device: torch.device) -> None:
     nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=device)
-    came_PX = even_exchange(stamp.beside(nothing_P0), group, WHAT)
+    came_PX = all_to_all(stamp.beside(nothing_P0), WHAT, group)
     compare_late(came_PX[:, 0], WHAT, group)
 
 
@@ -136,26 +135,23 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         number = dist.get_world_size(group)
         stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
-        with guarded(WHAT, group):
-            works = [
-                dist.all_gather(list(stack.unbind(0)), t.contiguous(), group=group, async_op=True)
-                for stack, t in zip(stacks, tensors, strict=True)
-            ]
-            for work in works:
-                work.wait()
+        started = [
+            start_all_gather(stack.view(-1), t.contiguous().view(-1), WHAT, group)
+            for stack, t in zip(stacks, tensors, strict=True)
+        ]
+        for one in started:
+            one.wait()
         return stacks
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
         outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
-        with guarded("the summing of experts' gradients", ctx.group):
-            works = [
-                dist.reduce_scatter(
-                    out, list(stack.contiguous().unbind(0)), group=ctx.group, async_op=True
-                )
-                for out, stack in zip(outs, dstacks, strict=True)
-            ]
-            for work in works:
-                work.wait()
+        what = "the summing of experts' gradients"
+        started = [
+            start_reduce_scatter(out, stack.contiguous().unbind(0), what, ctx.group)
+            for out, stack in zip(outs, dstacks, strict=True)
+        ]
+        for one in started:
+            one.wait()
         return None, *outs

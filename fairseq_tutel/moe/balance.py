@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.choice import scores_of
 from fairseq_tutel.moe.routing import GateOutput, Routing
-from fairseq_tutel.ranks.guard import guarded
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
@@ -46,8 +45,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
-        with guarded("the sum of all ranks' loads"):
-            dist.all_reduce(assigned_E)
+        all_reduce(assigned_E, "the sum of all ranks' loads")
     return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 
@@ -238,8 +236,6 @@ def update_biases(model: nn.Module) -> None:
     if not biases:
         return
     load = torch.cat([bias.load for bias in biases])
-    if dist.is_available() and dist.is_initialized():
-        with guarded("the all-reduce of the experts' load"):
-            dist.all_reduce(load)
+    all_reduce(load, "the all-reduce of the experts' load")
     for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
         bias.update(load_E)

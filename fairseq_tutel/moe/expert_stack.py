@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.ranks.groups import Part, Slice, cut, mark_slice
 
 logger = logging.getLogger(__name__)

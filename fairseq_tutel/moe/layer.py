@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.comm.stamp import Calls, Stamp
-from fairseq_tutel.comm.timer import ExchangeTimer
+from fairseq_tutel.comm.trip import ExchangeTimer
 from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.planning.cost import OVERLAPS
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 from fairseq_tutel.planning.tuner import Tuner
-from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class UpdateTuner:
         # Per token, since updates of one bucket differ in those.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
         self._recorded += not known
-        if known and not self.tuner.settled(key) and _is_first_rank():
+        if known and not self.tuner.settled(key) and world.is_first():
             logger.info(
                 "adaptive: %s: updates take longer or shorter than they did: measured anew", key
             )
@@ -189,7 +190,7 @@ class UpdateTuner:
             self._save()  # a job that is ended early goes on from here
 
     def _say(self, key: str) -> None:
-        if not _is_first_rank():
+        if not world.is_first():
             return
         costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
         best = self.tuner.best[key]
@@ -217,9 +218,7 @@ class UpdateTuner:
         needs = [layer.busiest for layer in self.layers if layer.busiest is not None]
         if needs:
             mine[2] = torch.stack(needs).max()
-        if dist.is_initialized():
-            with guarded("the tuner's agreement on an update"):
-                dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        all_reduce(mine, "the tuner's agreement on an update", op=dist.ReduceOp.MAX)
         return tuple(mine.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
@@ -235,9 +234,7 @@ class UpdateTuner:
         }
         room = _free_bytes(self._device()) if self._room is None else self._room
         limit = torch.tensor(room / 2, device=self._device())
-        if dist.is_initialized():
-            with guarded("the tuner's agreement on memory"):
-                dist.all_reduce(limit, op=dist.ReduceOp.MIN)
+        all_reduce(limit, "the tuner's agreement on memory", op=dist.ReduceOp.MIN)
         given = self.static.adaptive_r
         most = self._gathered_bytes(given) + float(limit)
         return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
@@ -287,22 +284,20 @@ class UpdateTuner:
         """Read the dictionary on rank 0 and give it to all."""
         if self.path is None:
             return
-        found: list[Any] = [None]
-        if _is_first_rank():
+        found = None
+        if world.is_first():
             _warn_if_unwritable(self.path)
-            found = [_read(self.path, self.signature())]
-        if dist.is_initialized():
-            with guarded("the reading of the tuner's dictionary"):
-                dist.broadcast_object_list(found, src=0)
-        if found[0] is None:
+            found = _read(self.path, self.signature())
+        found = world.told_by_first(found, "the reading of the tuner's dictionary")
+        if found is None:
             return
         try:
-            refused = self.tuner.load(found[0])
+            refused = self.tuner.load(found)
         except ValueError as error:
             _say_unreadable(self.path, error)
             self._tuner = Tuner(self.tuner.rs, *self._pairs)
             return
-        if _is_first_rank():
+        if world.is_first():
             logger.info(
                 "adaptive: from %s: %d buckets settled, %d to be gone on with, %d whose best cannot be "
                 "chosen here",
@@ -314,7 +309,7 @@ class UpdateTuner:
 
     def _save(self) -> None:
         """Write the dictionary on rank 0; a full disk costs the dictionary and not the training."""
-        if self.path is None or not _is_first_rank():
+        if self.path is None or not world.is_first():
             return
         content = {"format": FORMAT, "signature": self.signature(), "buckets": self.tuner.state()}
         temporary = self.path + ".tmp"
@@ -340,7 +335,7 @@ def _free_bytes(device: torch.device) -> float:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages / (ranks_per_node() or (dist.get_world_size() if dist.is_initialized() else 1))
+    return pages / (ranks_per_node() or world.size())
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
@@ -382,7 +377,7 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _say_unreadable(path: str, error: Exception) -> None:
-    if _is_first_rank():
+    if world.is_first():
         logger.warning("adaptive: %s cannot be read (%s), and is measured anew", path, error)
 
 
@@ -396,7 +391,3 @@ def _warn_if_unwritable(path: str) -> None:
         fine = False
     if not fine:
         logger.warning("adaptive: %s cannot be written; what is found will be lost", path)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -13,8 +13,8 @@ from fairseq.optim import FairseqOptimizer, register_optimizer
 from fairseq.optim.adam import Adam, FairseqAdam, FairseqAdamConfig
 from torch import Tensor
 
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.optim.zero import ShardedOptimizerMixin
-from fairseq_tutel.ranks.gradients import is_expert
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLOAT16_MAX = torch.finfo(torch.float16).max

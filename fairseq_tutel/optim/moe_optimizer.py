@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import gather_to_first
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
-from fairseq_tutel.ranks import groups
-from fairseq_tutel.ranks.gradients import (
+from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
     is_expert,
@@ -25,6 +24,7 @@ from fairseq_tutel.ranks.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
+from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.groups import Slice, Topology, cut, slice_of
 from fairseq_tutel.zero.state import MASTER
 

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import read, refuse_bad_values
-from fairseq_tutel.ranks import groups
+from fairseq_tutel.ranks import groups, world
 
 # Their updates are no function of one element, so a rank that holds a part of the experts goes astray.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
@@ -50,7 +48,7 @@ def plan_of(cfg: Any) -> ShardPlan | None:
     options = read(TaskConfig, cfg)
     refuse_bad_values(options)
     # The task warns that its options have no effect on a model without experts, which asked for no groups.
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = world.size()
     stage = options.moe_zero_stage if ranks > 1 else 0
     if not (stage or options.moe_offload_optimizer) or groups.in_use().world_size != ranks:
         return None

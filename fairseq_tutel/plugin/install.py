@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.config import ModelConfig, MoEConfig, SidesConfig, TaskConfig
@@ -53,9 +53,8 @@ from fairseq_tutel.plugin.run_config import (
 )
 from fairseq_tutel.plugin.startup import start_together
 from fairseq_tutel.plugin.task_options import give_system_options
-from fairseq_tutel.ranks.gradients import is_expert
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology
-from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
@@ -212,10 +211,8 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
         static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4)
         for layer in layers
     ]
-    if dist.is_initialized():
-        # Another file or another GPU on one node must not make its ranks go another way.
-        with guarded("the agreement on --moe-a2a-algorithm auto"):
-            dist.broadcast_object_list(strategies, src=0)
+    # Another file or another GPU on one node must not make its ranks go another way.
+    strategies = world.told_by_first(strategies, "the agreement on --moe-a2a-algorithm auto")
     for layer, strategy in zip(layers, strategies, strict=True):
         layer.follow(strategy)
     logger.info(

@@ -22,9 +22,9 @@ from fairseq_tutel.moe.config import MoEConfig, TaskConfig, label_of
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.startup import limit_fairseqs_own, set_timeout
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology, make_topology
-from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,8 @@ def tell_of_all_ranks(results: dict[str, Any], tokens: int) -> None:
     Raises:
         ValueError: no rank had any.
     """
-    parts: list[Any] = [None] * dist.get_world_size()
-    with guarded("the gathering of all ranks' losses"):
-        dist.all_gather_object(parts, (float(results["loss"]) * tokens, tokens))
+    own = float(results["loss"]) * tokens, tokens
+    parts = world.told_by_all(own, "the gathering of all ranks' losses")
     total = sum(count for _, count in parts)
     if total == 0:
         raise ValueError(
@@ -159,7 +158,7 @@ def running() -> Command | None:
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     """Run a command's `main` on this rank's sentences, then serve the other ranks until they are done."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world.size() == 1:
         main(cfg, **kwargs)
         return
     command, results = Command(cfg), None
@@ -244,5 +243,5 @@ def _facts_of(layers: Sequence[MoEFeedForward]) -> dict[str, Any]:
         for field in fields(MoEConfig)
     }
     facts["the layers with experts"] = [layer.name for layer in layers]
-    facts["how rows cross ranks"] = [str(layer.how) for layer in layers]
+    facts["how rows cross ranks"] = [str(layer.strategy) for layer in layers]
     return facts

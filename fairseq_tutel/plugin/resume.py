@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 from fairseq.file_io import PathManager
 
@@ -32,9 +31,9 @@ from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import plain
-from fairseq_tutel.ranks import groups
-from fairseq_tutel.ranks.first import Work, of_first
-from fairseq_tutel.ranks.guard import guarded, name_ranks
+from fairseq_tutel.ranks import groups, world
+from fairseq_tutel.ranks.guard import name_ranks
+from fairseq_tutel.ranks.world import Work, of_first
 
 logger = logging.getLogger(__name__)
 
@@ -144,29 +143,16 @@ def _found_by_all(path: str) -> list[str]:
     Of the ranks that share a file the first reads all of it.
     """
     own = _found(path)
-    told = _told_to_all((own, _place(path)))
+    operation = "the look at the checkpoint"
+    told = world.told_by_all((own, _inode(path)), operation)
     is_file = own not in (NOTHING, FOLDER, TORN, ELSEWHERE)
-    reads = is_file and told.index(told[_rank()]) == _rank()
+    reads = is_file and told.index(told[world.rank()]) == world.rank()
     reading = Work(lambda: is_whole(path) if reads else True)
     # A look at a time: a large file takes longer than ranks wait for each other.
     while True:
         ended, whole, error = reading.look()
-        if all(_told_to_all(ended)):
-            return _told_to_all(own if whole and error is None else TORN)
-
-
-def _told_to_all(own: Any) -> list[Any]:
-    """Return what every rank told."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    told: list[Any] = [None] * dist.get_world_size()
-    with guarded("the look at the checkpoint"):
-        dist.all_gather_object(told, own)
-    return told
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if all(world.told_by_all(ended, operation)):
+            return world.told_by_all(own if whole and error is None else TORN, operation)
 
 
 def _found(path: str) -> str:
@@ -177,7 +163,7 @@ def _found(path: str) -> str:
     return identity(path) if has_an_end(path) else TORN
 
 
-def _place(path: str) -> tuple[int, ...]:
+def _inode(path: str) -> tuple[int, ...]:
     """Return what tells a file from its copies on other nodes, whose disks may have damaged them."""
     if not os.path.isfile(path):
         return ()

@@ -171,7 +171,7 @@ def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
 
 def _refuse_unrelated_trainings() -> None:
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched > 1 and not (dist.is_available() and dist.is_initialized()):
+    if launched > 1 and not dist.is_initialized():
         raise ValueError(
             f"WORLD_SIZE is {launched} in the environment, but this process would train alone and "
             "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`."

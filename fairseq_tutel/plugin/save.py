@@ -25,7 +25,7 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_config import saves_shards
 from fairseq_tutel.ranks import groups
-from fairseq_tutel.ranks.first import of_first
+from fairseq_tutel.ranks.world import of_first
 
 logger = logging.getLogger(__name__)
 

@@ -143,7 +143,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
         CommunicationError: a rank did not come within --moe-comm-timeout.
     """
     set_timeout(config_of(task))
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return
     agree(facts_of(root, model, task))
     limit_fairseqs_own()

@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 from fairseq_tutel.plugin.run_config import config_of, root_of
-from fairseq_tutel.ranks import groups
+from fairseq_tutel.ranks import groups, world
 from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
@@ -97,12 +97,12 @@ class MoETaskMixin(InferenceMixin):
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion; say so once when it has no balance loss."""
         criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
-        if not self._has_experts and _is_first_rank():
+        if not self._has_experts and world.is_first():
             logger.warning(
                 "the model has no experts: the --moe- options of %s have no effect",
                 type(self).__name__,
             )
-        if self._has_experts and not hasattr(criterion, "gate_loss") and _is_first_rank():
+        if self._has_experts and not hasattr(criterion, "gate_loss") and world.is_first():
             twin = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
             logger.warning(
                 "criterion %s trains the experts without a balance loss; %s one",
@@ -111,7 +111,7 @@ class MoETaskMixin(InferenceMixin):
             )
             if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
                 logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
-        if hasattr(criterion, "gate_loss") and self._has_experts and _is_first_rank():
+        if hasattr(criterion, "gate_loss") and self._has_experts and world.is_first():
             facts = Facts(layer=self._layer_config, sides=SidesConfig())
             say_what_has_no_effect(read(CriterionConfig, cfg), facts)
         return criterion
@@ -199,7 +199,7 @@ class MoETaskMixin(InferenceMixin):
         if isinstance(iterator, ElasticEpochBatchIterator):
             if root is not None:
                 iterator.update_freq = root.optimization.update_freq
-        elif _is_first_rank():
+        elif world.is_first():
             logger.info(
                 "%s resumes in the middle of an epoch on the same number of ranks only, and on several "
                 "ranks with --update-freq above 1 miscounts the last update of an epoch",
@@ -241,10 +241,6 @@ def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FairseqEncoder):
             module._backward_hooks.clear()
-
-
-def _is_first_rank() -> bool:
-    return groups.in_use().rank == 0
 
 
 def attach(task: Any, model: nn.Module) -> None:

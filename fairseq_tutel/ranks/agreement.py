@@ -1,4 +1,4 @@
-"""Fingerprint: ranks that were started differently are told so before their first collective.
+"""Agreement: ranks that were started differently are told so before their first collective.
 
 Every rank writes its facts and their digest to the store by which ranks find each other. Rank 0
 compares W digests, reads the facts behind each different one once, and writes a verdict that all read.
@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import (
     CommunicationError,
     absent,
@@ -51,41 +52,41 @@ def agree(facts: Mapping[str, Any]) -> None:
         ValueError: ranks differ; one sentence, the same on every rank, names option, values and fix.
         CommunicationError: a rank did not come within the time-out of `guard.set_timeout`.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world.size() == 1:
         return
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     numbers = _numbers.setdefault(distributed_c10d._get_default_group(), itertools.count())
-    place = f"fairseq_tutel/agree/{next(numbers)}"
+    prefix = f"fairseq_tutel/agree/{next(numbers)}"
     timeout = timeout_of_groups() or DEFAULT_TIMEOUT
     text = json.dumps(facts, sort_keys=True, default=str)
     operation = "the comparison of all ranks' options"
     with watched(operation), guarded(operation):
-        store.set(f"{place}/facts/{rank}", text)
-        store.set(f"{place}/digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
+        store.set(f"{prefix}/facts/{rank}", text)
+        store.set(f"{prefix}/digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
         if rank == 0:
-            store.set(f"{place}/verdict", json.dumps(_compare(store, place, timeout)))
-        store.wait([f"{place}/verdict"], timeout + MARGIN)
-        late, sentence = json.loads(store.get(f"{place}/verdict"))
+            store.set(f"{prefix}/verdict", json.dumps(_compare(store, prefix, timeout)))
+        store.wait([f"{prefix}/verdict"], timeout + MARGIN)
+        late, sentence = json.loads(store.get(f"{prefix}/verdict"))
         if sentence and rank > 0:
-            store.set(f"{place}/read/{rank}", "read")
+            store.set(f"{prefix}/read/{rank}", "read")
         elif sentence:
             # Others can not read the verdict once the process that keeps the store has ended.
             came = [r for r in range(1, dist.get_world_size()) if r not in late]
-            wait_for(store, f"{place}/read", came, MARGIN.total_seconds())
+            wait_for(store, f"{prefix}/read", came, MARGIN.total_seconds())
     if late:
         raise CommunicationError(sentence)
     if sentence:
         raise ValueError(sentence)
 
 
-def _compare(store: dist.Store, place: str, timeout: timedelta) -> tuple[list[int], str]:
+def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[int], str]:
     """Return (ranks that did not come, what is wrong); nothing of both where all agree."""
     ranks = range(dist.get_world_size())
     start = time.monotonic()
     try:
-        store.wait([f"{place}/digest/{rank}" for rank in ranks], timeout)
+        store.wait([f"{prefix}/digest/{rank}" for rank in ranks], timeout)
     except RuntimeError:
-        late = absent(store, f"{place}/digest", ranks)
+        late = absent(store, f"{prefix}/digest", ranks)
         name = name_ranks(late)
         return late, (
             f"{name} did not come to the comparison of all ranks' options within "
@@ -94,10 +95,12 @@ def _compare(store: dist.Store, place: str, timeout: timedelta) -> tuple[list[in
         )
     alike: dict[bytes, list[int]] = {}
     for rank in ranks:
-        alike.setdefault(store.get(f"{place}/digest/{rank}"), []).append(rank)
+        alike.setdefault(store.get(f"{prefix}/digest/{rank}"), []).append(rank)
     if len(alike) == 1:
         return [], ""
-    parties = [(same, json.loads(store.get(f"{place}/facts/{same[0]}"))) for same in alike.values()]
+    parties = [
+        (same, json.loads(store.get(f"{prefix}/facts/{same[0]}"))) for same in alike.values()
+    ]
     return [], _sentence(parties)
 
 

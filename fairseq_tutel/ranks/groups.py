@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.guard import guarded, name_ranks, timeout_of_groups, watched
 
@@ -203,17 +204,13 @@ def make_topology(
         ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
         CommunicationError: a rank did not come.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        expert_parallel_size(1, expert_counts, requested)
-        _in_use[:] = [Topology()]
-        return _in_use[0]
-    world, rank = dist.get_world_size(), dist.get_rank()
+    count, rank = world.size(), world.rank()
     _agree(tuple(expert_counts), requested, ranks_per_node)
-    size = expert_parallel_size(world, expert_counts, requested)
+    size = expert_parallel_size(count, expert_counts, requested)
     shares = share_sizes(size, expert_counts, degree_of)
-    key = (world, size, ranks_per_node, shares)
+    key = (count, size, ranks_per_node, shares)
     if key not in _topologies:
-        _topologies[key] = _create(world, rank, size, ranks_per_node, shares)
+        _topologies[key] = _create(count, rank, size, ranks_per_node, shares)
     _in_use[:] = [_topologies[key]]
     return _in_use[0]
 
@@ -237,7 +234,7 @@ def destroy() -> None:
 def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) -> None:
     """Compare the arguments of all ranks before any group is made: others would make ranks wait."""
     arguments = (expert_counts, requested, ranks_per_node)
-    if arguments not in _agreed:
+    if world.size() > 1 and arguments not in _agreed:
         agree(
             {
                 "--moe-expert-parallel-size": requested,

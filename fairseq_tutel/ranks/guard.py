@@ -255,21 +255,21 @@ def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> 
     Raises:
         DistStoreError: nobody told.
     """
-    deadline, place = time.monotonic() + seconds, f"{ROLL}/of/{hash(tuple(ranks))}"
+    deadline, answers = time.monotonic() + seconds, f"{ROLL}/of/{hash(tuple(ranks))}"
     store.set(f"{ROLL}/{rank}", "here")
 
     def look() -> list[int]:
         missing = wait_for(store, ROLL, ranks, max(0.0, deadline - time.monotonic()))
-        store.set(f"{place}/missing", json.dumps(missing))
+        store.set(f"{answers}/missing", json.dumps(missing))
         return missing
 
-    if store.add(f"{place}/first", 1) == 1:
+    if store.add(f"{answers}/first", 1) == 1:
         return look()
     try:
-        store.wait([f"{place}/missing"], timedelta(seconds=seconds + GRACE_SECONDS / 4))
+        store.wait([f"{answers}/missing"], timedelta(seconds=seconds + GRACE_SECONDS / 4))
     except dist.DistStoreError:
-        if store.add(f"{place}/second", 1) == 1:
+        if store.add(f"{answers}/second", 1) == 1:
             return look()
-        store.wait([f"{place}/missing"], timedelta(seconds=GRACE_SECONDS / 2))
-    doubtful = json.loads(store.get(f"{place}/missing"))
+        store.wait([f"{answers}/missing"], timedelta(seconds=GRACE_SECONDS / 2))
+    doubtful = json.loads(store.get(f"{answers}/missing"))
     return wait_for(store, ROLL, doubtful, max(0.0, deadline - time.monotonic()))

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm import hierarchical
-from fairseq_tutel.comm.all_to_all import LinearTrip
+from fairseq_tutel.comm.all_to_all import HierarchicalTrip, LinearTrip, exchange_counts_in_two_hops
+from fairseq_tutel.comm.collectives import all_reduce, barrier
 from fairseq_tutel.comm.trip import Trip
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import grouped_linear
@@ -238,8 +238,8 @@ def _exchanges(
     for rows_RD in _buffers(arguments, device, size) if grid else ():
         assert grid is not None
         each = torch.full((size, 1), len(rows_RD) // size, device=device)
-        counts = hierarchical.exchange_counts(each, grid)
-        trip = hierarchical.HierarchicalTrip.of(counts, counts.to_host(), grid)
+        counts = exchange_counts_in_two_hops(each, grid)
+        trip = HierarchicalTrip.of(counts, counts.to_host(), grid)
         seconds = _time(partial(trip.there, rows_RD), arguments, device)
         yield _row(*shape, "2dh", rows_RD, seconds)
 
@@ -269,19 +269,16 @@ def _time(step: Callable[[], object], arguments: argparse.Namespace, device: tor
 
     Of each repeat the slowest rank counts. Collective where ranks are joined.
     """
-    together = dist.is_initialized()
     times = []
     for _ in range(arguments.repeats + 1):
-        if together:
-            dist.barrier()
+        barrier()
         _finish(device)
         start = perf_counter()
         step()
         _finish(device)
         times.append(perf_counter() - start)
     slowest = torch.tensor(times[1:], dtype=torch.float64, device=device)
-    if together:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    all_reduce(slowest, "the measurement", op=dist.ReduceOp.MAX)
     return float(slowest.min())
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.checks import require
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
 from fairseq_tutel.moe.options import (
@@ -26,8 +27,8 @@ from fairseq_tutel.moe.options import (
 )
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.planning.strategy import Strategy, degree_of
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def say_copies(ranks: int) -> None:
     if ranks > 1:
         logger.warning(
             "%d ranks hold a whole copy of each expert; reduce its gradients over them, as "
-            "fairseq_tutel.ranks.gradients.reduce_expert_gradients and docs/tutel.md do: a loop or "
+            "fairseq_tutel.comm.gradients.reduce_expert_gradients and docs/tutel.md do: a loop or "
             "optimizer that leaves experts out lets the copies drift apart.",
             ranks,
         )
@@ -105,8 +106,7 @@ def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
 
 def count_ranks(group: dist.ProcessGroup | None = None) -> int:
     """Return the ranks of a group, None for all; 1 without torch.distributed."""
-    together = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size(group) if together else 1
+    return world.size() if group is None else dist.get_world_size(group)
 
 
 def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> int:
@@ -356,8 +356,7 @@ def tutel_capacity(
 def most_tokens(num_tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """Return the largest number of tokens of any rank. Collective; waits for the device."""
     most = torch.tensor(num_tokens, device=device)
-    with guarded("the agreement on the number of tokens", group):
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(most, "the agreement on the number of tokens", group, dist.ReduceOp.MAX)
     return int(most)
 
 

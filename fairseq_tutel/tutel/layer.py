@@ -21,8 +21,8 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.options import AT_LEAST_0, AT_LEAST_1, CAPACITY
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
-from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 from fairseq_tutel.tutel import arguments
 from fairseq_tutel.tutel.experts import (
@@ -393,9 +393,5 @@ def _agreed_seeds(
         gate = drawn if gate is None else gate
         experts = drawn if experts is None else experts
     if shared_by > 1:
-        first = [experts]
-        source = 0 if group is None else dist.get_global_rank(group, 0)
-        with guarded("the agreement on seeds", group):
-            dist.broadcast_object_list(first, src=source, group=group)
-        (experts,) = first
+        experts = world.told_by_first(experts, "the agreement on seeds", group)
     return gate, experts

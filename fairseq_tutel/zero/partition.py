@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.planning.memory import shard_length
-from fairseq_tutel.ranks.gradients import is_expert
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20

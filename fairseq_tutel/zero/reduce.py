@@ -1,16 +1,94 @@
-"""When ZeRO reduces gradients: all after the last backward (stage 1), or during each (stage 2)."""
+"""What crosses ranks under ZeRO: gradients to their owners, updated weights back, state to be saved.
+
+Gradients leave after the last backward (stage 1), or during each (stage 2).
+"""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.ranks.gradients import square_norm
+from fairseq_tutel.comm.collectives import (
+    Started,
+    all_gather,
+    all_reduce,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from fairseq_tutel.comm.gradients import square_norm
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.guard import guarded
-from fairseq_tutel.zero.partition import Bucket
-from fairseq_tutel.zero.transfer import Transfer, reduce_gradients
+from fairseq_tutel.zero.partition import Bucket, Piece
+
+
+class Transfer:
+    """A bucket's collective on its way, and what is done with what comes.
+
+    Args:
+        started: the collective.
+        arrived: called once, after it.
+    """
+
+    def __init__(self, started: Started, arrived: Callable[[], None]) -> None:
+        self.started, self.arrived = started, arrived
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait for another rank."""
+        return self.started.is_done()
+
+    def finish(self) -> None:
+        """Wait for it and use what has come."""
+        self.started.wait()
+        self.arrived()
+
+
+def reduce_gradients(bucket: Bucket) -> Transfer:
+    """Send the gradients of a bucket to their owners and free them; what arrives is added to its own."""
+    share = bucket.share
+    stacked = bucket.take_gradients()
+    # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
+    stacked.div_(share.divisor)
+    reduced = stacked.new_empty(bucket.length)
+    what = "the reduce-scatter of gradients"
+    started = start_reduce_scatter(reduced, stacked, what, share.group)
+
+    def arrived() -> None:
+        bucket.gradient = reduced if bucket.gradient is None else bucket.gradient.add_(reduced)
+
+    return Transfer(started, arrived)
+
+
+@torch.no_grad()
+def gather_weights(bucket: Bucket) -> Transfer | None:
+    """Bring every rank's updated shards to all; None where nothing has to travel."""
+    share = bucket.share
+    if share.size == 1:
+        if not bucket.pieces[0].is_view:
+            bucket.give_weights(bucket.own_weights())
+        return None
+    own = bucket.own_weights()
+    in_place = bucket.is_one_tensor
+    whole = bucket.first.data.view(-1) if in_place else own.new_empty(share.size * bucket.length)
+    started = start_all_gather(whole, own, "the all-gather of updated weights", share.group)
+
+    def arrived() -> None:
+        if not in_place:
+            bucket.give_weights(whole)
+
+    return Transfer(started, arrived)
+
+
+@torch.no_grad()
+def whole_of(value: Tensor, piece: Piece) -> Tensor:
+    """Return a state tensor of a shard's shape as one of its parameter's. Collective over its group."""
+    share, parameter = piece.share, piece.parameter
+    if share.size == 1:
+        return value.view(parameter.shape)
+    # A backend of GPUs sees no host memory.
+    own = value.new_zeros(piece.length, device=parameter.device)
+    own[: value.numel()].copy_(value)
+    whole = all_gather(own, "the all-gather of the optimizer's state", share.group)
+    return whole.view(-1)[: parameter.numel()].view(parameter.shape)
 
 
 class GradientReducer:
@@ -111,8 +189,7 @@ def sharded_grad_norm(buckets: Sequence[Bucket], place: Topology) -> Tensor:
         grads += bucket.gradients() if bucket.gradient is None else [bucket.gradient]
     square = square_norm([grad for grad in grads if grad is not None], buckets[0].first.device)
     if place.world_size > 1:
-        with guarded("the all-reduce of the gradient norm"):
-            dist.all_reduce(square)
+        all_reduce(square, "the all-reduce of the gradient norm")
     return square.sqrt()
 
 

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.ranks.gradients import global_grad_norm
+from fairseq_tutel.comm.gradients import global_grad_norm
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.partition import Bucket, own_elements, partition
-from fairseq_tutel.zero.reduce import GradientReducer, sharded_grad_norm
-from fairseq_tutel.zero.transfer import Transfer, gather_weights, whole_of
+from fairseq_tutel.zero.reduce import (
+    GradientReducer,
+    Transfer,
+    gather_weights,
+    sharded_grad_norm,
+    whole_of,
+)
 
 # Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
 MASTER = "fp32_master"

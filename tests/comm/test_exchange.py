@@ -140,7 +140,7 @@ def time_of_exchanges() -> tuple[list[float], int]:
     layer.time_exchanges()
     collectives = []
     measure = layer.timer.measure
-    layer.timer.measure = lambda *args: (collectives.append(1), measure(*args))
+    layer.timer.measure = lambda *args: (collectives.append(1), measure(*args))[1]
     times = []
     for _ in range(2):
         y, _ = layer(inputs(Case(), dist.get_rank())[0])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairseq_tutel import make_topology
-from fairseq_tutel.ranks.gradients import mark_expert
+from fairseq_tutel.comm.gradients import mark_expert
 
 
 def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:

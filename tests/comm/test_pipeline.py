@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.comm import background, pipeline
+from fairseq_tutel.comm import background, collectives, exchange
 from fairseq_tutel.comm.trip import Trip, chunk_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
@@ -125,7 +125,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    y = pipeline.run(x.split(2), trips, stage)
+    y = exchange.pipelined(x.split(2), trips, stage)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
@@ -219,7 +219,7 @@ def traffic(strategy, tokens, experts):
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), place, seed=2)
     layer.follow(strategy)
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
-    original, original_gather = dist.all_to_all_single, dist.all_gather
+    original, original_gather = dist.all_to_all_single, collectives._all_gather
 
     def counting(out, rows, receive=None, send=None, group=None, **kwargs):
         if rows.is_floating_point():
@@ -234,11 +234,11 @@ def traffic(strategy, tokens, experts):
         sent["gathered"] += (dist.get_world_size(group) - 1) * tensor.nbytes
         return original_gather(out, tensor, group=group, **kwargs)
 
-    dist.all_to_all_single, dist.all_gather = counting, counting_gather
+    dist.all_to_all_single, collectives._all_gather = counting, counting_gather
     try:
         layer(torch.randn(tokens, CONFIG.model_dim))
     finally:
-        dist.all_to_all_single, dist.all_gather = original, original_gather
+        dist.all_to_all_single, collectives._all_gather = original, original_gather
     return sent
 
 

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_gathered, gather_experts
-from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.ranks.gradients import (
+from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
     is_expert,
     reduce_expert_gradients,
 )
+from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.ranks.groups import Topology
 
 UPDATES, MICRO_BATCHES = 20, 4

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.ranks.gradients import is_expert
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, activation="gelu")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fairseq.optim.adam import Adam
 
+from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.optim.moe_adam import FusedAdam
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, own_part
 from fairseq_tutel.ranks import groups
-from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.ranks.groups import Slice, Topology, mark_slice
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}

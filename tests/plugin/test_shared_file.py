@@ -14,7 +14,7 @@ import torch
 
 from fairseq_tutel.checkpoint import files
 from fairseq_tutel.plugin import resume
-from fairseq_tutel.ranks import first
+from fairseq_tutel.ranks import world
 
 SECONDS = 60
 
@@ -27,10 +27,8 @@ class _Ranks:
         self.barrier = threading.Barrier(world_size)
         self.of_thread = threading.local()
 
-    def is_available(self):
+    def is_initialized(self):
         return self.world_size > 1
-
-    is_initialized = is_available
 
     def get_world_size(self):
         return self.world_size
@@ -51,7 +49,7 @@ def look(monkeypatch):
 
     def of(paths):
         ranks, read = _Ranks(len(paths)), []
-        monkeypatch.setattr(resume, "dist", ranks)
+        monkeypatch.setattr(world, "dist", ranks)
         monkeypatch.setattr(
             resume,
             "is_whole",
@@ -109,7 +107,7 @@ def test_a_rank_that_is_alone_reads_its_own(look, saved):
 
 
 def test_ranks_wait_for_a_long_reading_no_longer_than_for_each_other(look, saved, monkeypatch):
-    monkeypatch.setattr(first, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(world, "PAUSE_SECONDS", 0.01)
     slow = files.is_whole
     monkeypatch.setattr(files, "is_whole", lambda path: time.sleep(0.3) or slow(path))
     gathered = []

@@ -109,15 +109,15 @@ def test_alone_there_is_nothing_to_compare():
 
 
 def test_a_thousand_ranks(monkeypatch):
-    store, place = dist.HashStore(), "here"
+    store, prefix = dist.HashStore(), "here"
     monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
     for rank in range(1000):
         if rank != 500:
-            store.set(f"{place}/digest/{rank}", "same" if rank else "odd")
-    late, sentence = agreement._compare(store, place, timedelta(seconds=0.2))
+            store.set(f"{prefix}/digest/{rank}", "same" if rank else "odd")
+    late, sentence = agreement._compare(store, prefix, timedelta(seconds=0.2))
     assert late == [500] and "rank 500 did not come" in sentence
-    store.set(f"{place}/digest/500", "same")
-    store.set(f"{place}/facts/0", '{"--k": 1}')
-    store.set(f"{place}/facts/1", '{"--k": 2}')  # of those alike, one is read
-    late, sentence = agreement._compare(store, place, timedelta(seconds=0.2))
+    store.set(f"{prefix}/digest/500", "same")
+    store.set(f"{prefix}/facts/0", '{"--k": 1}')
+    store.set(f"{prefix}/facts/1", '{"--k": 2}')  # of those alike, one is read
+    late, sentence = agreement._compare(store, prefix, timedelta(seconds=0.2))
     assert (late, sentence) == ([], "--k is 1 on rank 0 and 2 on ranks 1-999" + FIX)

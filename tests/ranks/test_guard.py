@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairseq_tutel.comm.gradients import mark_expert, reduce_expert_gradients
 from fairseq_tutel.ranks import guard
-from fairseq_tutel.ranks.gradients import mark_expert, reduce_expert_gradients
 from fairseq_tutel.ranks.groups import make_topology
 from fairseq_tutel.ranks.guard import CommunicationError, guarded
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fairseq_tutel as ft
-from fairseq_tutel.ranks.gradients import is_expert, reduce_expert_gradients
+from fairseq_tutel.comm.gradients import is_expert, reduce_expert_gradients
 
 D = 6
 TOKENS = (9, 0, 7, 4)  # by rank

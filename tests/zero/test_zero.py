@@ -28,9 +28,9 @@ from training import (
 )
 
 from fairseq_tutel import make_topology
+from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.planning.memory import Held, held_bytes, shard_length
-from fairseq_tutel.ranks.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.partition import Share, own_elements, partition
 from fairseq_tutel.zero.state import MASTER, Shards

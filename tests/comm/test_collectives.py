@@ -14,12 +14,17 @@ from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.comm import collectives, gradients
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.ranks import gradients
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero import transfer
 from fairseq_tutel.zero.partition import Bucket, Piece, Share
-from fairseq_tutel.zero.reduce import GradientReducer, sharded_grad_norm
+from fairseq_tutel.zero.reduce import (
+    GradientReducer,
+    gather_weights,
+    sharded_grad_norm,
+    whole_of,
+)
 
 
 class Group:
@@ -27,7 +32,7 @@ class Group:
 
 
 GROUP = Group()
-PLACE = Topology(
+TOPOLOGY = Topology(
     world_size=4, rank=0, expert_parallel_size=2, expert_group=GROUP, replica_group=GROUP
 )
 
@@ -47,11 +52,11 @@ def calls(monkeypatch):
 
         return collective
 
-    for name in ("all_reduce", "all_gather"):
-        monkeypatch.setattr(dist, name, stand_in(name))
+    monkeypatch.setattr(dist, "all_reduce", stand_in("all_reduce"))
     for name in ("_all_gather", "_reduce_scatter"):
-        monkeypatch.setattr(transfer, name, stand_in(name))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(collectives, name, stand_in(name[1:]))
+    monkeypatch.setattr(world, "size", lambda: 4)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     return called
 
 
@@ -65,17 +70,17 @@ def expert(*shape: int, with_gradient: bool = True) -> nn.Parameter:
 @pytest.mark.parametrize("with_gradient", (True, False))
 def test_gradients_of_experts_their_norm_and_overflow(calls, with_gradient):
     parameters = [expert(2, 3, with_gradient=with_gradient)]
-    assert gradients.global_grad_norm(parameters, PLACE).is_meta
-    gradients.reduce_expert_gradients(parameters, PLACE)
-    gradients.spread_overflow(parameters, PLACE)
+    assert gradients.global_grad_norm(parameters, TOPOLOGY).is_meta
+    gradients.reduce_expert_gradients(parameters, TOPOLOGY)
+    gradients.spread_overflow(parameters, TOPOLOGY)
     assert calls == ["all_reduce"] * 3
 
 
 def test_balance_biases_and_experts_gathered_everywhere(calls):
     config = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, balance_bias=True)
-    layer = MoELayer(config, PLACE, seed=1).to("meta")
+    layer = MoELayer(config, TOPOLOGY, seed=1).to("meta")
     update_biases(layer)
-    experts.gather_everywhere(layer, PLACE)
+    experts.gather_everywhere(layer, TOPOLOGY)
     assert calls == ["all_reduce"] + ["all_gather"] * len(layer.experts.expert_parameters())
 
 
@@ -85,7 +90,7 @@ def test_zero_s_gradients_and_norm_and_state_in_host_memory(calls):
     bucket = Bucket([Piece(parameter, share, offload=False) for parameter in parameters])
     parameters[0].grad = torch.empty(5, device="meta")  # the other was not used
     GradientReducer([bucket], 4, eager=False).reduce()
-    assert sharded_grad_norm([bucket], PLACE).is_meta
-    transfer.gather_weights(bucket).finish()
-    assert transfer.whole_of(torch.ones(2), bucket.pieces[0]).is_meta
-    assert calls == ["_reduce_scatter", "all_reduce", "_all_gather", "_all_gather"]
+    assert sharded_grad_norm([bucket], TOPOLOGY).is_meta
+    gather_weights(bucket).finish()
+    assert whole_of(torch.ones(2), bucket.pieces[0]).is_meta
+    assert calls == ["reduce_scatter", "all_reduce", "all_gather", "all_gather"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.ranks.gradients import (
+from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
     is_expert,

@@ -2,15 +2,14 @@
 
 Covered: trips there and back, and their backward, for every split of 4, 6 and 8 ranks into whole nodes,
 and of two expert groups among 8 ranks; ranks without rows; even blocks, without maps; fp32, fp16, bf16,
-integers; messages across nodes by count; no grid where the experts are not on several whole nodes; what the
-launchers say of a node.
+integers; messages across nodes by count; no grid where the experts are not on several whole nodes.
 """
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm import all_to_all, hierarchical
+from fairseq_tutel.comm import all_to_all
 from fairseq_tutel.ranks.groups import make_topology
 
 # Ranks, those of an expert group, those of a node.
@@ -50,8 +49,8 @@ def compare_trips(parallel, local, dtype, seed):
 def both_trips(counts, place):
     told = all_to_all.exchange_counts(counts, place.expert_group)
     yield told, all_to_all.LinearTrip.of(told, place.expert_group)
-    told = hierarchical.exchange_counts(counts, place.grid)
-    yield told, hierarchical.HierarchicalTrip.of(told, told, place.grid)
+    told = all_to_all.exchange_counts_in_two_hops(counts, place.grid)
+    yield told, all_to_all.HierarchicalTrip.of(told, told, place.grid)
 
 
 @pytest.mark.parametrize("seed", (0, 1))
@@ -65,11 +64,11 @@ def test_a_ragged_trip_is_the_linear_one(ranks, world, parallel, local, dtype, s
 
 
 def compare_even_trips(parallel, local):
-    maps, hierarchical.regroup_maps = hierarchical.regroup_maps, None
+    maps, all_to_all.regroup_maps = all_to_all.regroup_maps, None
     try:
         return compare_trips(parallel, local, torch.bfloat16, EVEN)
     finally:
-        hierarchical.regroup_maps = maps
+        all_to_all.regroup_maps = maps
 
 
 @pytest.mark.parametrize("world, parallel, local", SPLITS)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.guard import guarded
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
@@ -51,8 +51,8 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
         # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
         parameter.grad.div_(topology.world_size)
         if topology.replica_group is not None:
-            with guarded("the all-reduce of expert gradients", topology.replica_group):
-                dist.all_reduce(parameter.grad, group=topology.replica_group)
+            what = "the all-reduce of expert gradients"
+            all_reduce(parameter.grad, what, topology.replica_group)
 
 
 def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
@@ -66,8 +66,7 @@ def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> N
         return
     finite = torch.stack([g.isfinite().all() for g in grads]).all()
     overflow = (~finite).to(torch.float32)
-    with guarded("the all-reduce of the gradients' overflow"):
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+    all_reduce(overflow, "the all-reduce of the gradients' overflow", op=dist.ReduceOp.MAX)
     first = grads[0][(0,) * grads[0].dim()]
     first.copy_(torch.where(overflow > 0, torch.inf, first))
 
@@ -87,8 +86,7 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
             (experts if is_expert(parameter) else dense).append(parameter.grad)
     square = square_norm(experts, device)
     if topology.expert_parallel_size > 1:
-        with guarded("the all-reduce of the gradient norm"):
-            dist.all_reduce(square)
+        all_reduce(square, "the all-reduce of the gradient norm")
         square = square / topology.num_replicas
     return (square + square_norm(dense, device)).sqrt()
 

@@ -1,0 +1,122 @@
+"""Collectives: the one door to torch.distributed's collectives of tensors.
+
+Each is guarded: where a rank fails, the others' error names it and the operation. `operation` ends the
+sentence "rank 1 could not finish …"; a group of None is all ranks, one where torch.distributed is not used.
+Tensors lie on the device of the group's backend: NCCL sees no host memory. G ranks of a group.
+
+What ranks tell each other in Python objects is in `ranks.world`, what they compare in the store beside in
+`ranks.agreement`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.guard import guarded
+
+Group = dist.ProcessGroup | None
+# torch 2.13 renamed them.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Started:
+    """A collective on its way."""
+
+    def __init__(self, work: dist.Work, operation: str, group: Group) -> None:
+        self.work, self.operation, self.group = work, operation, group
+
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait for another rank."""
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for it; on a GPU the stream does."""
+        with guarded(self.operation, self.group):
+            self.work.wait()
+
+
+def all_reduce(
+    tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Put the sum (or maximum, …) of all ranks' tensors in the place of each."""
+    if group is None and world.size() == 1:
+        return
+    with guarded(operation, group):
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
+    """Return [G, ...], every rank's tensor [...]."""
+    number = world.size() if group is None else dist.get_world_size(group)
+    stacked = own.new_empty(number, *own.shape)
+    start_all_gather(stacked.view(-1), own.contiguous().view(-1), operation, group).wait()
+    return stacked
+
+
+def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = None) -> Started:
+    """Begin to bring every rank's `own` [m] to `whole` [G * m]."""
+    with guarded(operation, group):
+        return Started(_all_gather(whole, own, group=group, async_op=True), operation, group)
+
+
+def start_reduce_scatter(
+    own: Tensor, whole: Tensor | Sequence[Tensor], operation: str, group: Group = None
+) -> Started:
+    """Begin to sum all ranks' `whole`, of which part g, for `own`, goes to rank g.
+
+    Args:
+        own: [m] or, of G tensors, the shape of one.
+        whole: [G * m], or G tensors, which gloo adds up in another order.
+        operation: see above.
+        group: the ranks.
+    """
+    with guarded(operation, group):
+        if isinstance(whole, Tensor):
+            work = _reduce_scatter(own, whole, group=group, async_op=True)
+        else:
+            work = dist.reduce_scatter(own, list(whole), group=group, async_op=True)
+        return Started(work, operation, group)
+
+
+def gather_to_first(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
+    """Return every rank's tensor on rank 0 of the job, which is in the group; None on the others."""
+    number = world.size() if group is None else dist.get_world_size(group)
+    parts = list(own.new_empty(number, *own.shape)) if world.rank() == 0 else None
+    with guarded(operation, group):
+        dist.gather(own, parts, dst=0, group=group)
+    return parts
+
+
+def all_to_all(
+    rows: Tensor,
+    operation: str,
+    group: dist.ProcessGroup,
+    receive: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+) -> Tensor:
+    """Send block p of the rows to rank p of the group; return what came, by source.
+
+    Args:
+        rows: contiguous; G blocks.
+        operation: see above.
+        group: the ranks.
+        receive: rows from each rank; None where all blocks are alike.
+        send: rows to each rank; likewise.
+    """
+    out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
+    with guarded(operation, group):
+        dist.all_to_all_single(
+            out, rows, receive and list(receive), send and list(send), group=group
+        )
+    return out
+
+
+def barrier() -> None:
+    """Wait until all ranks have come."""
+    if world.size() > 1:
+        with guarded("the meeting of all ranks"):
+            dist.barrier()
