@@ -26,13 +26,13 @@ States = Callable[[nn.Parameter], Mapping[str, Tensor]]
 
 
 def write_experts(
-    model: nn.Module, place: Topology, states: States, save_dir: Path
+    model: nn.Module, topology: Topology, states: States, save_dir: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts of a model, and their optimizer state, beside its checkpoint. Collective.
 
     Args:
         model: with expert stacks.
-        place: of this rank.
+        topology: of this rank.
         states: the optimizer's tensors of a parameter of experts, stacked as it is; may be collective, and
             is called for the same parameters in the same order on all ranks.
         save_dir: where the checkpoint will stand, one folder for all ranks.
@@ -45,7 +45,7 @@ def write_experts(
         ValueError: on all ranks, where one could not write.
     """
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
-    own = _write_own(model, place, states, folder)
+    own = _write_own(model, topology, states, folder)
     everything = world.told_by_all(own, "the agreement on the shards that were written")
     _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
     tensors = _joined([written for written, *_ in everything])
@@ -105,7 +105,7 @@ def _refuse_failure(folder: Path, errors: list[str | None]) -> None:
 
 
 def _write_own(
-    model: nn.Module, place: Topology, states: States, folder: Path
+    model: nn.Module, topology: Topology, states: States, folder: Path
 ) -> tuple[Written, dict[str, int], str | None, int]:
     """Write this rank's share, a file a layer.
 
@@ -129,7 +129,7 @@ def _write_own(
         names += len(tensors)
         if failed is None:  # after an error no more is written, but others may wait in `states`
             try:
-                share = _share(stack.part.num_local, place, turn)
+                share = _share(stack.part.num_local, topology, turn)
                 written |= _write_layer(layer, stack, tensors, share, folder, sizes)
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
@@ -170,16 +170,16 @@ def _write_layer(
     return written
 
 
-def _share(num_local: int, place: Topology, turn: int) -> range:
+def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return which of the local experts this rank writes: its replicas write the others.
 
     Args:
         num_local: e.
-        place: of this rank.
+        topology: of this rank.
         turn: of the layer. Where replicas are more than experts, those that write are others in the next.
     """
-    n = place.num_replicas
-    replica = (place.rank // place.expert_parallel_size + turn) % n
+    n = topology.num_replicas
+    replica = (topology.rank // topology.expert_parallel_size + turn) % n
     return range(num_local * replica // n, num_local * (replica + 1) // n)
 
 

@@ -3,4 +3,4 @@
 from fairseq_tutel.optim import moe_adam, moe_optimizer, zero
 
 moe_adam.register()
-moe_optimizer.register_twins(zero.ShardedOptimizerMixin)
+moe_optimizer.register_twins(zero.ZeroOptimizerMixin)

@@ -14,7 +14,7 @@ from fairseq.optim.adam import Adam, FairseqAdam, FairseqAdamConfig
 from torch import Tensor
 
 from fairseq_tutel.comm.gradients import is_expert
-from fairseq_tutel.optim.zero import ShardedOptimizerMixin
+from fairseq_tutel.optim.zero import ZeroOptimizerMixin
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -139,12 +139,12 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
     return state[key].to(device, torch.float32) * scale
 
 
-class MoEFairseqAdam(ShardedOptimizerMixin, FairseqAdam):
+class MoEFairseqAdam(ZeroOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
 
     Where fairseq itself would take apex's fused class (a GPU with apex), that one is kept, but not for
     --fp16-adam-stats: apex's has one scale for all the experts of a rank, which no other rank could read;
-    and not for shards, which may be in host memory.
+    and not for partitions, which may be in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
@@ -154,7 +154,7 @@ class MoEFairseqAdam(ShardedOptimizerMixin, FairseqAdam):
             self._optimizer.fp16_stats = True
             return
         super().__init__(cfg, params)
-        if type(self._optimizer) is Adam or self.shards is not None:
+        if type(self._optimizer) is Adam or self.zero is not None:
             self._optimizer = FusedAdam(list(self.params), **self.optimizer_config)
 
 

@@ -53,13 +53,13 @@ class MoEOptimizerMixin:
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
         super().all_reduce_grads(module)  # type: ignore[misc]
-        place = groups.in_use()
-        if place.expert_parallel_size > 1:
-            reduce_expert_gradients(module.parameters(), place)
-        if place.world_size > 1:
-            rescale_expert_gradients(module.parameters(), place.world_size)
-        if place.expert_parallel_size > 1 and self._is_scaled_by_torch():
-            spread_overflow(module.parameters(), place)
+        topology = groups.in_use()
+        if topology.expert_parallel_size > 1:
+            reduce_expert_gradients(module.parameters(), topology)
+        if topology.world_size > 1:
+            rescale_expert_gradients(module.parameters(), topology.world_size)
+        if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
+            spread_overflow(module.parameters(), topology)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""
@@ -107,27 +107,27 @@ class MoEOptimizerMixin:
         # a GPU's collectives do not reach them.
         return {key: state[key].to(parameter.device) for key in own}
 
-    def gather_state(self, place: Topology) -> None:
+    def gather_state(self, topology: Topology) -> None:
         """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
         gathered: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(self.model_params()):
             if is_expert(parameter):
                 gathered[index] = {
-                    key: gather_to_first(value, place, slice_of(parameter))
+                    key: gather_to_first(value, topology, slice_of(parameter))
                     for key, value in self.expert_state(index).items()
                 }
-        self.save_state(gathered, place)
+        self.save_state(gathered, topology)
 
-    def save_state(self, state: dict[int, dict[str, Any]], place: Topology) -> None:
+    def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
         """Put these in place of the local values, by parameter and key, into rank 0's next `state_dict`.
 
         Collective where the state of other parameters is apart, which comes along.
 
         Args:
             state: of the same parameters on all ranks; the values of rank 0 count.
-            place: of this rank.
+            topology: of this rank.
         """
-        self._gathered_state = state if place.rank == 0 else None
+        self._gathered_state = state if topology.rank == 0 else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, the experts' gathered where `gather_state` was called.
@@ -165,12 +165,12 @@ class MoEOptimizerMixin:
                 "a crash file of a run with --moe-zero-stage does; give an older checkpoint, or "
                 "--reset-optimizer to go on from its weights."
             )
-        place = groups.in_use()
+        topology = groups.in_use()
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
-            if place.expert_parallel_size > 1 and is_expert(parameter) and index in state:
-                state[index] = own_part(state[index], parameter, place)
+            if topology.expert_parallel_size > 1 and is_expert(parameter) and index in state:
+                state[index] = own_part(state[index], parameter, topology)
         unbind(state)  # what is not cut is read as a whole
         self._cut_state(state)
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
@@ -187,12 +187,12 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
     return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
 
 
-def own_part(state: dict[str, Any], parameter: Tensor, place: Topology) -> dict[str, Any]:
+def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
     """Return this rank's part of the state of all experts of a parameter."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
-    shape[0] = shape[0] * place.expert_parallel_size // slicing.count
+    shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count
-    part = place.part(shape[0])
+    part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
         # What has not the parameter's shape, such as a scale, is the same for all slices.

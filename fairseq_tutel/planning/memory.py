@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-def shard_length(numel: int, size: int) -> int:
+def partition_length(numel: int, size: int) -> int:
     """Return m, the elements of a rank's part with what pads the last ones."""
     return -(-numel // size)
 
@@ -76,7 +76,7 @@ def held_bytes(
 def _held(
     numel: int, group: int, stage: int, offload: bool, weight_bytes: int, moments: int
 ) -> Held:
-    own = shard_length(numel, group)
+    own = partition_length(numel, group)
     gradient = weight_bytes * (own if stage == 2 else numel)
     half = weight_bytes < 4
     if half and stage == 0 and not offload:

@@ -22,7 +22,7 @@ from fairseq_tutel import plugin
 from fairseq_tutel.moe.config import TaskConfig, options_of
 from fairseq_tutel.moe.options import flag_of, plain, read
 from fairseq_tutel.optim.moe_optimizer import twin_name
-from fairseq_tutel.optim.zero_plan import NOT_ELEMENTWISE, plan_of, refuse_with_shards
+from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_with_zero, zero_options
 from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.task_options import give_system_options
 from fairseq_tutel.ranks.groups import Topology
@@ -137,9 +137,9 @@ def refuse_run(
         _refuse_layerdrop(model)
     if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root, sliced)
-    plan = plan_of(root)
-    if plan is not None:
-        refuse_with_shards(root, plan)
+    zero = zero_options(root)
+    if zero is not None:
+        refuse_with_zero(root, zero)
 
 
 def complete(root: Any) -> None:
@@ -152,8 +152,8 @@ def complete(root: Any) -> None:
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)
-    plan = plan_of(root)
-    if plan is not None and plan.stage:
+    zero = zero_options(root)
+    if zero is not None and zero.stage:
         # torch's own would all-reduce whole gradients during the backward.
         _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
     _use_twin_optimizer(root)

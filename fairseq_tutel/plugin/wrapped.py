@@ -52,8 +52,7 @@ from fairseq.file_io import PathManager
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
-from fairseq_tutel.optim.zero_fp16 import ShardedFP16Optimizer
-from fairseq_tutel.optim.zero_plan import plan_of
+from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
 from fairseq_tutel.plugin import save
 from fairseq_tutel.plugin.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.parallel_inference import run_on_several_ranks
@@ -136,8 +135,8 @@ def build_optimizer(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
-        if plan_of(cfg) is not None:
-            return ShardedFP16Optimizer.build_optimizer(cfg, params, **kwargs)
+        if zero_options(cfg) is not None:
+            return ZeroFP16Optimizer.build_optimizer(cfg, params, **kwargs)
         optimizer = original(cls, cfg, params, **kwargs)
         if isinstance(optimizer.fp32_optimizer, MoEOptimizerMixin):
             optimizer.fp32_optimizer.holds_masters = True

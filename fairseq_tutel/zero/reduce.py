@@ -18,7 +18,7 @@ from fairseq_tutel.comm.collectives import (
 )
 from fairseq_tutel.comm.gradients import square_norm
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import Bucket, Piece
+from fairseq_tutel.zero.partition import Bucket, Partition
 
 
 class Transfer:
@@ -60,10 +60,10 @@ def reduce_gradients(bucket: Bucket) -> Transfer:
 
 @torch.no_grad()
 def gather_weights(bucket: Bucket) -> Transfer | None:
-    """Bring every rank's updated shards to all; None where nothing has to travel."""
+    """Bring every rank's updated weights to all; None where nothing has to travel."""
     share = bucket.share
     if share.size == 1:
-        if not bucket.pieces[0].is_view:
+        if not bucket.partitions[0].is_view:
             bucket.give_weights(bucket.own_weights())
         return None
     own = bucket.own_weights()
@@ -79,13 +79,13 @@ def gather_weights(bucket: Bucket) -> Transfer | None:
 
 
 @torch.no_grad()
-def whole_of(value: Tensor, piece: Piece) -> Tensor:
-    """Return a state tensor of a shard's shape as one of its parameter's. Collective over its group."""
-    share, parameter = piece.share, piece.parameter
+def whole_of(value: Tensor, partition: Partition) -> Tensor:
+    """Return a state tensor of what is owned as one of the whole parameter. Collective over its group."""
+    share, parameter = partition.share, partition.parameter
     if share.size == 1:
         return value.view(parameter.shape)
     # A backend of GPUs sees no host memory.
-    own = value.new_zeros(piece.length, device=parameter.device)
+    own = value.new_zeros(partition.length, device=parameter.device)
     own[: value.numel()].copy_(value)
     whole = all_gather(own, "the all-gather of the optimizer's state", share.group)
     return whole.view(-1)[: parameter.numel()].view(parameter.shape)
@@ -112,8 +112,8 @@ class GradientReducer:
         self.reset()
         if eager:
             for number, bucket in enumerate(self.shared):
-                for piece in bucket.pieces:
-                    _set_hook(piece.parameter, self, number)
+                for partition in bucket.partitions:
+                    _set_hook(partition.parameter, self, number)
 
     def reset(self) -> None:
         """Forget what the last update did."""
@@ -166,7 +166,7 @@ class GradientReducer:
                 _divide(bucket)
 
     def _is_complete(self, number: int) -> bool:
-        return len(self.here[number]) == len(self.shared[number].pieces)
+        return len(self.here[number]) == len(self.shared[number].partitions)
 
     def _send(self) -> None:
         self._finish([t for t in self.on_the_way if t.is_done()])
@@ -179,7 +179,7 @@ class GradientReducer:
             self.on_the_way.remove(transfer)
 
 
-def sharded_grad_norm(buckets: Sequence[Bucket], place: Topology) -> Tensor:
+def partitioned_grad_norm(buckets: Sequence[Bucket], topology: Topology) -> Tensor:
     """Return the L2 norm of all ranks' reduced gradients, of which each rank holds its own.
 
     Every rank gets the same bits, and a NaN or infinity on one rank reaches all. Collective.
@@ -188,14 +188,14 @@ def sharded_grad_norm(buckets: Sequence[Bucket], place: Topology) -> Tensor:
     for bucket in buckets:
         grads += bucket.gradients() if bucket.gradient is None else [bucket.gradient]
     square = square_norm([grad for grad in grads if grad is not None], buckets[0].first.device)
-    if place.world_size > 1:
+    if topology.world_size > 1:
         all_reduce(square, "the all-reduce of the gradient norm")
     return square.sqrt()
 
 
 def _divide(bucket: Bucket) -> None:
-    for piece in bucket.pieces:
-        parameter = piece.parameter
+    for partition in bucket.partitions:
+        parameter = partition.parameter
         if parameter.grad is None:
             parameter.grad = parameter.new_zeros(parameter.shape)
         parameter.grad.div_(bucket.share.divisor)

@@ -1,7 +1,8 @@
-"""Shards: an optimizer's view of a model under ZeRO and offload.
+"""ZeRO's state: an optimizer's view of a model whose parameters are partitioned, or offloaded.
 
-The optimizer holds one fp32 shard for each parameter and knows nothing of ranks. In an update: backwards,
-each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`; `zero_grad`.
+The optimizer holds what this rank owns of each parameter, in fp32, and knows nothing of ranks. In an
+update: backwards, each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`;
+`zero_grad`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 from fairseq_tutel.comm.gradients import global_grad_norm
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import Bucket, own_elements, partition
+from fairseq_tutel.zero.partition import Bucket, own_elements, partitions_of
 from fairseq_tutel.zero.reduce import (
     GradientReducer,
     Transfer,
     gather_weights,
-    sharded_grad_norm,
+    partitioned_grad_norm,
     whole_of,
 )
 
@@ -25,31 +26,33 @@ from fairseq_tutel.zero.reduce import (
 MASTER = "fp32_master"
 
 
-class Shards:
-    """The shards of a model's parameters and all that happens to them.
+class ZeroState:
+    """The partitions of a model's parameters and all that happens to them.
 
     Args:
         parameters: of the model, in the same order on all ranks.
-        place: where this rank is.
+        topology: where this rank is.
         stage: 0: whole on every rank, gradients are reduced by somebody else; 1: cut, gradients reduced
             after the last backward; 2: reduced during every backward.
-        offload: keep shards, and with them the optimizer's moments, in host memory.
-        bucket_bytes: see `partition`.
+        offload: keep what is owned, and with it the optimizer's moments, in host memory.
+        bucket_bytes: see `partitions_of`.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        place: Topology,
+        topology: Topology,
         stage: int,
         offload: bool = False,
         **bucket_bytes: int,
     ) -> None:
-        self.place, self.stage = place, stage
-        self.pieces, self.buckets = partition(parameters, place, stage > 0, offload, **bucket_bytes)
-        self.parameters = [piece.shard for piece in self.pieces]
+        self.topology, self.stage = topology, stage
+        self.partitions, self.buckets = partitions_of(
+            parameters, topology, stage > 0, offload, **bucket_bytes
+        )
+        self.parameters = [partition.own for partition in self.partitions]
         self.factor: float | Tensor = 1.0
-        self.reducer = GradientReducer(self.buckets, place.world_size, eager=stage == 2)
+        self.reducer = GradientReducer(self.buckets, topology.world_size, eager=stage == 2)
 
     @property
     def are_apart(self) -> bool:
@@ -78,9 +81,9 @@ class Shards:
     def norm(self) -> Tensor:
         """Return the one L2 norm of all gradients, the same bits on all ranks. Collective."""
         if self.stage == 0:
-            parameters = [piece.parameter for piece in self.pieces]
-            return global_grad_norm(parameters, self.place) * self.factor
-        return sharded_grad_norm(self.buckets, self.place) * self.factor
+            parameters = [partition.parameter for partition in self.partitions]
+            return global_grad_norm(parameters, self.topology) * self.factor
+        return partitioned_grad_norm(self.buckets, self.topology) * self.factor
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm` where that is above 0; return the norm."""
@@ -91,25 +94,25 @@ class Shards:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
-        """Update all shards, bucket by bucket, and give the weights to all ranks. Collective.
+        """Update all that is owned, bucket by bucket, and give the weights to all ranks. Collective.
 
         Only one bucket's gradients are fp32 at a time, and its weights travel while the next is updated.
 
         Args:
-            optimizer: of the shards; elementwise.
-            update: calls its `step`, which sees one bucket's shards alone.
+            optimizer: of `parameters`; elementwise.
+            update: calls its `step`, which sees those of one bucket alone.
         """
         groups = optimizer.param_groups
         # What an optimizer counts there (a step, the last rate) counts updates, not buckets.
         before = [dict(group) for group in groups]
-        members = [{id(shard) for shard in values["params"]} for values in before]
+        members = [{id(own) for own in values["params"]} for values in before]
         on_the_way: Transfer | None = None
         try:
             for bucket in self.buckets:
-                shards = _widen_gradients(bucket, self.factor)
+                owned = _widen_gradients(bucket, self.factor)
                 for group, values, ids in zip(groups, before, members, strict=True):
                     group.clear()
-                    group.update(values, params=[s for s in shards if id(s) in ids])
+                    group.update(values, params=[own for own in owned if id(own) in ids])
                 update()
                 bucket.free_gradients()
                 former, on_the_way = on_the_way, gather_weights(bucket)
@@ -122,31 +125,31 @@ class Shards:
                 group["params"] = values["params"]
 
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a shard's state as one of its parameter, with its fp32 master if it has one.
+        """Return the state of what is owned as one of its parameter, with its fp32 master if it has one.
 
         Collective over the ranks that share the parameter, where these are several.
 
         Args:
             index: of the parameter.
-            state: of the shard, in the optimizer.
+            state: in the optimizer.
         """
-        piece, whole = self.pieces[index], dict(state)
-        if piece.is_master:
-            whole[MASTER] = piece.shard.data
+        partition, whole = self.partitions[index], dict(state)
+        if partition.is_master:
+            whole[MASTER] = partition.own.data
         for key in sorted(whole):
-            if torch.is_tensor(whole[key]) and whole[key].shape == piece.shard.shape:
-                whole[key] = whole_of(whole[key], piece)
+            if torch.is_tensor(whole[key]) and whole[key].shape == partition.own.shape:
+                whole[key] = whole_of(whole[key], partition)
         return whole
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this shard's part of a parameter's state, which may come from any other run.
+        """Return this rank's part of a parameter's state, which may come from any other run.
 
         Raises:
             ValueError: a tensor is a part already.
         """
-        piece, own = self.pieces[index], _without_fp16_stats(state)
-        shape = piece.parameter.shape
+        partition, own = self.partitions[index], _without_fp16_stats(state)
+        shape = partition.parameter.shape
         for key, value in own.items():
             # A count of steps may be a tensor, and so may a parameter without dimensions.
             if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
@@ -157,17 +160,17 @@ class Shards:
                     f"model needs {tuple(shape)}; give a file that all ranks wrote together, not a crash "
                     "file."
                 )
-            if key == MASTER and not piece.is_master:
+            if key == MASTER and not partition.is_master:
                 # Of a half run: this one's weights go on from there on all ranks, which have read it too.
-                piece.parameter.copy_(value)
-            own[key] = own_elements(value.contiguous(), piece.share).clone()
+                partition.parameter.copy_(value)
+            own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Give a bucket's shards their gradients in their own dtype, times a factor, where they are."""
-    shards = [piece.shard for piece in bucket.pieces]
-    device, dtype = shards[0].device, shards[0].dtype
+    """Give what is owned of a bucket its gradients, in its own dtype and memory, times a factor."""
+    owned = [partition.own for partition in bucket.partitions]
+    device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
         factor = factor.to(device)
 
@@ -182,12 +185,12 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         grads = bucket.gradients()
     else:
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
-    for piece, grad in zip(bucket.pieces, grads, strict=True):
-        if grad is None and piece.is_master:
+    for partition, grad in zip(bucket.partitions, grads, strict=True):
+        if grad is None and partition.is_master:
             # As fairseq's own masters have it; fp32 parameters that were not used are passed over.
-            grad = torch.zeros_like(piece.shard)
-        piece.shard.grad = grad
-    return shards
+            grad = torch.zeros_like(partition.own)
+        partition.own.grad = grad
+    return owned
 
 
 def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from fairseq.dataclass.configs import FairseqConfig
 from fairseq.optim import FP16Optimizer
 from omegaconf import OmegaConf
 
-from fairseq_tutel.optim import zero as sharded
-from fairseq_tutel.optim.zero import ShardedOptimizerMixin
-from fairseq_tutel.optim.zero_plan import ShardPlan, plan_of, refuse_with_shards
+from fairseq_tutel.optim import zero
+from fairseq_tutel.optim.zero import ZeroOptimizerMixin, ZeroOptions, refuse_with_zero, zero_options
 from fairseq_tutel.planning.memory import held_bytes
 from fairseq_tutel.plugin import register
 from fairseq_tutel.ranks import groups
@@ -86,8 +85,8 @@ def test_an_optimizer_in_host_memory_is_the_optimizer(name):
         parameters = parameters_of()
         root = root_of(name, offload)
         optimizer = optim.build_optimizer(root.optimizer, parameters)
-        assert isinstance(optimizer, ShardedOptimizerMixin)
-        assert (optimizer.shards is not None) == offload
+        assert isinstance(optimizer, ZeroOptimizerMixin)
+        assert (optimizer.zero is not None) == offload
         norms = [update(optimizer, parameters, number) for number in range(5)]
         assert max(norms) > 0.5  # clipped
         again = optim.build_optimizer(root_of(name, not offload).optimizer, parameters)
@@ -148,9 +147,9 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale():
 
 def test_a_part_of_a_state_is_marked_and_refused(monkeypatch):
     """As a crash file has it, since the other ranks may be gone."""
-    place = groups.Topology(world_size=2, rank=1)
-    monkeypatch.setattr(groups, "in_use", lambda: place)
-    monkeypatch.setattr(sharded, "plan_of", lambda cfg: ShardPlan(1, False))
+    topology = groups.Topology(world_size=2, rank=1)
+    monkeypatch.setattr(groups, "in_use", lambda: topology)
+    monkeypatch.setattr(zero, "zero_options", lambda cfg: ZeroOptions(1, False))
     part = optim.build_optimizer(root_of().optimizer, parameters_of()).state_dict()
     monkeypatch.undo()
     whole = optim.build_optimizer(root_of().optimizer, parameters_of())
@@ -180,17 +179,17 @@ def task(stage=0, offload=False):
 @pytest.mark.parametrize("stage", [3, -1])
 def test_another_stage_is_refused(stage):
     with pytest.raises(ValueError, match=rf"--moe-zero-stage is {stage}; give 0 .* 1 .* or 2"):
-        plan_of(task(stage))
+        zero_options(task(stage))
 
 
 def test_one_rank_has_nobody_to_share_with():
-    assert plan_of(task(2)) is None
-    assert plan_of(task(2, offload=True)).flags == "--moe-offload-optimizer"
+    assert zero_options(task(2)) is None
+    assert zero_options(task(2, offload=True)).flags == "--moe-offload-optimizer"
 
 
 def test_a_model_without_experts_asked_for_no_groups(monkeypatch):
     monkeypatch.setattr(groups, "in_use", lambda: groups.Topology(world_size=2))
-    assert plan_of(task(2, offload=True)) is None
+    assert zero_options(task(2, offload=True)) is None
 
 
 REFUSED = {
@@ -207,8 +206,8 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_go_with_shards_is_refused_by_name(what):
     root = root_of(offload=True)
-    plan = plan_of(root)
-    refuse_with_shards(root, plan)
+    asked = zero_options(root)
+    refuse_with_zero(root, asked)
     if what in ("moe_adafactor", "composite"):
         root.optimizer._name = what
     elif what == "fp16_adam_stats":
@@ -216,6 +215,6 @@ def test_what_does_not_go_with_shards_is_refused_by_name(what):
     else:
         (root.optimization if what == "use_bmuf" else root.common)[what] = True
     with pytest.raises(ValueError) as error:
-        refuse_with_shards(root, plan)
+        refuse_with_zero(root, asked)
     assert str(error.value).startswith(REFUSED[what])
     assert "--moe-offload-optimizer" in str(error.value) or "use --" in str(error.value)

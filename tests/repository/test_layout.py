@@ -2,8 +2,8 @@
 
 Covered: a folder imports only those above it; fairseq at the edge alone, Triton in kernels/ alone, no torch
 in planning/; collectives in two files alone; nobody imports `kernels` by itself; the package works where
-neither fairseq nor Triton can be imported; what else it imports, a user's installation brings; nobody assigns
-an attribute of a layer, of its experts or of what the edge tells them.
+neither fairseq nor Triton can be imported; what else it imports, a user's installation brings; nobody
+assigns an attribute of a layer, of its experts or of what the edge tells them.
 """
 
 import ast

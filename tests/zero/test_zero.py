@@ -30,10 +30,10 @@ from training import (
 from fairseq_tutel import make_topology
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.planning.memory import Held, held_bytes, shard_length
+from fairseq_tutel.planning.memory import Held, held_bytes, partition_length
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import Share, own_elements, partition
-from fairseq_tutel.zero.state import MASTER, Shards
+from fairseq_tutel.zero.partition import Share, own_elements, partitions_of
+from fairseq_tutel.zero.state import MASTER, ZeroState
 
 UPDATES = 8
 
@@ -45,20 +45,20 @@ def train_in_shards(training, stage, offload):
     model = Model(training, place)
     parameters = list(model.parameters())
     # Buckets of several parameters, some larger than a bucket.
-    shards = Shards(parameters, place, stage, offload, bucket_bytes=600)
-    optimizer = OPTIMIZERS[training.optimizer](shards.parameters)
+    zero = ZeroState(parameters, place, stage, offload, bucket_bytes=600)
+    optimizer = OPTIMIZERS[training.optimizer](zero.parameters)
     losses, norms = [], []
     for update in range(UPDATES):
-        shards.zero_grad()
-        loss_sum, tokens = backward_update(model, update, shards.finish_backward)
+        zero.zero_grad()
+        loss_sum, tokens = backward_update(model, update, zero.finish_backward)
         if stage > 0:
-            shards.reduce()
+            zero.reduce()
         elif world > 1:
             average_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, place)
-        shards.multiply(world / float(tokens))
-        norms.append(shards.clip(CLIP_NORM))
-        shards.step(optimizer, optimizer.step)
+        zero.multiply(world / float(tokens))
+        norms.append(zero.clip(CLIP_NORM))
+        zero.step(optimizer, optimizer.step)
         update_biases(model)
         losses.append(loss_sum / tokens)
     return outcome(model, place, losses, norms)
@@ -128,8 +128,8 @@ def test_every_element_has_one_owner(numel, size):
     flat = torch.arange(numel)
     owned = [own_elements(flat, Share(size, index)) for index in range(size)]
     assert torch.cat(owned).tolist() == flat.tolist()
-    assert all(len(own) <= shard_length(numel, size) for own in owned)
-    assert shard_length(numel, size) * size - numel < size
+    assert all(len(own) <= partition_length(numel, size) for own in owned)
+    assert partition_length(numel, size) * size - numel < size
 
 
 @pytest.mark.parametrize(("dtype", "offload"), [
@@ -138,30 +138,32 @@ def test_every_element_has_one_owner(numel, size):
 def test_a_shard_is_a_view_or_a_wide_copy(dtype, offload):
     parameters = some_parameters(dtype)
     place = Topology(world_size=4, rank=1, expert_parallel_size=2)
-    pieces, _ = partition(parameters, place, offload=offload)
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        own = own_elements(parameter.data, piece.share)
-        assert piece.shard.dtype == torch.float32
-        assert torch.equal(piece.shard.data, own.float())
-        shared = piece.shard.data.untyped_storage().data_ptr() == parameter.data_ptr()
+    partitions, _ = partitions_of(parameters, place, offload=offload)
+    for parameter, partition in zip(parameters, partitions, strict=True):
+        own = own_elements(parameter.data, partition.share)
+        assert partition.own.dtype == torch.float32
+        assert torch.equal(partition.own.data, own.float())
+        shared = partition.own.data.untyped_storage().data_ptr() == parameter.data_ptr()
         assert shared == (dtype == torch.float32 and not offload) or parameter.numel() == 0
 
 
 def test_buckets_hold_parameters_of_one_kind_and_size():
     parameters = some_parameters()
     place = Topology(world_size=4, rank=3, expert_parallel_size=2)
-    pieces, buckets = partition(parameters, place, bucket_bytes=100)
-    in_buckets = [piece for bucket in buckets for piece in bucket.pieces]
-    assert len(in_buckets) == len(pieces) == len(parameters)
-    assert {id(piece) for piece in in_buckets} == {id(piece) for piece in pieces}
+    partitions, buckets = partitions_of(parameters, place, bucket_bytes=100)
+    in_buckets = [partition for bucket in buckets for partition in bucket.partitions]
+    assert len(in_buckets) == len(partitions) == len(parameters)
+    assert {id(partition) for partition in in_buckets} == {
+        id(partition) for partition in partitions
+    }
     assert len(buckets) > 3
     for bucket in buckets:
-        assert {piece.share for piece in bucket.pieces} == {bucket.share}
-        sizes = [8 * piece.parameter.numel() for piece in bucket.pieces]
+        assert {partition.share for partition in bucket.partitions} == {bucket.share}
+        sizes = [8 * partition.parameter.numel() for partition in bucket.partitions]
         assert len(sizes) == 1 or sum(sizes[:-1]) < 100
-    experts = [piece.share for piece in pieces[4:6]]
+    experts = [partition.share for partition in partitions[4:6]]
     assert experts == [Share(2, 1, None, 4)] * 2
-    assert pieces[0].share == Share(4, 3, None, 4)
+    assert partitions[0].share == Share(4, 3, None, 4)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +171,8 @@ def test_buckets_hold_parameters_of_one_kind_and_size():
 )
 def test_large_groups_have_larger_buckets(world, times):
     parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
-    _, buckets = partition(parameters, Topology(world_size=world), bucket_bytes=400)
-    assert {len(bucket.pieces) for bucket in buckets} == {4 * times}
+    _, buckets = partitions_of(parameters, Topology(world_size=world), bucket_bytes=400)
+    assert {len(bucket.partitions) for bucket in buckets} == {4 * times}
 
 
 def gradient_of(parameter, number, rank):
@@ -194,22 +196,22 @@ def reduced_gradients(stage, parallel, backwards, skip):
     rank, place = dist.get_rank(), make_topology([4], parallel)
     parameters = some_parameters()
     mark_root_scaled(parameters[5])
-    shards = Shards(parameters, place, stage, bucket_bytes=100)
+    zero = ZeroState(parameters, place, stage, bucket_bytes=100)
     for update in range(2):  # the second as if there had been no first
-        shards.zero_grad()
+        zero.zero_grad()
         for _ in range(backwards):
             backward(parameters, rank, [(skip * rank) % 8] if skip else [], turn=rank)
-            shards.finish_backward()
-        shards.reduce()
-        shards.reduce()  # a criterion with parameters is reduced too: by then all is done
-        norm = shards.norm()
+            zero.finish_backward()
+        zero.reduce()
+        zero.reduce()  # a criterion with parameters is reduced too: by then all is done
+        norm = zero.norm()
         if update == 1:
-            assert all(p.grad is None for p, q in zip(parameters, shards.pieces, strict=True)
+            assert all(p.grad is None for p, q in zip(parameters, zero.partitions, strict=True)
                        if q.share.size > 1)  # fmt: skip
     found = {}
-    for bucket in shards.buckets:
-        for piece, grad in zip(bucket.pieces, bucket.gradients(), strict=True):
-            found[shards.pieces.index(piece)] = grad
+    for bucket in zero.buckets:
+        for partition, grad in zip(bucket.partitions, bucket.gradients(), strict=True):
+            found[zero.partitions.index(partition)] = grad
     return [found[i] for i in range(len(found))], float(norm)
 
 
@@ -241,13 +243,13 @@ def test_a_reduced_gradient_is_the_average_on_its_owner(ranks, stage, parallel, 
 def poisoned_norm(stage, value):
     place = make_topology([4], 2)
     parameters = some_parameters()
-    shards = Shards(parameters, place, stage, bucket_bytes=100)
+    zero = ZeroState(parameters, place, stage, bucket_bytes=100)
     backward(parameters, dist.get_rank())
     if dist.get_rank() == 1:
         (parameters[4] * value).sum().backward()
-    shards.finish_backward()
-    shards.reduce()
-    return float(shards.clip(1.0))
+    zero.finish_backward()
+    zero.reduce()
+    return float(zero.clip(1.0))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -265,27 +267,27 @@ def train_half(dtype, stage, offload, scale):
     distributed = dist.is_initialized()
     place = make_topology([4], 1) if distributed else Topology()
     parameters = some_parameters(dtype)
-    shards = Shards(parameters, place, stage, offload, bucket_bytes=100)
-    optimizer = adam(shards.parameters)
+    zero = ZeroState(parameters, place, stage, offload, bucket_bytes=100)
+    optimizer = adam(zero.parameters)
     for update in range(3):
-        shards.zero_grad()
+        zero.zero_grad()
         for number, parameter in enumerate(parameters):
             of = range(2) if place.world_size == 1 else [place.rank]
             grads = [gradient_of(parameter, number + 10 * update, r) for r in of]
             parameter.grad = sum(grad / 2 for grad in grads) if len(grads) == 2 else grads[0]
         if stage == 2:
-            for piece in shards.pieces:
-                shards.reducer.arrived(piece.parameter, bucket_number(shards, piece))
-            shards.finish_backward()
-        shards.reduce()
-        shards.multiply(1 / scale)
-        shards.clip(2.0 / scale)
-        shards.step(optimizer, optimizer.step)
+            for partition in zero.partitions:
+                zero.reducer.arrived(partition.parameter, bucket_number(zero, partition))
+            zero.finish_backward()
+        zero.reduce()
+        zero.multiply(1 / scale)
+        zero.clip(2.0 / scale)
+        zero.step(optimizer, optimizer.step)
     return [p.data for p in parameters]
 
 
-def bucket_number(shards, piece):
-    return next(i for i, b in enumerate(shards.reducer.shared) if piece in b.pieces)
+def bucket_number(zero, partition):
+    return next(i for i, b in enumerate(zero.reducer.shared) if partition in b.partitions)
 
 
 def fp32_copies_by_hand(dtype, scale):
@@ -325,9 +327,9 @@ def test_an_optimizer_built_anew_takes_over():
     """fairseq builds a second one when it loads a checkpoint; the first must not take gradients away."""
     place = Topology(world_size=2, rank=0, expert_parallel_size=1)
     parameters = some_parameters()[:1]
-    first, second = (Shards(parameters, place, 2) for _ in range(2))
-    for shards in (first, second):
-        shards.reducer._send = lambda shards=shards: setattr(shards.reducer, "sent", 1)
+    first, second = (ZeroState(parameters, place, 2) for _ in range(2))
+    for zero in (first, second):
+        zero.reducer._send = lambda zero=zero: setattr(zero.reducer, "sent", 1)
     parameters[0].sum().backward()
     assert (first.reducer.sent, second.reducer.sent) == (0, 1)
 
@@ -335,7 +337,7 @@ def test_an_optimizer_built_anew_takes_over():
 def shared_by_two_checkpoints():
     place = make_topology([4], 1)
     parameter = nn.Parameter(torch.ones(4))
-    shards = Shards([parameter], place, 2)
+    zero = ZeroState([parameter], place, 2)
     x = torch.ones(4, requires_grad=True)
     for _ in range(2):
         x = checkpoint(lambda x: x * parameter, x, use_reentrant=True)
@@ -344,7 +346,7 @@ def shared_by_two_checkpoints():
         x.sum().backward()
     except RuntimeError as error:
         message = str(error)
-    shards.finish_backward()  # what was sent is to be received
+    zero.finish_backward()  # what was sent is to be received
     return message
 
 
@@ -366,16 +368,16 @@ class Counting(torch.optim.SGD):
 
 def test_what_an_optimizer_counts_counts_updates():
     parameters = some_parameters()
-    shards = Shards(parameters, Topology(), 0, offload=True, bucket_bytes=100)
-    optimizer = Counting(shards.parameters, lr=0.5)
+    zero = ZeroState(parameters, Topology(), 0, offload=True, bucket_bytes=100)
+    optimizer = Counting(zero.parameters, lr=0.5)
     for update in range(2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        shards.step(optimizer, optimizer.step)
+        zero.step(optimizer, optimizer.step)
         optimizer.param_groups[0]["lr"] = 0.25
         assert optimizer.param_groups[0]["step"] == update + 1
         assert len(optimizer.param_groups[0]["params"]) == len(parameters)
-        assert optimizer.seen == [(update, [None, 0.5][update])] * len(shards.buckets)
+        assert optimizer.seen == [(update, [None, 0.5][update])] * len(zero.buckets)
         optimizer.seen = []
     for before, after in zip(some_parameters(), parameters, strict=True):
         torch.testing.assert_close(after, before - 0.75)
@@ -385,23 +387,21 @@ def moments(parallel, stage, dtype, offload):
     """Return the optimizer's state after two updates, as whole parameters' [local, of experts]."""
     place = make_topology([4], parallel) if dist.is_initialized() else Topology()
     parameters = some_parameters(dtype)
-    shards = Shards(parameters, place, stage, offload, bucket_bytes=100)
-    optimizer = adam(shards.parameters)
+    zero = ZeroState(parameters, place, stage, offload, bucket_bytes=100)
+    optimizer = adam(zero.parameters)
     for update in range(2):
-        shards.zero_grad()
+        zero.zero_grad()
         for number, parameter in enumerate(parameters):
             parameter.grad = gradient_of(parameter, number + 10 * update, 0)
-        shards.reduce()
-        shards.step(optimizer, optimizer.step)
-    whole = [
-        shards.whole_state(i, optimizer.state[shard]) for i, shard in enumerate(shards.parameters)
-    ]
-    cut = [shards.own_state(i, state) for i, state in enumerate(whole)]
-    for shard, state in zip(shards.parameters, cut, strict=True):
-        for key, value in optimizer.state[shard].items():
+        zero.reduce()
+        zero.step(optimizer, optimizer.step)
+    whole = [zero.whole_state(i, optimizer.state[own]) for i, own in enumerate(zero.parameters)]
+    cut = [zero.own_state(i, state) for i, state in enumerate(whole)]
+    for own, state in zip(zero.parameters, cut, strict=True):
+        for key, value in optimizer.state[own].items():
             assert torch.equal(value, state[key]), key
         assert (MASTER in state) == (dtype == torch.bfloat16)
-        assert torch.equal(state.get(MASTER, shard.data), shard.data)
+        assert torch.equal(state.get(MASTER, own.data), own.data)
     return whole
 
 
@@ -425,9 +425,9 @@ def test_state_becomes_whole_and_is_cut_again(ranks, parallel, stage, dtype, off
 
 def test_masters_of_a_half_run_become_the_weights_of_a_full_one():
     parameters = some_parameters(torch.float32)
-    shards = Shards(parameters, Topology(world_size=4, rank=3), 1)
+    zero = ZeroState(parameters, Topology(world_size=4, rank=3), 1)
     saved = torch.full((5, 7), 1.0 + 2.0**-20)
-    own = shards.own_state(0, {MASTER: saved, "step": 3})
+    own = zero.own_state(0, {MASTER: saved, "step": 3})
     assert torch.equal(parameters[0].data, saved)  # on every rank all of it
     assert torch.equal(own[MASTER], saved.view(-1)[27:])
     assert own["step"] == 3
@@ -435,19 +435,19 @@ def test_masters_of_a_half_run_become_the_weights_of_a_full_one():
 
 def test_moments_in_fp16_are_widened_before_they_are_cut():
     parameters = some_parameters(torch.float32)
-    shards = Shards(parameters, Topology(world_size=2, rank=1), 1)
+    zero = ZeroState(parameters, Topology(world_size=2, rank=1), 1)
     scale = torch.tensor([2.0, 4.0, 8.0, 16.0]).view(4, 1, 1)
-    own = shards.own_state(5, {"exp_avg": torch.ones(4, 2, 3).half(), "exp_avg_scale": scale})
+    own = zero.own_state(5, {"exp_avg": torch.ones(4, 2, 3).half(), "exp_avg_scale": scale})
     assert own.keys() == {"exp_avg"}
     assert own["exp_avg"].tolist() == [8.0] * 6 + [16.0] * 6
 
 
 def test_a_state_that_is_a_part_is_refused():
-    shards = Shards(some_parameters(), Topology(world_size=2), 1)
+    zero = ZeroState(some_parameters(), Topology(world_size=2), 1)
     with pytest.raises(
         ValueError, match=r"exp_avg of parameter 0 has shape \(18,\) but this model needs"
     ):
-        shards.own_state(0, {"exp_avg": torch.ones(18)})
+        zero.own_state(0, {"exp_avg": torch.ones(18)})
 
 
 def bytes_of(tensors):
@@ -465,27 +465,27 @@ def held(parallel, stage, offload, dtype):
     parameters = [nn.Parameter(torch.ones(s, dtype=dtype)) for s in EVEN["dense"] + EVEN["experts"]]
     for parameter in parameters[3:] if parallel > 1 else ():
         mark_expert(parameter)
-    shards = Shards(parameters, place, stage, offload, bucket_bytes=200)
-    optimizer = adam(shards.parameters)
+    zero = ZeroState(parameters, place, stage, offload, bucket_bytes=200)
+    optimizer = adam(zero.parameters)
     for _ in range(2):
-        shards.zero_grad()
+        zero.zero_grad()
         backward(parameters, 0)
-        shards.finish_backward()
-        after_backward = gradient_bytes(shards)
-        shards.reduce()
-        reduced = gradient_bytes(shards)
-        shards.step(optimizer, optimizer.step)
-        assert gradient_bytes(shards) == 0
+        zero.finish_backward()
+        after_backward = gradient_bytes(zero)
+        zero.reduce()
+        reduced = gradient_bytes(zero)
+        zero.step(optimizer, optimizer.step)
+        assert gradient_bytes(zero) == 0
     moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
-    copies = [piece.shard.data for piece in shards.pieces if not piece.is_view]
+    copies = [partition.own.data for partition in zero.partitions if not partition.is_view]
     state = bytes_of(moments + copies)
     assert all(t.device.type == "cpu" for t in moments + copies)
     weights = bytes_of([p.data for p in parameters])
     return Held(weights, after_backward, 0 if offload else state, state if offload else 0), reduced
 
 
-def gradient_bytes(shards):
-    found = [p.parameter.grad for p in shards.pieces] + [b.gradient for b in shards.buckets]
+def gradient_bytes(zero):
+    found = [p.parameter.grad for p in zero.partitions] + [b.gradient for b in zero.buckets]
     return bytes_of([t for t in found if t is not None])
 
 
