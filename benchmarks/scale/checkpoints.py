@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.output import Row
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.checkpoint import expert_shards as written
+from fairseq_tutel.checkpoint import experts as written
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.planning.links import all_gather_seconds
 from fairseq_tutel.planning.machine import PRESETS

@@ -1,5 +1,6 @@
-"""Whole files: a checkpoint is written anew in every try, and known to be whole before it is read."""
+"""Whole files: a checkpoint is written beside, renamed when whole, and looked at before it is read."""
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -12,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 # As often as stock fairseq tries, and as long as it waits for a disk to come back.
@@ -117,6 +119,19 @@ def system_error(error: BaseException) -> OSError | None:
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__
     return cause if isinstance(cause, OSError) else None
+
+
+def let_checkpoints_load() -> None:
+    """Name the classes as safe that stock fairseq pickles beside tensors: torch.load refuses others.
+
+    Encoder-decoder checkpoints hold a Namespace; those of a training with --eval-bleu hold meters of
+    numpy numbers and arrays.
+    """
+    rebuilders: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
+    dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
+    torch.serialization.add_safe_globals(
+        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes]
+    )
 
 
 def refused_class(error: BaseException) -> str | None:

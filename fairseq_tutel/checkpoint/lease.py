@@ -12,8 +12,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Generator
 from dataclasses import asdict, dataclass
+
+from fairseq_tutel.checkpoint.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ def read(path: str) -> tuple[Writer | None, float]:
         return None, 0.0
 
 
-def take(folder: str) -> Generator[None, None, "Lease"]:
-    """Take the lease of a folder, which is made; yields for as long as another's may still be renewed.
+def take(folder: str) -> "Lease":
+    """Take the lease of a folder, which is made; waits for as long as another's may still be renewed.
 
     Raises:
         ValueError: another training writes there.
@@ -115,7 +116,7 @@ def take(folder: str) -> Generator[None, None, "Lease"]:
         _write(own, written)
         if _link(written, path):
             return Lease(path, own)
-        after = yield from _until_gone(path, os.stat(written).st_mtime)
+        after = _wait_until_gone(path, os.stat(written).st_mtime)
         os.replace(written, path)
         time.sleep(SETTLE_SECONDS)
         holder, _ = read(path)
@@ -141,7 +142,7 @@ def _link(written: str, path: str) -> bool:
     return True
 
 
-def _until_gone(path: str, now: float) -> Generator[None, None, Writer | None]:
+def _wait_until_gone(path: str, now: float) -> Writer | None:
     """Return the writer that left its lease behind; None where it was released, or is this process's.
 
     Args:
@@ -172,7 +173,6 @@ def _until_gone(path: str, now: float) -> Generator[None, None, Writer | None]:
             )
         first = writer, renewed
         time.sleep(POLL_SECONDS)
-        yield
 
 
 def _refusal(path: str, writer: Writer | None) -> str:
@@ -209,9 +209,8 @@ class Lease:
             return
         if holder is None:  # somebody cleared the folder
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            written = f"{self.path}.{self.own.token}"
-            _write(self.own, written)
-            os.replace(written, self.path)
+            with replacing(self.path) as written:
+                _write(self.own, written)
         elif holder != self.own:
             raise ValueError(
                 f"--save-dir is {os.path.dirname(self.path)}, which {holder} has taken over, since this "

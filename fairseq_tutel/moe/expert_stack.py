@@ -75,7 +75,7 @@ class ExpertStack(nn.Module):
 
     A state dict holds all E experts by global id: `load_state_dict` takes the local part out of it,
     and `state_dict` gives the whole after `checkpoint.experts` gathered it, records of it after
-    `checkpoint.expert_shards` wrote it, else the local part.
+    `checkpoint.experts` wrote it, else the local part.
 
     Args:
         config: of the layer.

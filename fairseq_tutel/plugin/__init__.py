@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
+from fairseq_tutel.checkpoint.files import let_checkpoints_load
 
 logger = logging.getLogger(__name__)
 

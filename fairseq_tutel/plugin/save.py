@@ -82,23 +82,16 @@ def confirm() -> None:
 
 def _taken_by_first(save_dir: str, writes: bool) -> Lease | None:
     """Return the lease on rank 0 if it writes, and None on the others, which wait for it."""
-    attempt, taken = take(save_dir), []
+    taken: list[Lease] = []
 
-    def is_taken() -> bool:
-        if not writes:
-            return True
+    def take_it() -> None:
         try:
-            next(attempt)
-        except StopIteration as end:
-            taken.append(end.value)
+            taken.append(take(save_dir))
         except OSError as error:
             sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
             raise ValueError(sentence) from error
-        return bool(taken)
 
-    # A try at a time: another's lease may be watched for longer than ranks wait for each other.
-    while not of_first(is_taken, "rank 0's look at who writes into --save-dir"):
-        pass
+    of_first(take_it if writes else lambda: None, "rank 0's look at who writes into --save-dir")
     return taken[0] if taken else None
 
 

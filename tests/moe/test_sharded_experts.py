@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.checkpoint import expert_shards as shards
+from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
 
@@ -108,7 +108,7 @@ def written(folder: str, layers: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         files: list[Path] = []
         patch.setattr(
-            shards,
+            experts,
             "write_file",
             lambda values, path: files.append(path) or write_file(values, path),
         )
@@ -173,10 +173,10 @@ def save_unseen(folder: str) -> str:
     split, place = model(2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(shards.folders, "PARENT", "seen")
+            patch.setattr(experts.folders, "PARENT", "seen")
             (Path(folder) / "seen").symlink_to(Path(folder) / "other")
             (Path(folder) / "other").mkdir()
-            patch.setattr(shards, "write_file", lambda values, path: write_elsewhere(values, path))
+            patch.setattr(experts, "write_file", lambda values, path: write_elsewhere(values, path))
         with pytest.raises(ValueError) as caught:
             save_in_shards(split, place, states, Path(folder))
     return str(caught.value)

@@ -12,8 +12,13 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint import files as whole_files
-from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, system_error
-from fairseq_tutel.checkpoint.safe_globals import let_checkpoints_load
+from fairseq_tutel.checkpoint.files import (
+    TORN,
+    is_whole,
+    let_checkpoints_load,
+    refused_class,
+    system_error,
+)
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.tools.arguments import temporary
 

@@ -21,9 +21,9 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
-from fairseq_tutel.checkpoint import expert_shards, files
+from fairseq_tutel.checkpoint import experts, files
+from fairseq_tutel.comm import collectives
 from fairseq_tutel.plugin import register
-from fairseq_tutel.zero import transfer
 
 register()
 
@@ -200,7 +200,7 @@ COLLECTIVES = (
 for name in COLLECTIVES:
     before(dist, name, "collective")
 for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
-    before(transfer, name, "collective")
+    before(collectives, name, "collective")
 after(distributed_utils, "distributed_init", "joined")
 before(Trainer, "__init__", "built")
 before(checkpoint_utils, "load_checkpoint_to_cpu", "read")
@@ -213,7 +213,7 @@ before(FairseqTask, "optimizer_step", "update")
 before(FairseqTask, "valid_step", "valid")
 Trainer.train_step = break_batches(Trainer.train_step)
 before(checkpoint_utils, "save_checkpoint", "gather")
-before(expert_shards, "write_file", "shard")
+before(experts, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
 files.share = lambda *_: False  # or nothing would be copied
