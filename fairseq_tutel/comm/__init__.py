@@ -1,1 +1,6 @@
-"""What crosses ranks: process groups, all-to-all, gradients and checkpoints of experts."""
+"""What crosses ranks while a layer runs and learns.
+
+`collectives`: the one door to torch.distributed. `exchange`: a layer's rows to their experts and back, by a
+`trip` of an `all_to_all`; `regroup` puts them in order, `background` lets them travel beside the experts,
+and `stamp` refuses to mix two layers' rows. `gradients`: of experts, which replicas share.
+"""

@@ -1,0 +1,5 @@
+"""Ways to run a layer and what they cost, without torch.
+
+`strategy`: what may change from update to update. `machine` and `links`: how fast a cluster is, and what
+collectives take on it. `cost` and `memory`: what a step takes and holds, by formula. `tuner`: by measuring.
+"""

@@ -71,7 +71,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's place. A group is None where it would hold this rank alone.
+    """One rank's groups. A group is None where it would hold this rank alone.
 
     `share_groups` has, by size, the consecutive ranks among which slices of an expert may be gathered.
     """

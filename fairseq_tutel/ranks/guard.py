@@ -1,8 +1,14 @@
-"""Guard: a collective that fails says on which rank, in which operation, and who is missing.
+"""Guard: one rank's death ends the job; a collective that fails says where, in what, and who is missing.
 
-torch's own error names a socket at most. After one, every rank that met it answers a roll call over
-the store by which the ranks found each other, and names those that did not answer. Where torch would wait
-for that store for ever, a watch ends the process.
+torch's own error names a socket at most. After one, every rank that met it answers a roll call over the
+store by which the ranks found each other, and names those that did not answer. Where torch would wait for
+that store for ever, a watch ends the process.
+
+The way of it: a rank ends, or does not come within `set_timeout` (--moe-comm-timeout, by `plugin.startup`;
+groups take it in `groups`); torch raises in a collective of the others, which `guarded` surrounds in
+`comm.collectives` and `world`, and for fairseq's own in `plugin.wrapped` and `plugin.task`; the
+CommunicationError passes through all else, and the process ends by it. Nobody catches one. Ranks that meet
+are watched in `rendezvous`, those that compare their options in `agreement`.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ expert; ranks of different states; a rank that can not write; a folder that is n
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,29 +126,22 @@ def differing(parameter: Tensor) -> dict[str, Tensor]:
     return states(parameter) if dist.get_rank() == 0 else {}
 
 
-def save_differing(folder: str) -> str:
-    split, place = model(1)
+def refused(folder: str, size: int, states: Callable, another: str = "") -> str:
+    """Return why nothing is saved; rank 1 may be told of another folder."""
+    split, place = model(size)
     with pytest.raises(ValueError) as caught:
-        save_in_shards(split, place, differing, Path(folder))
+        save_in_shards(split, place, states, Path(folder + another * dist.get_rank()))
     return str(caught.value)
 
 
 def test_ranks_whose_optimizers_differ_are_told(ranks, tmp_path):
-    for sentence in ranks(4).run(save_differing, str(tmp_path)):
+    for sentence in ranks(4).run(refused, str(tmp_path), 1, differing):
         assert "the ranks' optimizers differ; the last saved checkpoint is whole" in sentence
 
 
-def save_badly(folder: str) -> str:
-    split, place = model(2)
-    if dist.get_rank() == 1:
-        folder += "-elsewhere"  # a disk of its own, where rank 0 has made no folder
-    with pytest.raises(ValueError) as caught:
-        save_in_shards(split, place, states, Path(folder))
-    return str(caught.value)
-
-
 def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
-    said = ranks(2).run(save_badly, str(tmp_path / "a"))
+    # A disk of its own, where rank 0 has made no folder.
+    said = ranks(2).run(refused, str(tmp_path / "a"), 2, states, "-elsewhere")
     for sentence in said:
         assert sentence.startswith("rank 1 could not write its experts to ")
         assert "No such file" in sentence
@@ -155,16 +149,9 @@ def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
     assert not list((tmp_path / "a").glob("*.pt"))
 
 
-def begin_badly(folder: str) -> str:
-    split, place = model(2)
-    with pytest.raises(ValueError) as caught:
-        save_in_shards(split, place, states, Path(folder))
-    return str(caught.value)
-
-
 def test_a_first_rank_that_can_not_begin_is_heard_by_all(ranks, tmp_path):
     (tmp_path / "experts").write_text("a file where the folder should be")
-    for sentence in ranks(2).run(begin_badly, str(tmp_path)):
+    for sentence in ranks(2).run(refused, str(tmp_path), 2, states):
         assert sentence.startswith("rank 0 could not prepare or commit the folder of shards")
 
 

@@ -1,10 +1,9 @@
-"""ZeRO and offload in the core: shards train as whole parameters do, and hold the bytes of the formula.
+"""ZeRO and offload in the core: partitions train as whole parameters do, and hold the bytes of the formula.
 
 Covered: fp64 trainings of experts and dense layers against one rank, stages 0 to 2, with and without
-offload, experts over all ranks, with replicas, on each, in slices; who owns which element, uneven and tiny
-sizes; one order of buckets, unused parameters, several backwards, a gradient in parts, an optimizer built
-anew; gradients scaled in fp16, fp32 masters of bf16; NaN on one rank; counts that an optimizer keeps for
-all; state whole, cut, and read from a file of any run; bytes of weights, gradients and state.
+offload, experts over all ranks, with replicas, on each, in slices; gradients scaled in fp16, fp32 masters
+of bf16; counts that an optimizer keeps for all; state whole, cut, and read from a file of any run; bytes
+of weights, gradients and state.
 """
 
 import functools
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from training import (
     CLIP_NORM,
     OPTIMIZERS,
@@ -26,20 +24,20 @@ from training import (
     place_in_world,
     train,
 )
+from uneven import backward, gradient_of, some_parameters
 
 from fairseq_tutel import make_topology
-from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled, reduce_expert_gradients
+from fairseq_tutel.comm.gradients import mark_expert, reduce_expert_gradients
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.planning.memory import Held, held_bytes, partition_length
+from fairseq_tutel.planning.memory import Held, held_bytes
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import Share, own_elements, partitions_of
 from fairseq_tutel.zero.state import MASTER, ZeroState
 
 UPDATES = 8
 
 
-def train_in_shards(training, stage, offload):
-    """Train as `train` does, with an optimizer of shards; return its losses, norms and weights."""
+def train_in_partitions(training, stage, offload):
+    """Train as `train` does, with an optimizer of partitions; return its losses, norms and weights."""
     world, _ = place_in_world()
     place = training.topology()
     model = Model(training, place)
@@ -94,168 +92,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "world_size", "stage", "offload"), CASES)
-def test_shards_train_as_one_rank_does(ranks, name, world_size, stage, offload):
+def test_partitions_train_as_one_rank_does(ranks, name, world_size, stage, offload):
     training = TRAININGS[name]
     expected = on_one_rank(training)
     arguments = (training, stage, offload)
     if world_size == 1:
-        results = [train_in_shards(*arguments)]
+        results = [train_in_partitions(*arguments)]
     else:
-        results = ranks(world_size).run(train_in_shards, *arguments)
+        results = ranks(world_size).run(train_in_partitions, *arguments)
     for key, tensor in expected.items():
         close = {"rtol": 1e-10, "atol": 1e-10, "msg": f"{key}"}
         torch.testing.assert_close(results[0][key], tensor, **close)
     for other in results[1:]:
         assert torch.equal(other["norms"], results[0]["norms"])  # the same bits
-
-
-def some_parameters(dtype=torch.float64):
-    """Parameters of sizes that no number of ranks divides, and of some that two or four do."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(5, 7), (), (3,), (8,), (1, 1), (4, 2, 3), (0,), (13,)]
-    made = [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for shape in shapes
-    ]
-    for parameter in made[4:6]:
-        mark_expert(parameter)
-    return made
-
-
-@pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_element_has_one_owner(numel, size):
-    flat = torch.arange(numel)
-    owned = [own_elements(flat, Share(size, index)) for index in range(size)]
-    assert torch.cat(owned).tolist() == flat.tolist()
-    assert all(len(own) <= partition_length(numel, size) for own in owned)
-    assert partition_length(numel, size) * size - numel < size
-
-
-@pytest.mark.parametrize(("dtype", "offload"), [
-    (torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.float16, True),
-])  # fmt: skip
-def test_a_shard_is_a_view_or_a_wide_copy(dtype, offload):
-    parameters = some_parameters(dtype)
-    place = Topology(world_size=4, rank=1, expert_parallel_size=2)
-    partitions, _ = partitions_of(parameters, place, offload=offload)
-    for parameter, partition in zip(parameters, partitions, strict=True):
-        own = own_elements(parameter.data, partition.share)
-        assert partition.own.dtype == torch.float32
-        assert torch.equal(partition.own.data, own.float())
-        shared = partition.own.data.untyped_storage().data_ptr() == parameter.data_ptr()
-        assert shared == (dtype == torch.float32 and not offload) or parameter.numel() == 0
-
-
-def test_buckets_hold_parameters_of_one_kind_and_size():
-    parameters = some_parameters()
-    place = Topology(world_size=4, rank=3, expert_parallel_size=2)
-    partitions, buckets = partitions_of(parameters, place, bucket_bytes=100)
-    in_buckets = [partition for bucket in buckets for partition in bucket.partitions]
-    assert len(in_buckets) == len(partitions) == len(parameters)
-    assert {id(partition) for partition in in_buckets} == {
-        id(partition) for partition in partitions
-    }
-    assert len(buckets) > 3
-    for bucket in buckets:
-        assert {partition.share for partition in bucket.partitions} == {bucket.share}
-        sizes = [8 * partition.parameter.numel() for partition in bucket.partitions]
-        assert len(sizes) == 1 or sum(sizes[:-1]) < 100
-    experts = [partition.share for partition in partitions[4:6]]
-    assert experts == [Share(2, 1, None, 4)] * 2
-    assert partitions[0].share == Share(4, 3, None, 4)
-
-
-@pytest.mark.parametrize(
-    ("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)]
-)
-def test_large_groups_have_larger_buckets(world, times):
-    parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
-    _, buckets = partitions_of(parameters, Topology(world_size=world), bucket_bytes=400)
-    assert {len(bucket.partitions) for bucket in buckets} == {4 * times}
-
-
-def gradient_of(parameter, number, rank):
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
-        parameter.dtype
-    )
-
-
-def backward(parameters, rank, skipped=(), turn=0):
-    """Run a backward that gives every parameter but the skipped ones the gradient of its number."""
-    numbers = [i for i in range(len(parameters)) if i not in skipped]
-    # Another order on another rank.
-    numbers = numbers[turn:] + numbers[:turn]
-    loss = sum((parameters[i] * gradient_of(parameters[i], i, rank)).sum() for i in numbers)
-    loss.backward()
-
-
-def reduced_gradients(stage, parallel, backwards, skip):
-    """Return this rank's reduced gradients, flat, of backwards in which ranks skip parameters."""
-    rank, place = dist.get_rank(), make_topology([4], parallel)
-    parameters = some_parameters()
-    mark_root_scaled(parameters[5])
-    zero = ZeroState(parameters, place, stage, bucket_bytes=100)
-    for update in range(2):  # the second as if there had been no first
-        zero.zero_grad()
-        for _ in range(backwards):
-            backward(parameters, rank, [(skip * rank) % 8] if skip else [], turn=rank)
-            zero.finish_backward()
-        zero.reduce()
-        zero.reduce()  # a criterion with parameters is reduced too: by then all is done
-        norm = zero.norm()
-        if update == 1:
-            assert all(p.grad is None for p, q in zip(parameters, zero.partitions, strict=True)
-                       if q.share.size > 1)  # fmt: skip
-    found = {}
-    for bucket in zero.buckets:
-        for partition, grad in zip(bucket.partitions, bucket.gradients(), strict=True):
-            found[zero.partitions.index(partition)] = grad
-    return [found[i] for i in range(len(found))], float(norm)
-
-
-@pytest.mark.parametrize(("stage", "parallel", "backwards", "skip"), [
-    (1, 2, 1, 0), (2, 2, 1, 0), (2, 2, 3, 3), (1, 2, 3, 3), (2, 4, 2, 5), (2, 1, 2, 1),
-])  # fmt: skip
-def test_a_reduced_gradient_is_the_average_on_its_owner(ranks, stage, parallel, backwards, skip):
-    """Whatever parameters a rank did not use, in whatever order it used the others."""
-    got = ranks(4).run(reduced_gradients, stage, parallel, backwards, skip)
-    square = 0.0
-    for number, parameter in enumerate(some_parameters()):
-        for rank in range(4):
-            expert = number in (4, 5)
-            of = [r for r in range(4) if not expert or r % parallel == rank % parallel]
-            total = torch.zeros(parameter.shape, dtype=torch.float64)
-            for r in of:
-                used = not skip or (skip * r) % 8 != number
-                total += backwards * used * gradient_of(parameter, number, r)
-            average = total / (2 if number == 5 else 4)  # one is divided by the root
-            share = Share(len(of), of.index(rank))
-            expected = own_elements(average.contiguous(), share)
-            square += float(expected.square().sum())
-            torch.testing.assert_close(got[rank][0][number], expected, rtol=1e-12, atol=1e-12)
-    norms = [norm for _, norm in got]
-    assert len(set(norms)) == 1
-    assert norms[0] == pytest.approx(math.sqrt(square), rel=1e-12)
-
-
-def poisoned_norm(stage, value):
-    place = make_topology([4], 2)
-    parameters = some_parameters()
-    zero = ZeroState(parameters, place, stage, bucket_bytes=100)
-    backward(parameters, dist.get_rank())
-    if dist.get_rank() == 1:
-        (parameters[4] * value).sum().backward()
-    zero.finish_backward()
-    zero.reduce()
-    return float(zero.clip(1.0))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_gradient_on_one_rank_reaches_all(ranks, value):
-    for norm in ranks(4).run(poisoned_norm, 1, value):
-        assert not math.isfinite(norm)
 
 
 def adam(parameters):
@@ -321,39 +170,6 @@ def test_half_weights_follow_fp32_masters_whatever_the_scale_of_gradients(
     alone = train_half(dtype, 1, offload, scale)
     for found, wanted in zip(alone, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.01, atol=1e-4)
-
-
-def test_an_optimizer_built_anew_takes_over():
-    """fairseq builds a second one when it loads a checkpoint; the first must not take gradients away."""
-    place = Topology(world_size=2, rank=0, expert_parallel_size=1)
-    parameters = some_parameters()[:1]
-    first, second = (ZeroState(parameters, place, 2) for _ in range(2))
-    for zero in (first, second):
-        zero.reducer._send = lambda zero=zero: setattr(zero.reducer, "sent", 1)
-    parameters[0].sum().backward()
-    assert (first.reducer.sent, second.reducer.sent) == (0, 1)
-
-
-def shared_by_two_checkpoints():
-    place = make_topology([4], 1)
-    parameter = nn.Parameter(torch.ones(4))
-    zero = ZeroState([parameter], place, 2)
-    x = torch.ones(4, requires_grad=True)
-    for _ in range(2):
-        x = checkpoint(lambda x: x * parameter, x, use_reentrant=True)
-    message = ""
-    try:
-        x.sum().backward()
-    except RuntimeError as error:
-        message = str(error)
-    zero.finish_backward()  # what was sent is to be received
-    return message
-
-
-def test_a_gradient_that_comes_in_parts_is_refused(ranks):
-    for message in ranks(2).run(shared_by_two_checkpoints):
-        assert "of shape (4,) gets its gradient in several parts" in message
-        assert "give --moe-zero-stage 1" in message
 
 
 class Counting(torch.optim.SGD):

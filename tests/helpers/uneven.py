@@ -1,0 +1,35 @@
+"""Parameters of uneven sizes, experts among them, and gradients for them by number and rank."""
+
+import torch
+from torch import nn
+
+from fairseq_tutel.comm.gradients import mark_expert
+
+
+def some_parameters(dtype=torch.float64):
+    """Parameters of sizes that no number of ranks divides, and of some that two or four do."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(5, 7), (), (3,), (8,), (1, 1), (4, 2, 3), (0,), (13,)]
+    made = [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in shapes
+    ]
+    for parameter in made[4:6]:
+        mark_expert(parameter)
+    return made
+
+
+def gradient_of(parameter, number, rank):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+        parameter.dtype
+    )
+
+
+def backward(parameters, rank, skipped=(), turn=0):
+    """Run a backward that gives every parameter but the skipped ones the gradient of its number."""
+    numbers = [i for i in range(len(parameters)) if i not in skipped]
+    # Another order on another rank.
+    numbers = numbers[turn:] + numbers[:turn]
+    loss = sum((parameters[i] * gradient_of(parameters[i], i, rank)).sum() for i in numbers)
+    loss.backward()
