@@ -57,7 +57,7 @@ def gather_to_first(
     step = max(1, GATHERED_BYTES // (size * tensor.element_size()))
     for begin in range(0, len(flat), step):
         run = flat[begin : begin + step]
-        parts = collectives.gather_to_first(run, "the gathering of experts on rank 0", group)
+        parts = collectives.gather(run, "the gathering of experts on rank 0", group)
         if whole is not None and parts is not None:
             for own, part in zip(whole.view(size, -1), parts, strict=True):
                 own[begin : begin + step] = part

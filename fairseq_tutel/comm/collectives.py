@@ -82,7 +82,7 @@ def start_reduce_scatter(
         return Started(work, operation, group)
 
 
-def gather_to_first(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
+def gather(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
     """Return every rank's tensor on rank 0 of the job, which is in the group; None on the others."""
     number = world.size() if group is None else dist.get_world_size(group)
     parts = list(own.new_empty(number, *own.shape)) if world.rank() == 0 else None
