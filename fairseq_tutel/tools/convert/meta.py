@@ -15,26 +15,20 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.tools.arguments import add_files, output_path, refuse_output
-from fairseq_tutel.tools.convert import meta_names
-from fairseq_tutel.tools.convert.fairseq_names import OPTIMIZERS, rename_to_ours, rename_to_stock
+from fairseq_tutel.tools.convert import meta_names, optimizer_state
 from fairseq_tutel.tools.convert.files import load, write, write_all
 from fairseq_tutel.tools.convert.meta_names import GATE, OUR_FC1, OUR_GATE, STOCK, Row, numbers
-from fairseq_tutel.tools.convert.optimizer_state import (
-    SHARED,
-    InexactError,
-    State,
-    apart,
-    checked,
-    one_group,
-    stacked,
-)
+from fairseq_tutel.tools.convert.optimizer_state import SHARED, InexactError, State
 from fairseq_tutel.tools.convert.options import (
+    OPTIMIZERS,
     RUN_OPTIONS,
     drop,
     model_options,
     name_of,
     options_of,
     rename,
+    rename_to_ours,
+    rename_to_stock,
 )
 from fairseq_tutel.zero.state import MASTER
 
@@ -50,9 +44,8 @@ def add_to(kinds: Any) -> None:
     parser = kinds.add_parser(
         "meta",
         help="from Meta's moe branch of fairseq",
-        description="Write a checkpoint of Meta's moe branch of fairseq as one of ours: language models "
-        "(transformer_lm…) and encoder-decoders (transformer…). Weights and moments stay as they are, "
-        "bit for bit; the options become those that compute the same here.",
+        description="Write a checkpoint of Meta's moe branch of fairseq, of a transformer_lm… or "
+        "transformer…, as one of ours that computes the same. Weights and moments stay, bit for bit.",
     )
     files = "checkpoint_best-shared.pt and checkpoint_best-rank-0.pt, …"
     add_files(parser, f"checkpoint_best.pt or checkpoint_best, for {files}")
@@ -60,9 +53,8 @@ def add_to(kinds: Any) -> None:
     parser = kinds.add_parser(
         "to-meta",
         help="to Meta's moe branch of fairseq",
-        description="Write a checkpoint of ours as one of Meta's moe branch of fairseq: language models "
-        "and encoder-decoders whose layers Meta's can compute, with a linear gate, top-1 or top-2, and "
-        "ffn experts. Weights and moments stay as they are, bit for bit.",
+        description="Write a checkpoint of ours, with a linear gate, top-1 or top-2 and ffn experts, as "
+        "one of Meta's moe branch of fairseq. Weights and moments stay, bit for bit.",
     )
     add_files(parser, "a checkpoint of ours", f"checkpoint_best for {files}", "PREFIX")
     ranks = "ranks that Meta's branch is to run on: a divisor or a multiple of the experts"
@@ -260,13 +252,16 @@ def _our_optimizer(files: Files, rows: list[Row], sources: list[list[Row]]) -> S
     if not all(isinstance(part, dict) and "state" in part for part in saved):
         raise InexactError("it is not in all files")
     number = numbers(rows, files.states[SHARED]["model"])
-    group = one_group(saved[SHARED], len(number))
+    group = optimizer_state.one_group(saved[SHARED], len(number))
     moments, ours = {}, [own for own in sources if own[0].theirs in number]
     for i, own in enumerate(ours):
         states = [saved[row.file]["state"].get(number[row.theirs], {}) for row in own]
-        whole, shape = own[0].expert is None, files.weight(own[0]).shape
-        if found := checked(states[0], shape) if whole else stacked(states, shape):
-            moments[i] = found
+        shape = files.weight(own[0]).shape
+        if own[0].expert is None:
+            found = optimizer_state.checked(states[0], shape)
+        else:
+            found = optimizer_state.stacked(states, shape)
+        moments.update({i: found} if found else {})
     # The first rank's has the loss scale, too, of a training in fp16.
     groups = [{**group, "params": list(range(len(ours)))}]
     return {**saved[0], "state": moments, "param_groups": groups}
@@ -340,8 +335,7 @@ def _translate(state: State, ranks: int) -> list[str]:
         name = str(entry.get("optimizer_name")).removeprefix("MoE")
         if name in OPTIMIZERS.values():
             entry["optimizer_name"] = name
-    distributed = options_of(state, "distributed_training")
-    if "distributed_world_size" in distributed:
+    if "distributed_world_size" in (distributed := options_of(state, "distributed_training")):
         distributed["distributed_world_size"] = ranks
     iterator = (state.get("extra_state") or {}).get("train_iterator")
     if isinstance(iterator, dict) and "global_batches" in iterator:
@@ -381,7 +375,7 @@ def _files_of(
     try:
         if not isinstance(saved, dict) or "state" not in saved:
             raise InexactError("there is none")
-        group = {**one_group(saved, len(ours)), "params": list(range(len(number)))}
+        group = {**optimizer_state.one_group(saved, len(ours)), "params": list(range(len(number)))}
         moments_of = {name: saved["state"].get(i, {}) for i, name in enumerate(ours)}
     except InexactError as reason:
         saved = None
@@ -397,7 +391,7 @@ def _files_of(
             # Meta's files have the half weights alone.
             own = {k: v for k, v in moments_of.get(row.ours, {}).items() if k != MASTER}
             if own:
-                own = own if expert is None else apart(own, expert, tensor.shape)
+                own = own if expert is None else optimizer_state.apart(own, expert, tensor.shape)
                 moments[number[row.theirs]] = own
         part = {**state, "model": weights}
         if saved:

@@ -7,26 +7,17 @@ E experts, W ranks.
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import flag_of, plain
 from fairseq_tutel.tools.convert.optimizer_state import SHARED, trained
-from fairseq_tutel.tools.convert.options import (
-    RUN_OPTIONS,
-    Options,
-    our_defaults,
-    refuse,
-    refuse_what_only_ours_compute,
-    top_k_of,
-)
-
-WHOSE = "Meta's"
+from fairseq_tutel.tools.convert.options import Options, our_defaults
 
 # Ours within a layer's fc1 -> Meta's within its moe_layer, in the order of both; {} is a local number.
-OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
-OUR_FC1 = ".fc1.experts.fc1_weight"
+OUR_GATE, OUR_FC1, GATE = ".fc1.gate.weight", ".fc1.experts.fc1_weight", ".moe_layer.gate.wg.weight"
 EXPERTS = {
     f".fc1.experts.{part}_{kind}": f".moe_layer.experts.{{}}.{part}.{kind}"
     for part in ("fc1", "fc2")
@@ -93,6 +84,13 @@ def numbers(rows: list[Row], shared: dict[str, Tensor]) -> dict[str, int]:
     return {name: i for i, name in enumerate(trained(names, shared.__getitem__))}
 
 
+def _refuse(option: str, value: Any) -> NoReturn:
+    raise ValueError(
+        f"the model was trained with {option} {value}, which Meta's layer has no counterpart of; convert "
+        "a model without it."
+    )
+
+
 def _eval_fraction(ours: Options) -> float:
     """Return Meta's fraction for our evaluation; 1 drops nothing, since no expert gets a token twice.
 
@@ -105,17 +103,17 @@ def _eval_fraction(ours: Options) -> float:
     key = "moe_capacity_factor" if fraction < 0 else "moe_eval_capacity_factor"
     factor = abs(float(ours[key]))
     if factor not in (0, 1):
-        refuse(f"{flag_of(key)}, which its evaluation goes by,", ours[key], WHOSE)
+        _refuse(f"{flag_of(key)}, which its evaluation goes by,", ours[key])
     return 1.0 if factor == 0 else -1.0
 
 
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
 # Option of both -> Meta's default, what Meta's value is here, and Meta's value from all of ours.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Options], Any]]] = {
-    "moe_top1_expert": (False, bool, lambda o: top_k_of(o) == 1),
+    "moe_top1_expert": (False, bool, lambda o: o["moe_top_k"] == 1),
     "moe_gating_use_fp32": (False, bool, lambda o: not o["no_moe_gating_use_fp32"]),
     BEFORE: (False, bool, lambda o: o["moe_normalize_gate"] == "before"),
-    BPR: (False, bool, lambda o: top_k_of(o) == 2 and (o[BPR] or o["moe_drop_policy"] == "bpr")),
+    BPR: (False, bool, lambda o: o["moe_top_k"] == 2 and (o[BPR] or o["moe_drop_policy"] == "bpr")),
     "moe_second_expert_policy": ("sampling", str, lambda o: o["moe_second_expert_policy"]),
     # Meta's capacity is as in training where the fraction is 0 or below; ours then has none at 0.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0, _eval_fraction),
@@ -159,10 +157,6 @@ LEFT_OUT = {
     "dummy_a2a": "rows are always exchanged here",
     "moe_eval_capacity_max_seqlen": "the evaluation capacity counts the tokens that there are",
 }
-# An encoder-decoder's options hold those of its criterion and task too.
-OF_OTHER_PARTS = (
-    "moe_gate_loss_wt", "moe_gate_loss_combine_method", "moe_gate_loss_transform", "moe_cmr_xgpu",
-)  # fmt: skip
 # Options of stock fairseq that Meta's loader refuses by their names, even where they are off.
 NOT_META_S = (
     "scale_fc", "scale_attn", "scale_heads", "scale_resids", "decoder_xformers_att_config",
@@ -218,7 +212,12 @@ def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
             f"{given} became --moe-routed-scaling-factor {scale:g}, which evaluates the same; a training "
             "from here masks no outputs."
         )
-    known = {*our_defaults(), *RUN_OPTIONS, *REFUSED, *OF_OTHER_PARTS}
+    # An encoder-decoder's options hold those of its criterion and task too.
+    parts = ("model", "task", "criterion")
+    known = {option.key for part in parts for option in options_of(part)} | {
+        *REFUSED,
+        "moe_cmr_xgpu",
+    }
     notes += [
         f"{flag_of(key)} {value} is not known here; it is left in the file and has no effect."
         for key, value in options.items()
@@ -266,8 +265,10 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         ValueError: an option without which the model would compute something else.
     """
     ours = {key: plain(value) for key, value in {**our_defaults(), **options}.items()}
-    refuse_what_only_ours_compute(ours, WHOSE)
-    top_k = top_k_of(ours)
+    for option in options_of("model"):
+        if option.common is not None and not option.common(ours[option.key]):
+            _refuse(option.flag, ours[option.key])
+    top_k = ours["moe_top_k"] = 1 if ours["moe_top1_expert"] else int(ours["moe_top_k"])
     counts = set(str(ours["moe_expert_count"]).split(","))
     translates, freq = "encoder_layers" in options, int(ours["moe_freq"])
     own = {f"{side}_moe_freq": int(ours[f"{side}_moe_freq"]) for side in ("encoder", "decoder")}
@@ -280,10 +281,10 @@ def to_meta(options: Options, hidden_dims: dict[str, int]) -> list[str]:
         **{key: value == 0 for key, value in own.items()},
     }
     for key in (key for key, lacks in lacking.items() if lacks):
-        refuse(flag_of(key), ours[key], WHOSE)
+        _refuse(flag_of(key), ours[key])
     for side, dim in hidden_dims.items():
         if options.get(f"{side}_ffn_embed_dim") != dim:
-            refuse("--moe-expert-ffn-dim", dim, WHOSE)
+            _refuse("--moe-expert-ffn-dim", dim)
     meta = {key: there(ours) for key, (_, _, there) in OPTIONS.items()}
     meta |= {"moe_expert_count": int(counts.pop()), "use_moe_pad_mask": True}
     # Meta takes the larger of a side's frequency and the common one.

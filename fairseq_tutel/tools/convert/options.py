@@ -1,4 +1,4 @@
-"""What a fairseq checkpoint says of the training that wrote it: names, options, and which are ours alone.
+"""What a fairseq checkpoint says of the training that wrote it: names, and their twins here, and options.
 
 They stand in `cfg`, one part for each of model, task, criterion and optimizer, or, in older files, all
 together in `args`; the options of an encoder-decoder are a flat copy of everything within `cfg`.
@@ -9,7 +9,6 @@ from collections.abc import Collection
 from typing import Any
 
 from fairseq_tutel.moe import config
-from fairseq_tutel.moe.options import plain
 
 Options = dict[str, Any]
 
@@ -23,6 +22,32 @@ RUN_OPTIONS = [
     for option in config.options_of(part)
     if not option.metas
 ]
+# Of stock fairseq, what has a twin here that converters know.
+ENCODER_DECODERS = (
+    "transformer",
+    "transformer_tiny",
+    "transformer_iwslt_de_en",
+    "transformer_wmt_en_de",
+    "transformer_vaswani_wmt_en_de_big",
+    "transformer_vaswani_wmt_en_fr_big",
+    "transformer_wmt_en_de_big",
+    "transformer_wmt_en_de_big_t2t",
+)
+TASKS = {
+    "language_modeling": "moe_language_modeling",
+    # Meta's own, which read the same kind of model; stock fairseq has them not, or not alike.
+    "streaming_language_modeling": "moe_language_modeling",
+    "multilingual_language_modeling": "moe_language_modeling",
+    "translation": "moe_translation",
+}
+OPTIMIZERS = {
+    "adam": "FairseqAdam",
+    "sgd": "SGD",
+    "nag": "FairseqNAG",
+    "adagrad": "Adagrad",
+    "adadelta": "Adadelta",
+    "adamax": "FairseqAdamax",
+}
 
 
 def model_options(state: dict[str, Any]) -> dict[str, Any]:
@@ -86,28 +111,43 @@ def our_defaults() -> Options:
     return {option.key: option.default for option in config.options_of("model")}
 
 
-def top_k_of(ours: Options) -> int:
-    """Return K of a model of ours, all of whose options are given."""
-    return 1 if ours["moe_top1_expert"] else int(ours["moe_top_k"])
+def is_language_model(arch: str) -> bool:
+    """Return whether an architecture, stock or ours, has a decoder alone."""
+    return arch.removeprefix("moe_").startswith("transformer_lm")
 
 
-def refuse(option: str, value: Any, layer: str) -> None:
-    """Refuse a model that another system cannot compute.
+def rename_to_ours(state: dict[str, Any], option: str) -> None:
+    """Give the architecture and task of a checkpoint our names.
 
     Args:
-        option: that it was trained with.
-        value: of it.
-        layer: whose layer has no counterpart: Meta's, Tutel's.
+        state: the checkpoint.
+        option: of the command line that names it.
+
+    Raises:
+        ValueError: the architecture has no twin that these tools know.
     """
-    raise ValueError(
-        f"the model was trained with {option} {value}, which {layer} layer has no counterpart of; convert "
-        "a model without it."
-    )
+    arch, task = name_of(state, "model"), name_of(state, "task")
+    if not is_language_model(arch) and arch not in ENCODER_DECODERS:
+        raise ValueError(
+            f"{option} has the architecture {arch or 'without a name'}, which has no twin here; there are "
+            f"transformer_lm…, {', '.join(ENCODER_DECODERS)}."
+        )
+    rename(state, "model", f"moe_{arch}")
+    rename(state, "task", TASKS.get(task, task))
 
 
-def refuse_what_only_ours_compute(ours: Options, layer: str) -> None:
-    """Refuse options without which a model would compute something else, in evaluation too."""
-    for option in config.options_of("model"):
-        value = plain(ours[option.key])
-        if option.common is not None and not option.common(value):
-            refuse(option.flag, value, layer)
+def rename_to_stock(state: dict[str, Any]) -> None:
+    """Give the architecture and task of a checkpoint of ours the names of stock fairseq.
+
+    Raises:
+        ValueError: Meta's branch of it has no such architecture.
+    """
+    arch, task = name_of(state, "model").removeprefix("moe_"), name_of(state, "task")
+    if not is_language_model(arch) and arch not in ENCODER_DECODERS:
+        raise ValueError(
+            f"--input has the architecture {arch or 'without a name'}, and Meta's branch has experts in "
+            "transformer_lm… and transformer… alone; give a checkpoint of such a model."
+        )
+    rename(state, "model", arch)
+    stock = {ours: theirs for theirs, ours in reversed(TASKS.items())}
+    rename(state, "task", stock.get(task, task))

@@ -8,8 +8,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from fairseq_tutel.tools.convert.fairseq_names import is_language_model, rename_to_ours
-from fairseq_tutel.tools.convert.options import model_options, name_of
+from fairseq_tutel.tools.convert.options import (
+    is_language_model,
+    model_options,
+    name_of,
+    rename_to_ours,
+)
 
 OPTIMIZER = "last_optimizer_state"
 FIXED = {
