@@ -1,25 +1,15 @@
 """Kernels of the walk, each op in plain torch (`reference`) and, where it exists, in Triton.
 
-`OPS` pairs them by name; both have the same signature. `backend_for` says which is used, and why; the
-experts' products may also be torch's own grouped_mm.
+`OPS` pairs them by name; both have the same signature. `backend_for` says which is used, and why.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.kernels.ffn_by_products import by_products
 
-PRODUCTS = (
-    "grouped_linear",
-    "grouped_weight_grad",
-    "ffn_up",
-    "ffn_down_backward",
-    "ffn_up_backward",
-)
 OPS = (
     "gather_rows",
     "gather_sum",
@@ -29,7 +19,11 @@ OPS = (
     "assign_slots",
     "assign_slots_by",
     "stride_copy",
-    *PRODUCTS,
+    "grouped_linear",
+    "grouped_weight_grad",
+    "ffn_up",
+    "ffn_down_backward",
+    "ffn_up_backward",
 )
 
 
@@ -37,17 +31,10 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
     """Return (backend, reason) for a choice of --moe-backend on this device.
 
     Raises:
-        ValueError: "triton" or "grouped_mm" was asked for where it cannot run.
+        ValueError: "triton" was asked for where it cannot run.
     """
     if requested == "reference":
         return "reference", "asked for"
-    if requested == "grouped_mm" and not hasattr(torch.nn.functional, "grouped_mm"):
-        raise ValueError(
-            f"backend (--moe-backend) is 'grouped_mm' but torch {torch.__version__} has no "
-            "torch.nn.functional.grouped_mm; install a newer torch or choose auto."
-        )
-    if requested == "grouped_mm":
-        return "grouped_mm", "asked for"
     if requested == "auto" and device.type != "cuda":
         return "reference", f"tensors on {device.type}"
     lacking = _lacks_triton()
@@ -79,27 +66,10 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
     backend, _ = backend_for(requested, device)
     if backend == "reference":
         return reference
-    if backend == "grouped_mm":
-        return _with_grouped_mm(backend_for("auto", device)[0])
     from fairseq_tutel.kernels import triton_ops
 
     is_wide = dtype == torch.float64 and not interpreted()
     return triton_ops.IN_FP64 if is_wide else triton_ops.BY_PRODUCTS
-
-
-@functools.cache
-def _with_grouped_mm(others: str) -> Any:
-    """Return torch's products among the other ops of a backend."""
-    from fairseq_tutel.kernels import grouped_mm
-
-    source: Any = reference
-    if others == "triton":
-        from fairseq_tutel.kernels import triton_ops as source
-    return by_products({**_of(source, OPS), **_of(grouped_mm, PRODUCTS)})
-
-
-def _of(source: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in names}
 
 
 @functools.cache

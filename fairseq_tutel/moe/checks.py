@@ -26,17 +26,6 @@ def refuse_contradictions(config: Any, label: Label) -> None:
     _check_capacity(config, label)
     _check_choosers(config, label)
     _check_losses(config, label)
-    _check_grouped_mm(config, label)
-
-
-def _check_grouped_mm(config: Any, label: Label) -> None:
-    for name in ("model_dim", "hidden_dim") if config.backend == "grouped_mm" else ():
-        width = getattr(config, name)
-        require(
-            width % 4 == 0,
-            f"{label(name)} is {width}, but --moe-backend grouped_mm takes rows of whole 16 bytes; give a "
-            "multiple of 8, in fp32 of 4, or choose --moe-backend auto.",
-        )
 
 
 def _check_counts(config: Any, label: Label) -> None:

@@ -331,8 +331,8 @@ class MoEConfig:
     backend: str = kernels(
         "auto",
         "kernels of routing, dispatch, experts and combine: auto takes triton on a GPU where it is "
-        "installed, else the plain torch reference; grouped_mm is auto with torch's products of experts",
-        choices=("auto", "reference", "triton", "grouped_mm"),
+        "installed, else the plain torch reference",
+        choices=("auto", "reference", "triton"),
     )
     recompute_experts: bool = memory(
         False,

@@ -93,6 +93,13 @@ def refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any] |
                 )
 
 
+def forget_retired(state: Any) -> None:
+    """Let auto stand for torch's grouped_mm, a backend of older versions: it is no part of the model."""
+    task = (state.get("cfg") or {}).get("task")
+    if task and str(task.get("moe_backend")) == "grouped_mm":
+        task["moe_backend"] = "auto"
+
+
 def _is_at_hand(name: str) -> bool:
     """Whether a class's module is imported already, or stands in the --user-dir."""
     module = name.rpartition(".")[0]
@@ -123,6 +130,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         if is_for_use:
             refuse_unknown_classes(state, path, arg_overrides)
             mark_as_opened(state)
+            forget_retired(state)
         bind(state, Path(path))
         return state
 

@@ -3,8 +3,7 @@
 Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
 expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd. Covered pairwise: capacity and
 dropless, P = W and P < W, top-1, 2 and 4, activation checkpointing, ragged and padded exchange,
-padding (translation), moe_adam; gates, choices, losses and experts beside experts; recomputed experts and
-torch's grouped products.
+padding (translation), moe_adam; gates, choices, losses and experts beside experts; recomputed experts.
 """
 
 import pytest
@@ -22,7 +21,7 @@ CASES = {
     "top4-replicas": ("lm", *SGD, "--moe-top-k", 4, "--moe-expert-parallel-size", 2),
     "padded-capacity-replicas-checkpointed": (
         "lm", *SGD, "--moe-exchange", "padded", "--moe-capacity-factor", 1.0, "--moe-expert-count", 6,
-        "--checkpoint-activations", "--moe-backend", "grouped_mm",
+        "--checkpoint-activations",
     ),
     "translation-glu-capacity": (
         "mt", *SGD, "--moe-expert-type", "glu", "--moe-capacity-factor", -0.7,

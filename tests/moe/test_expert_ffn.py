@@ -2,7 +2,7 @@
 
 Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 1 to E, one token, none,
 empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
-tail; torch's grouped_mm; both forms of the node (expert by expert, product by product); hidden layers that
+tail; both forms of the node (expert by expert, product by product); hidden layers that
 are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula; no
 tensor of the size of a mask over tokens, experts and places.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_tutel import MoEConfig, MoELayer, kernels
+from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.ffn_by_products import by_products
 from fairseq_tutel.kernels.groups import Groups
@@ -131,107 +131,6 @@ def test_a_tail_of_rows_is_nobody_s():
     out.sum().backward()
     assert torch.equal(rows.grad[6:], torch.zeros(3, 6))
     assert rows.grad[:6].abs().sum() > 0
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(
-    "options",
-    (
-        {"activation": "gelu", "capacity_factor": 0.5},
-        {"expert_type": "glu", "expert_bias": False, "top_k": 1},
-        {"expert_type": "glu", "recompute_experts": True},
-        {"activation": "tanh", "hidden_layer_norm": True},
-    ),
-    ids=str,
-)
-def test_torch_s_grouped_mm_gives_the_same(options, dtype):
-    options = {"model_dim": 8, "hidden_dim": 16, **options}
-    own, theirs = (
-        run(build(dtype, backend=backend, **options), pad=True)
-        for backend in ("reference", "grouped_mm")
-    )
-    for name, expected in own.items():
-        assert theirs[name].dtype == expected.dtype, name
-        close(theirs[name], expected, name)
-
-
-def test_grouped_mm_leaves_a_tail_alone():
-    experts = build(torch.float32, backend="grouped_mm", model_dim=8, hidden_dim=16).experts
-    rows = torch.randn(9, 8)
-    rows[6:] = 0
-    rows.requires_grad_()
-    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
-    out = experts(rows, groups)
-    assert torch.equal(out[6:], torch.zeros(3, 8))
-    out[:6].square().sum().backward()
-    grads = {name: p.grad.clone() for name, p in experts.named_parameters()}
-    experts.zero_grad()
-    experts(rows[:6].detach(), groups).square().sum().backward()
-    for name, parameter in experts.named_parameters():
-        close(parameter.grad, grads[name], name)
-
-
-def test_gradients_of_grouped_mm_have_nothing_of_a_tail():
-    from fairseq_tutel.kernels import grouped_mm
-
-    dout, rows, groups = (
-        torch.randn(9, 4),
-        torch.randn(9, 8),
-        Groups.of_tensor(torch.tensor([3, 4])),
-    )
-    expected = grouped_mm.grouped_weight_grad(dout[:7], rows[:7], groups, bias=True)
-    dout[7:] = float("nan")
-    for found, grad in zip(
-        grouped_mm.grouped_weight_grad(dout, rows, groups, bias=True), expected, strict=True
-    ):
-        close(found, grad, "gradient")
-    close(expected[1], torch.stack([dout[:3].sum(0), dout[3:7].sum(0)]), "bias")
-
-
-def test_an_expert_without_rows_has_gradient_0_whatever_grouped_mm_leaves_there(monkeypatch):
-    """Some GPUs' kernels write nothing for a group without rows."""
-    product = torch.nn.functional.grouped_mm
-
-    def lazy(a, b, *, offs):
-        out = product(a, b, offs=offs)
-        if b.dim() == 2:
-            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
-        return out
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lazy)
-    experts = build(torch.float32, backend="grouped_mm", model_dim=8, hidden_dim=16).experts
-    rows = torch.randn(6, 8)
-    experts(rows, Groups.of_tensor(torch.tensor([3, 0, 3, 0]))).square().sum().backward()
-    for name, parameter in experts.named_parameters():
-        assert torch.equal(parameter.grad[1::2], torch.zeros_like(parameter.grad[1::2])), name
-        assert parameter.grad[::2].abs().sum() > 0, name
-
-
-@pytest.mark.parametrize(
-    "dtype, dim, message",
-    [
-        (torch.float64, 8, "but no fp64; choose auto"),
-        (torch.bfloat16, 12, r"a row of 12 numbers in torch\.bfloat16.* is 24 bytes; give"),
-    ],
-)
-def test_what_grouped_mm_does_not_take_is_refused_by_a_sentence(dtype, dim, message):
-    layer = build(dtype, backend="grouped_mm", model_dim=dim, hidden_dim=16)
-    with pytest.raises(ValueError, match=message):
-        layer(torch.ones(3, dim, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_grouped_mm_can_be_compiled(dtype):
-    layer = build(dtype, backend="grouped_mm", model_dim=8, hidden_dim=16)
-    x = torch.randn(9, 8, dtype=dtype)
-    compiled = torch.compile(layer, backend="aot_eager")
-    close(compiled(x)[0], layer(x)[0], "y")
-
-
-def test_an_old_torch_without_grouped_mm_is_named(monkeypatch):
-    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
-    with pytest.raises(ValueError, match=r"has no torch\.nn\.functional\.grouped_mm; install"):
-        kernels.backend_for("grouped_mm", torch.device("cpu"))
 
 
 RECOMPUTED = (

@@ -105,8 +105,8 @@ def test_every_choice_of_every_option_is_run_again():
         item.name: {options.get(item.name, item.default) for options in OPTIONS} for item in items
     }
     for item in items:
-        if item.metadata.get("scope") != "system":
-            choices = (False, True) if item.type is bool else item.metadata.get("choices", ())
+        if item.metadata["option"].of != "task":
+            choices = (False, True) if item.type is bool else item.metadata["option"].choices
             assert set(choices) <= held[item.name], item.name
     assert sum(item.type is bool for item in items) > 5
     assert set(GATE_TYPES) <= held["gate_type"]
