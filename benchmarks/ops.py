@@ -6,7 +6,7 @@ A configuration is an op at a size. Outputs are compared with the reference in h
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,6 @@ from benchmarks.op_inputs import CALLS, QUICK, SIZES, Call, make_tensors
 from benchmarks.output import Report, Row
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.config import MoEConfig
 
 BASE = "reference"
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -56,16 +55,11 @@ def _measure(options: argparse.Namespace) -> int:
 
 def available(device: torch.device) -> tuple[dict[str, ModuleType], list[Row]]:
     """Return the backends that run here, the reference first, and a row for each that does not."""
-    (backend,) = (item for item in fields(MoEConfig) if item.name == "backend")
-    found, missing = {BASE: reference}, []
-    for name in backend.metadata["choices"]:
-        try:
-            # auto is one of the others.
-            if name not in (BASE, "auto"):
-                found[name] = kernels.ops(name, device)
-        except ValueError as error:
-            missing.append({"variant": name, "status": "skipped", "reason": str(error)})
-    return found, missing
+    try:
+        return {BASE: reference, "triton": kernels.ops("triton", device)}, []
+    except ValueError as error:
+        missing: Row = {"variant": "triton", "status": "skipped", "reason": str(error)}
+        return {BASE: reference}, [missing]
 
 
 def measured(
