@@ -53,11 +53,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Average what the command line names.
-
-    Raises:
-        ValueError: that cannot be done.
-    """
+    """Average what the command line names."""
     output = output_path(arguments.output)
     inputs = chosen_inputs(arguments)
     refuse_output(output, inputs, arguments.overwrite)

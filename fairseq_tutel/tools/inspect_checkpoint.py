@@ -56,11 +56,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what the file holds.
-
-    Raises:
-        ValueError: it cannot be read, or the log is not the model's.
-    """
+    """Print what the file holds."""
     path = Path(arguments.file)
     facts = _described(load_any(path, "FILE", only_look=True), path, arguments.log, arguments.check)
     if arguments.json:

@@ -71,11 +71,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plans that the command line asks for.
-
-    Raises:
-        ValueError: that cannot be done.
-    """
+    """Print the plans that the command line asks for."""
     for path, flag in ((arguments.json, "--json"), (arguments.plot, "--plot")):
         if path:
             refuse_output(path, flag=flag)

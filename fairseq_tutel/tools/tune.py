@@ -70,11 +70,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print.
-
-    Raises:
-        ValueError: that cannot be done.
-    """
+    """Measure and print."""
     machine, rows = _measured(arguments)
     if machine is None:  # another rank prints
         return

@@ -1,6 +1,5 @@
 """convert: write a checkpoint anew: from or to another system, or another kind of model."""
 
-import argparse
 from importlib import import_module
 from typing import Any
 
@@ -23,9 +22,4 @@ def add_to(tools: Any) -> None:
     )
     for kind in KINDS:
         import_module(f"fairseq_tutel.tools.convert.{kind}").add_to(kinds)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Convert what the command line names."""
-    arguments.convert(arguments)
+    parser.set_defaults(run=lambda arguments: arguments.convert(arguments))

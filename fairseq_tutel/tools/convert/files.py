@@ -30,12 +30,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def load(path: Path, flag: str) -> dict[str, Any]:
     """Open a fairseq checkpoint; its tensors stay in the file until they are read, but those in shards.
 
-    Args:
-        path: of the file.
-        flag: of the command line that names it.
-
     Raises:
-        ValueError: the file is missing, torn or no fairseq checkpoint, or its shards are.
+        ValueError: the file, or a shard, is missing or torn, or it is no fairseq checkpoint.
     """
     state = load_lazily(path, flag)
     unbind(state)

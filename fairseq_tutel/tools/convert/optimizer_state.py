@@ -74,11 +74,7 @@ def checked(state: State, shape: torch.Size) -> State:
 
 
 def stacked(states: Sequence[State], shape: torch.Size) -> State:
-    """Return the state of a parameter [E, …] from those of E experts.
-
-    Args:
-        states: of each expert.
-        shape: of one expert's parameter.
+    """Return the state of a parameter [E, …] from those of E experts, whose parameters have a shape.
 
     Raises:
         InexactError: they do not fit together.
@@ -105,13 +101,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def apart(state: State, expert: int, shape: torch.Size) -> State:
-    """Return the state of one expert from that of a parameter [E, …]; its tensors are copies.
-
-    Args:
-        state: of the parameter.
-        expert: its number.
-        shape: of the parameter.
-    """
+    """Return the state of one expert from that of a parameter of a shape [E, …]; its tensors are copies."""
     own: State = {}
     for key, value in state.items():
         if torch.is_tensor(value) and value.shape == shape:

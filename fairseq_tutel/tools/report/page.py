@@ -35,11 +35,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page that the command line asks for.
-
-    Raises:
-        ValueError: that cannot be done.
-    """
+    """Write the page that the command line asks for."""
     output = arguments.output
     refuse_output(output)
     if output.exists() and output.suffix != ".html":  # a log or a checkpoint, named by mistake

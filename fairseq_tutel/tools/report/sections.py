@@ -131,18 +131,18 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
     made = []
     for (name, title, text), charts in SECTIONS.items():
         section = Section(name, title, text)
-        section.groups[""] = [p for chart in charts for p in pictures(chart, runs)]
+        section.groups[""] = [p for chart in charts for p in _pictures(chart, runs)]
         timed = [chart for chart in charts if chart.against_time]
-        section.groups["Against time"] = [p for c in timed for p in pictures(c, runs, time=True)]
+        section.groups["Against time"] = [p for c in timed for p in _pictures(c, runs, time=True)]
         made.append(section)
     return made
 
 
-def pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
+def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
     """Return the picture of a chart, against updates or time; none if there is nothing to draw."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
     unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
-    curves = curves_of(chart, runs, seconds if time else None)
+    curves = _curves_of(chart, runs, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
     svg = line_chart(
@@ -158,7 +158,7 @@ def pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pic
     return [Picture(title, chart.text, _in_words(title, curves), svg)]
 
 
-def curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> list[Curve]:
+def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> list[Curve]:
     """Return the chart's curves; `seconds` is the unit of the time axis, None for updates."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
