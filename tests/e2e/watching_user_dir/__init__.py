@@ -19,7 +19,7 @@ _seen = []
 
 def _watched(original):
     def forward(self, x):
-        mask = self.padding_mask
+        mask = self._padding_mask
         y = original(self, x)
         if len(_seen) < CALLS:
             _seen.append((self.name, x.clone(), None if mask is None else mask.clone(), y.clone()))
