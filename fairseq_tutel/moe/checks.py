@@ -1,9 +1,8 @@
 """Checks: options of a layer that exclude each other, each refused by one sentence; --moe-balance-loss."""
 
-from collections.abc import Callable
 from typing import Any
 
-Label = Callable[[str], str]
+from fairseq_tutel.moe.options import options_in
 
 
 def require(condition: bool, message: str) -> None:
@@ -12,80 +11,56 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def refuse_contradictions(config: Any, label: Label) -> None:
-    """Refuse options of a MoEConfig that do not go together.
-
-    Args:
-        config: a MoEConfig whose values are good one by one.
-        label: names an option in a message.
+def refuse_contradictions(config: Any) -> None:
+    """Refuse options of a MoEConfig, good one by one, that do not go together.
 
     Raises:
         ValueError: naming option, value and fix.
     """
-    _check_counts(config, label)
-    _check_capacity(config, label)
-    _check_choosers(config, label)
-    _check_losses(config, label)
-
-
-def _check_counts(config: Any, label: Label) -> None:
+    label = {option.name: option.label for option in options_in(type(config))}
     experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
     require(
         1 <= config.top_k <= experts,
-        f"{label('top_k')} is {config.top_k} but there are {experts} experts; choose a value from 1 to "
+        f"{label['top_k']} is {config.top_k} but there are {experts} experts; choose a value from 1 to "
         f"{experts}.",
     )
     require(
         experts % groups == 0,
-        f"{label('expert_groups')} is {groups}, which does not divide the {experts} experts; give a "
+        f"{label['expert_groups']} is {groups}, which does not divide the {experts} experts; give a "
         "divisor.",
     )
     require(
         kept <= groups and kept * (experts // groups) >= config.top_k,
-        f"{label('groups_per_token')} is {kept} of {groups} groups of {experts // groups} experts; give at "
+        f"{label['groups_per_token']} is {kept} of {groups} groups of {experts // groups} experts; give at "
         f"most {groups}, and enough for {config.top_k} experts per token.",
     )
     gates = len(config.gate_types)
     require(
         config.gate_index < gates,
-        f"{label('gate_index')} is {config.gate_index} but there is no such gate among {gates}; choose "
+        f"{label['gate_index']} is {config.gate_index} but there is no such gate among {gates}; choose "
         f"from 0 to {gates - 1}.",
     )
-
-
-def _check_capacity(config: Any, label: Label) -> None:
     fraction = config.eval_capacity_token_fraction
     require(
         fraction == 0 or config.eval_capacity_factor == 0,
-        f"{label('eval_capacity_token_fraction')} is {fraction} beside --moe-eval-capacity-factor; give "
+        f"{label['eval_capacity_token_fraction']} is {fraction} beside --moe-eval-capacity-factor; give "
         "one of them.",
     )
-
-
-def _check_choosers(config: Any, label: Label) -> None:
-    names = ("balance_bias", "rsample", "sinkhorn")
-    on: dict[str, Any] = {name: True for name in names if getattr(config, name)}
+    choosers = [name for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
     if config.second_expert_policy == "sampling":
-        on["second_expert_policy"] = "sampling"
-    if len(on) > 1:
-        (first, value), (second, other), *_ = on.items()
-        raise ValueError(
-            f"{label(first)} is {value} and {label(second)} is {other}, two ways to choose experts; keep "
-            "one."
-        )
-
-
-def _check_losses(config: Any, label: Label) -> None:
-    weights = parse_balance_loss(config.balance_loss)
-    needs_noise = [name for name in NEED_GATE_NOISE if name in weights]
+        choosers.append("second_expert_policy")
+    ways = [f"{label[name]} is {getattr(config, name)}" for name in choosers]
+    require(len(ways) < 2, f"{' and '.join(ways[:2])}, two ways to choose experts; keep one.")
+    losses = parse_balance_loss(config.balance_loss)
+    needs_noise = any(name in losses for name in NEED_GATE_NOISE)
     require(
         not needs_noise or config.gate_noise > 0,
-        f"{label('balance_loss')} is {config.balance_loss!r} but there is no noise to weigh a load by; "
+        f"{label['balance_loss']} is {config.balance_loss!r} but there is no noise to weigh a load by; "
         "set --moe-gate-noise, such as 1.",
     )
     require(
         not needs_noise or config.choice == "tokens",
-        f"{label('balance_loss')} is {config.balance_loss!r} but experts choose their tokens (--moe-choice "
+        f"{label['balance_loss']} is {config.balance_loss!r} but experts choose their tokens (--moe-choice "
         "experts), all the same number; give z or none.",
     )
 

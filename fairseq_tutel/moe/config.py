@@ -440,7 +440,7 @@ class MoEConfig:
         holds, otherwise = one_of(GATE_TYPES, or_class=True)
         if not all(map(holds, self.gate_types)):
             raise ValueError(f"{label_of('gate_type')} is {self.gate_type!r}; {otherwise}.")
-        refuse_contradictions(self, label_of)
+        refuse_contradictions(self)
         refuse_excluded(self)
 
     @property
