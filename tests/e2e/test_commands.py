@@ -196,12 +196,9 @@ def test_hydra_trains_the_committed_configuration(kind, name, options, request, 
 def test_the_readme_s_first_lines_train(lm_data, tmp_path):
     """The README's fairseq-train and fairseq-hydra-train lines, made short."""
     text = (ROOT / "README.md").read_text()
-    line = next(
-        block
-        for block in re.findall(r"```bash\n(.*?)```", text, re.S)
-        if block.startswith("fairseq-train") and "moe_transformer_lm_gpt" in block
-    )
-    words = line.replace("\\\n", " ").replace("DATA_BIN", str(lm_data)).split()[1:]
+    lines = text.replace("\\\n", " ").splitlines()
+    line = next(x for x in lines if x.startswith("fairseq-train") and "moe_transformer_lm_gpt" in x)
+    words = line.replace("DATA_BIN", str(lm_data)).split()[1:]
     words[words.index("--user-dir") + 1] = USER_DIR
     small = [
         "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32,
