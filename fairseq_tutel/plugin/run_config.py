@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
@@ -88,11 +89,13 @@ OPENED = "opened_for_use"
 
 def mark_as_opened(state: Any) -> None:
     """Let `is_training` know the configuration of a checkpoint that is opened for use, in place."""
+    if state.get("args") is not None:  # of an older file: stock makes the configuration of it later
+        state["cfg"], state["args"] = convert_namespace_to_omegaconf(state["args"]), None
     if OmegaConf.is_config(state.get("cfg")):
         state["cfg"]._set_flag(OPENED, True)  # what is below it has it too
-    for cfg in (state.get("args"), (state.get("cfg") or {}).get("model")):
-        if isinstance(cfg, argparse.Namespace):
-            setattr(cfg, OPENED, True)
+    model = (state.get("cfg") or {}).get("model")
+    if isinstance(model, argparse.Namespace):
+        setattr(model, OPENED, True)
 
 
 def is_training(task: Any, model_cfg: Any) -> bool:
