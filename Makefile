@@ -35,8 +35,8 @@ $(STAMP): setup.py pyproject.toml
 demo: setup ## train, evaluate and compare a dense and a MoE language model; writes demo/result.json
 	$(BIN)/python examples/demo/run.py --setup-seconds $$(cat $(STAMP))
 
-test: setup ## run the quick tests
-	$(BIN)/python -m pytest $(SHARED)
+test: setup ## run the quick tests, and name the twenty slowest
+	$(BIN)/python -m pytest $(SHARED) --durations=20
 
 test-long: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
