@@ -1,7 +1,7 @@
 """Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
 
-Importing this needs torch and numpy only. The walk, in reading order: gates, routing, losses,
-dispatch, exchange, experts, moe_layer.
+Importing this needs torch and numpy only. The walk, in reading order, in moe/: gates, choice, slots,
+routing, balance, dispatch, experts, layer.
 """
 
 from fairseq_tutel.moe.balance import gshard_loss, update_biases

@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe.layer` in process groups: outputs and gradients of one process with all experts.
+"""`fairseq_tutel.moe_layer` in process groups: outputs and gradients of one process with all experts.
 
 Covered: a group of 2 in 4 ranks, which exchanges tokens within itself alone; uneven tokens, none, and
 experts that get none; ffn, another output dimension, custom modules; one expert over several ranks, in

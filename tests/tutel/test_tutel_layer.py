@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe.layer`, Tutel's constructor: gates and experts against loops.
+"""`fairseq_tutel.moe_layer`, Tutel's constructor: gates and experts against loops.
 
 Covered: k, capacity, weights, order and losses; gates top, cosine_top, custom, several, the string form;
 experts ffn and its options, llama_ffn, custom modules. The dicts are left as they were (`build` compares).

@@ -1,4 +1,4 @@
-"""Programs as Tutel's users write them, on `fairseq_tutel.moe.layer`, on one rank and on two.
+"""Programs as Tutel's users write them, on `fairseq_tutel.moe_layer`, on one rank and on two.
 
 Covered: its example's loop, which reduces all but `skip_allreduce`; an optimizer that knows experts by
 `_tutel_expert`, against one process; a file of each rank by {rank}-of-{size}, whose training goes on, and

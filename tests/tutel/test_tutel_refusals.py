@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe.layer` refuses what cannot work, in one sentence that names it."""
+"""`fairseq_tutel.moe_layer` refuses what cannot work, in one sentence that names it."""
 
 import pytest
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """tutel: what ranks saved of a model with Tutel's moe_layer as one file of ours.
 
-A state dict, for a model whose layers are fairseq_tutel.moe.layer with the same arguments; or a checkpoint
+A state dict, for a model whose layers are fairseq_tutel.moe_layer with the same arguments; or a checkpoint
 of Tutel's fairseq example, as one of moe_transformer_lm or moe_transformer. Weights stay as they are, bit
 for bit.
 """
@@ -29,7 +29,7 @@ def add_to(kinds: Any) -> None:
         "tutel",
         help="from Tutel",
         description="Write what ranks saved of a model with Tutel's moe_layer as one file of ours: a state "
-        "dict, for a model whose layers are fairseq_tutel.moe.layer with the same arguments; or a "
+        "dict, for a model whose layers are fairseq_tutel.moe_layer with the same arguments; or a "
         "checkpoint of Tutel's fairseq example, as one of moe_transformer_lm or moe_transformer.",
     )
     parser.add_argument(
