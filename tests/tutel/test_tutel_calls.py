@@ -31,7 +31,7 @@ from tutel_case import (
 )
 
 import fairseq_tutel as ft
-from fairseq_tutel.moe_layer import MoELayer
+from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.tutel import arguments
 from fairseq_tutel.tutel.arguments import tutel_capacity
 
