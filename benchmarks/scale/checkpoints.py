@@ -18,7 +18,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.planning.links import all_gather_seconds
 from fairseq_tutel.planning.machine import PRESETS
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero import partition
+from fairseq_tutel.zero.partition import partitions_of
 
 EXPERTS, LAYERS, STATES = 64, 24, ("exp_avg", "exp_avg_sq", "fp32_master")
 WORLDS, LARGE_WORLDS = (64, 512), (64, 512, 4096)
@@ -113,7 +113,7 @@ def zero_buckets(quick: bool) -> Iterator[Row]:
             nn.Parameter(torch.empty(NUMEL, dtype=torch.bfloat16, device="meta"))
             for _ in range(MATRICES)
         ]
-        _, buckets = partition.partition(parameters, Topology(world_size=world))
+        _, buckets = partitions_of(parameters, Topology(world_size=world))
         nodes, each = world // LOCAL, num_bytes / world
         seconds, least = (
             number * all_gather_seconds(each / number, machine, nodes, LOCAL)

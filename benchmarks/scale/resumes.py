@@ -53,6 +53,7 @@ def elastic_resumes(quick: bool) -> Iterator[Row]:
 def looks(quick: bool) -> Iterator[Row]:
     """Yield how much of a checkpoint on a disk that all nodes share is read before it is loaded."""
     from fairseq_tutel.plugin import resume
+    from fairseq_tutel.ranks import world
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
@@ -67,7 +68,7 @@ def looks(quick: bool) -> Iterator[Row]:
 
             start = time.process_time()
             with (
-                mock.patch.object(resume, "dist", ranks),
+                mock.patch.object(world, "dist", ranks),
                 mock.patch.object(resume, "is_whole", read),
                 mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}),
             ):
