@@ -246,7 +246,8 @@ def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
 def begin_micro_batch(model: nn.Module, *_: Any) -> None:
     """Forward pre-hook of a whole model: what follows is a new micro-batch, not a recompute."""
     experts.drop_gathered(model)
-    moe_layers(model)[0].context.begin_micro_batch()
+    for layer in moe_layers(model)[:1]:  # none, where something else has taken their place
+        layer.context.begin_micro_batch()
 
 
 def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
