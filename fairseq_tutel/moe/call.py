@@ -80,11 +80,13 @@ class Call:
 
     @property
     def sentences(self) -> tuple[int, int] | None:
-        """(S, time) of the tokens; None for a flat list of them, which is one sentence."""
+        """(S, time) of the tokens; None for one token or a flat list of them, which is one sentence."""
         if self.time_first:
             return self.shape[1], self.shape[0]
+        if len(self.shape) < 2:
+            return None
         *outer, time = self.shape
-        return (math.prod(outer), time) if outer else None
+        return math.prod(outer), time
 
 
 def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:

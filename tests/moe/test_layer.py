@@ -181,6 +181,14 @@ def test_no_tokens_give_no_output_and_zero_gradients(shape, factor):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
+def test_one_token_by_itself_is_a_list_of_one():
+    layer, x = build(), tokens(1)
+    y, output = layer(x[0])
+    expected, of_list = layer(x)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(output.balance_loss, of_list.balance_loss)
+
+
 def test_padding_alone_gives_zeros_and_zero_gradients():
     layer, x = build(capacity_factor=1.0), tokens(T)
     y, output = layer(x, torch.ones(T, dtype=torch.bool))
