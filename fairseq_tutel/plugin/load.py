@@ -3,6 +3,7 @@
 The one function that takes an original wraps fairseq's; `wrapped` says why.
 """
 
+import argparse
 import functools
 import os
 import pickle
@@ -96,8 +97,10 @@ def refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any] |
 def forget_retired(state: Any) -> None:
     """Let auto stand for torch's grouped_mm, a backend of older versions: it is no part of the model."""
     task = (state.get("cfg") or {}).get("task")
-    if task and str(task.get("moe_backend")) == "grouped_mm":
-        task["moe_backend"] = "auto"
+    # A dictionary, a configuration, or of older tasks the command line.
+    values = vars(task) if isinstance(task, argparse.Namespace) else task
+    if values and str(values.get("moe_backend", "")) == "grouped_mm":
+        values["moe_backend"] = "auto"
 
 
 def _is_at_hand(name: str) -> bool:

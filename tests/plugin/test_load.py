@@ -57,11 +57,18 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
     assert not torch.equal(opened, STATE["model"]["weight"])
 
 
-def test_a_backend_that_is_no_more_is_read_as_auto(tmp_path):
-    path = written(tmp_path, cfg={**STATE["cfg"], "task": {"moe_backend": "grouped_mm"}})
-    assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == {
-        "moe_backend": "auto"
-    }
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+def test_a_backend_that_is_no_more_is_read_as_auto(kind, tmp_path):
+    path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(moe_backend="grouped_mm")})
+    task = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"]
+    assert task == kind(moe_backend="auto")
+
+
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+def test_a_file_whose_task_knows_no_experts_is_opened(kind, tmp_path):
+    path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(data="x")})
+    task = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"]
+    assert task == kind(data="x")
 
 
 FOREIGN = {
