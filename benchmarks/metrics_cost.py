@@ -131,7 +131,7 @@ def layer_step(tokens: int, padding: bool = False) -> Step:
         layer.begin_call(mask)
 
     def step() -> None:
-        layer.context.begin_micro_batch()
+        layer.begin_micro_batch()
         layer.zero_grad()
         layer(x).backward(dy)
 

@@ -13,7 +13,7 @@ from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log, w
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.config import CriterionConfig
 from fairseq_tutel.moe.options import read, refuse_bad_values
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
 from fairseq_tutel.plugin.run_config import root_of
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class GateLossMixin:
             lists=self.logs_lists,
             scalars=self.gate_loss.moe_log_layers,
         )
-        if not layers or loss.dim() > 0:
+        if not layers or loss.numel() > 1:  # one of adaptive_loss is [1]
             return loss, sample_size, log
         scale = sample_size * self.gate_loss.moe_gate_loss_wt
         shares = torch.autograd.grad(combined, leaves)
@@ -110,12 +110,11 @@ class _AddGateLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        context = ctx.layers[0].context
-        context.begin_backward(
-            {
-                layer: dloss.to(share.dtype) * ctx.scale * share
-                for layer, share in zip(ctx.layers, ctx.shares, strict=True)
-            }
-        )
-        torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
+        coefficients = {
+            layer: dloss.to(share.dtype).sum() * ctx.scale * share
+            for layer, share in zip(ctx.layers, ctx.shares, strict=True)
+        }
+        for context in contexts_of(ctx.layers):
+            context.begin_backward(coefficients)
+            torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
         return dloss, None, None, None, None

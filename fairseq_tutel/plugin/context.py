@@ -1,7 +1,7 @@
 """What the edge tells the MoE layers of one model: one object, which the edge owns and layers read.
 
-What it says of one layer alone is told to that layer by its methods: `MoEFeedForward.begin_call`,
-`MoELayer.follow`, `time_exchanges` and `watch_load`.
+What it says of one layer alone is told to that layer by its methods: `MoEFeedForward.begin_call`
+and `begin_micro_batch`, `MoELayer.follow`, `time_exchanges` and `watch_load`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,6 @@ class Context:
         trains: whether the model is trained; else a command opened it for use.
 
     Attributes:
-        micro_batch: counts them; a recompute in backward is of the same one.
         is_dummy: the micro-batch keeps ranks in step; it routes and counts nothing.
         token_ids: [batch, time] that an embedding saw last, where a hash gate asks for them.
         coefficients: what a layer's balance loss is multiplied with in the backward that runs.
@@ -31,7 +30,6 @@ class Context:
 
     def __init__(self, trains: bool = False) -> None:
         self.trains = trains
-        self.micro_batch = 0
         self.is_dummy = False
         self.token_ids: Tensor | None = None
         self.coefficients: Mapping[Layer, Tensor] = {}
@@ -41,10 +39,6 @@ class Context:
     def begin_step(self, is_dummy: bool = False) -> None:
         """Say whether the batches that come are dummies."""
         self.is_dummy = is_dummy
-
-    def begin_micro_batch(self) -> None:
-        """Say that the next forward of every layer is a new one; one in backward is not."""
-        self.micro_batch += 1
 
     def see_tokens(self, token_ids: Tensor) -> None:
         """Keep the ids that an embedding is given."""

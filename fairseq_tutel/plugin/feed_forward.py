@@ -5,7 +5,7 @@ of the step the identity, so no forward is copied. T tokens, D model_dim.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +44,9 @@ class MoEFeedForward(MoELayer):
     """
 
     record: MoERecord  # of the last micro-batch that came through here
+    # Whether this micro-batch came through here; what comes again is a recompute in backward. It is no
+    # number of a micro-batch, since torch.compile would compile anew for each.
+    seen: bool = False
 
     def __init__(
         self,
@@ -64,12 +67,10 @@ class MoEFeedForward(MoELayer):
         self._padding_mask: Tensor | None = None
         self._token_ids: Tensor | None = None
         self._generates = False
-        self._recorded = -1  # its number
 
-    @property
-    def seen(self) -> bool:
-        """Whether this micro-batch came through here; what comes again is a recompute in backward."""
-        return self._recorded == self.context.micro_batch
+    def begin_micro_batch(self) -> None:
+        """Say that the next forward is a new one; one in backward is not."""
+        self.seen = False
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
         """Take what the stock layer is called with.
@@ -99,7 +100,7 @@ class MoEFeedForward(MoELayer):
         y = self.apply_routing(x_TD, routing).view(x.shape)
         output = self.balance(routing)
         if call.is_new:
-            self.record, self._recorded = _record(output), self.context.micro_batch
+            self.record, self.seen = _record(output), True
         if torch.is_grad_enabled() and output.balance_loss.requires_grad:
             y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
         return y
@@ -153,6 +154,11 @@ def label_of(name: str) -> str:
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
     """Return the MoE layers of a model, or of one in a data-parallel wrapper, in order."""
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
+
+
+def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
+    """Return what the edge tells these layers: one object, or several where a model is made of models."""
+    return {layer.context for layer in layers}
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
@@ -246,8 +252,8 @@ def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
 def begin_micro_batch(model: nn.Module, *_: Any) -> None:
     """Forward pre-hook of a whole model: what follows is a new micro-batch, not a recompute."""
     experts.drop_gathered(model)
-    for layer in moe_layers(model)[:1]:  # none, where something else has taken their place
-        layer.context.begin_micro_batch()
+    for layer in moe_layers(model):
+        layer.begin_micro_batch()
 
 
 def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

@@ -24,7 +24,7 @@ from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin import parallel_inference
 from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
-from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 from fairseq_tutel.plugin.run_config import config_of, root_of
 from fairseq_tutel.ranks import groups, world
@@ -128,10 +128,10 @@ class MoETaskMixin(InferenceMixin):
     ) -> Any:
         """Run forward and backward; a dummy batch, which keeps ranks in step, routes and counts nothing."""
         layers = moe_layers(model)
-        if layers and layers[0].experts.weights.of_all:
+        if any(layer.experts.weights.of_all for layer in layers):
             experts.drop_everywhere(model)
-        if layers:
-            layers[0].context.begin_step(is_dummy=ignore_grad)
+        for context in contexts_of(layers):
+            context.begin_step(is_dummy=ignore_grad)
         self._begin_micro_batch(0 if ignore_grad else int(sample.get("ntokens", 0)), optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
@@ -178,8 +178,8 @@ class MoETaskMixin(InferenceMixin):
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step; out of memory ends the job."""
-        for layer in moe_layers(model)[:1]:
-            layer.context.begin_step()
+        for context in contexts_of(moe_layers(model)):
+            context.begin_step()
         step = "a validation step"
         with guarded(step), _out_of_memory_ends_the_job(step):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]

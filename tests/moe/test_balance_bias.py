@@ -191,7 +191,7 @@ def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
     expected = torch.zeros(4, dtype=torch.int64)
     for seed in (1, 2):  # two micro-batches of one update
         calls = []
-        layer.context.begin_micro_batch()
+        layer.begin_micro_batch()
 
         def forward(x: Tensor, calls=calls) -> Tensor:
             calls.append(1)
@@ -208,7 +208,7 @@ def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
 def test_a_dummy_batch_counts_nothing():
     layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1")
     layer.context.begin_step(is_dummy=True)
-    layer.context.begin_micro_batch()
+    layer.begin_micro_batch()
     layer(tokens(3, 4))
     assert not layer.balance_bias.load.any()
     update_biases(layer)

@@ -1,9 +1,9 @@
 """torch.compile: a compiled layer gives what the eager one gives, forward and every gradient.
 
 Graph breaks are allowed: exchange reads counts on the host. Covered: gates, choices, policies, scores and
-kinds of experts, padding, the bias's load; options that draw random numbers draw the same ones; with
-`-m long` more of them, autograd compiled too, both modes, other layouts and numbers of tokens, and
-torch.compile's own backend, which makes machine code.
+kinds of experts, padding, the bias's load, micro-batches of a training; options that draw random numbers
+draw the same ones; with `-m long` more of them, autograd compiled too, both modes, other layouts and
+numbers of tokens, and torch.compile's own backend, which makes machine code.
 """
 
 import dataclasses
@@ -14,8 +14,11 @@ import pytest
 import torch
 from compare import close
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
 QUICK = [
@@ -101,3 +104,17 @@ def test_the_default_backend_gives_the_same():
         "inductor",
         (CALL, (False, 3, True)),
     )
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_layer_in_a_model_is_compiled_once_for_all_micro_batches():
+    torch._dynamo.reset()
+    layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1")
+    counter = CompileCounter()
+    compiled = torch.compile(layer, backend=counter)
+    counts = []
+    for _ in range(5):
+        layer.begin_micro_batch()
+        compiled(torch.randn(5, 3, 6)).sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[0] > 0 and counts[-1] == counts[1]

@@ -1,7 +1,7 @@
 """From a stock model to its MoE twin, in this process.
 
 Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
-effect is said once; a copied model has hooks of its own.
+effect is said once; a copied model has hooks of its own; a model that is made of several.
 """
 
 import argparse
@@ -12,9 +12,13 @@ import torch
 from fairseq import models, options, tasks
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from torch import nn
 
+from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.flags import GateLossOptions, defaults
+from fairseq_tutel.plugin.task import MoETaskMixin
 from fairseq_tutel.ranks import guard
 
 register()
@@ -72,6 +76,59 @@ def test_a_copy_of_a_model_with_a_hash_gate_sees_its_own_tokens():
     expected = model(ours)[0]
     model(others)
     assert torch.equal(copied(ours)[0], expected)
+
+
+class LoggedSum:
+    """A criterion that sums what a model gives."""
+
+    def forward(self, model, sample):
+        loss = model(sample).sum()
+        return loss, 1, {"loss": loss.detach()}
+
+
+class DummyStep:
+    """A task whose steps do nothing."""
+
+    def train_step(self, *args):
+        return torch.zeros(()), 0, {}
+
+    valid_step = train_step
+
+
+class Pair(nn.Module):
+    """Two models in one, as a user's may be, each built with a context of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = build("decoder")[0], build("decoder")[0]
+
+    def forward(self, tokens):
+        return self.one(tokens)[0] + self.other(tokens)[0]
+
+
+class Loss(GateLossMixin, LoggedSum):
+    """The balance loss with it, at a weight."""
+
+    def __init__(self, weight):
+        self.gate_loss = argparse.Namespace(
+            **(defaults(GateLossOptions) | {"moe_gate_loss_wt": weight})
+        )
+
+
+def test_models_within_a_model_are_told_alike():
+    model, tokens = Pair(), torch.tensor([[0, 1, 2, 3]])
+    gates = [layer.gate.weight for layer in moe_layers(model)]
+    assert len(gates) == 4
+    plain, balanced = (
+        torch.autograd.grad(Loss(weight).forward(model, tokens)[0], gates) for weight in (0.0, 1.0)
+    )
+    assert not any(torch.equal(*pair) for pair in zip(plain, balanced, strict=True))
+    assert not any(layer.context.coefficients for layer in moe_layers(model))
+    task = type("Task", (MoETaskMixin, DummyStep), {})()
+    task.train_step({}, model, None, None, 1, ignore_grad=True)
+    assert all(layer.context.is_dummy for layer in moe_layers(model))
+    task.valid_step({}, model, None)
+    assert not any(layer.context.is_dummy for layer in moe_layers(model))
 
 
 SAID = {

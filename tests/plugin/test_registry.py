@@ -28,7 +28,7 @@ from hydra.core.config_store import ConfigStore
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import SystemOptions, defaults
+from fairseq_tutel.plugin.flags import GateLossOptions, SystemOptions, defaults
 from fairseq_tutel.plugin.task import MoETaskMixin
 
 register()
@@ -220,6 +220,24 @@ def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
     with metrics.aggregate() as logged:
         criterion.reduce_metrics([log])
     assert logged["moe_gate_loss"].avg > 0.5
+
+
+def test_adaptive_loss_which_is_no_scalar_trains_the_balance_loss():
+    criterion = CRITERION_REGISTRY["moe_adaptive_loss"]
+    options = argparse.Namespace(sentence_avg=False, ddp_backend="legacy_ddp", _name="x")
+    vars(options).update(defaults(GateLossOptions), moe_gate_loss_wt=0.5)
+    model, task = _built("moe_transformer_lm_wiki103"), _Task(code=False)
+    task._has_experts = True
+    criterion = criterion.build_criterion(options, task)
+    tokens = torch.arange(4, 14).view(2, 5)
+    sample = {"net_input": {"src_tokens": tokens}, "target": tokens}
+    loss, size, log = criterion(model, sample)
+    gates = [layer.gate.weight for layer in moe_layers(model)]
+    options.moe_gate_loss_wt = 0.0
+    without = torch.autograd.grad(criterion(model, sample)[0], gates)
+    assert float(loss - log["nll_loss"]) > 0.4 * size
+    grads = torch.autograd.grad(loss, gates)
+    assert not any(torch.equal(*pair) for pair in zip(grads, without, strict=True))
 
 
 def test_twins_are_hydra_s_choices_too():
