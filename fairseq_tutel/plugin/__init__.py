@@ -122,8 +122,16 @@ def _tell_of_misspelt_flags(argv: list[str]) -> None:
         flag = word.split("=")[0]
         close = meant(key_of(flag)) if flag.startswith("--") else None
         if close:
-            text = "%s is none of the flags here; %s is"
-            atexit.register(logger.warning, text, flag, flag_of(close))
+            atexit.register(_tell_of_misspelt_flag, flag, flag_of(close))
+
+
+def _tell_of_misspelt_flag(flag: str, close: str) -> None:
+    logger.warning("%s is none of the flags here; %s is", flag, close)
+
+
+def flags_were_known() -> None:
+    """Take back what was said of misspelt flags: argparse knew them, as those of another model."""
+    atexit.unregister(_tell_of_misspelt_flag)
 
 
 def _refuse_flags_of_a_moe_twin(argv: list[str]) -> None:

@@ -45,6 +45,7 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     import_user_module(cfg.common)  # as hydra needs
     # A spawned rank has imported this file, so fairseq passes over a --user-dir that is the package.
     plugin.register()
+    plugin.flags_were_known()
     give_system_options()
     _say_what_has_no_effect(cfg)
     _running[:] = [cfg]

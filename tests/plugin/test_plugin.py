@@ -43,13 +43,20 @@ def test_a_user_s_own_architecture_takes_them(again, registered, monkeypatch):
     again("--user-dir", "mine", "--arch", "my_lm_8x", "--moe-freq", "1")
 
 
-def test_a_misspelt_flag_is_told_after_argparse_did_not_know_it(again, monkeypatch):
-    said = []
-    monkeypatch.setattr("atexit.register", lambda _, text, *flags: said.append(text % flags))
+def test_a_misspelt_flag_is_told_after_argparse_did_not_know_it(again, monkeypatch, caplog):
+    hints = []
+    monkeypatch.setattr("atexit.register", lambda *hint: hints.append(hint))
     flags = ("--moe-topk=1", "--moe-gate-loss-weight", "1", "--moe-top-k", "2", "--max-tokens", "5")
     again("--user-dir", "user_dir", *flags)
     pairs = {"moe-topk": "moe-top-k", "moe-gate-loss-weight": "moe-gate-loss-wt"}
+    for tell, *words in hints:
+        tell(*words)
+    said = [record.getMessage() for record in caplog.records]
     assert said == [f"--{a} is none of the flags here; --{b} is" for a, b in pairs.items()]
+    taken_back = []
+    monkeypatch.setattr("atexit.unregister", taken_back.append)
+    plugin.flags_were_known()
+    assert {tell for tell, *_ in hints} == set(taken_back)
 
 
 def test_the_words_of_another_program_are_its_own(again):
