@@ -55,7 +55,7 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
             all_reduce(parameter.grad, what, topology.replica_group)
 
 
-def spread_overflow(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
+def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
     """Make an infinite or NaN expert gradient on one rank show on all, in place. Collective.
 
     torch's GradScaler decides by a rank's own gradients whether it skips a step and lowers its scale.

@@ -59,7 +59,7 @@ class MoEOptimizerMixin:
         if topology.world_size > 1:
             rescale_expert_gradients(module.parameters(), topology.world_size)
         if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
-            spread_overflow(module.parameters(), topology)
+            spread_overflow(module.parameters())
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Clip by the one norm over dense parameters and all ranks' experts; return it."""

@@ -72,7 +72,7 @@ def test_gradients_of_experts_their_norm_and_overflow(calls, with_gradient):
     parameters = [expert(2, 3, with_gradient=with_gradient)]
     assert gradients.global_grad_norm(parameters, TOPOLOGY).is_meta
     gradients.reduce_expert_gradients(parameters, TOPOLOGY)
-    gradients.spread_overflow(parameters, TOPOLOGY)
+    gradients.spread_overflow(parameters)
     assert calls == ["all_reduce"] * 3
 
 

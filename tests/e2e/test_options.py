@@ -24,7 +24,7 @@ FFN_OPTIONS = {
     "decoder.normalize_before": ("--decoder-normalize-before",),
     "encoder.layerdrop": ("--encoder-layerdrop", 0.3),
     "decoder.layerdrop": ("--decoder-layerdrop", 0.3),
-    "encoder.layers_to_keep": WORK,  # when a checkpoint is opened: tests/edge/test_build.py
+    "encoder.layers_to_keep": WORK,  # in tests/plugin/test_install_experts.py
     "decoder.layers_to_keep": WORK,
     "share_decoder_input_output_embed": ("--share-decoder-input-output-embed",),
     "share_all_embeddings": WORK,  # in mt_args
