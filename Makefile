@@ -23,7 +23,7 @@ link:
 # then compiled against it, without the build isolation that would download a second torch. They are
 # not what makes a run fast, so the compiler need not optimise them.
 $(STAMP): setup.py pyproject.toml
-	@echo "Setting up $(VENV): 3 to 6 minutes, of which fairseq compiles for 2 and says nothing."
+	@echo "Setting up $(VENV): 2 to 6 minutes, in most of which fairseq compiles and says nothing."
 	$(PYTHON) -m venv $(VENV)
 	@date +%s > $(VENV)/setup-started
 	$(PIP) install torch==2.13.0

@@ -31,14 +31,14 @@ def main() -> None:
     def begin(step: str) -> None:
         print(f"\n== {step} (after {(monotonic() - started) / 60:.0f} min)", flush=True)
 
-    print("Seven steps, about 8 minutes on two cores that nobody else uses.", flush=True)
+    print("Seven steps, 4 minutes on two cores that nobody else uses, more on older ones.", flush=True)
     begin("1 of 7: a corpus of text and code, from this Python's own library")
     corpus.build(steps.CORPUS)
     begin("2 of 7: binarise it")
     steps.preprocess(corpus.SPLIT_CHARS)
-    begin(f"3 of 7: train the dense model, {UPDATES} updates, about 3 minutes")
+    begin(f"3 of 7: train the dense model, {UPDATES} updates, about 90 seconds")
     dense_speed = steps.train(DENSE)
-    begin(f"4 of 7: train the MoE model, {UPDATES} updates, about 3 minutes")
+    begin(f"4 of 7: train the MoE model, {UPDATES} updates, about 90 seconds")
     moe_speed = steps.train(MOE)
     begin("5 of 7: evaluate both")
     dense_ppl, moe_ppl = steps.evaluate(DENSE), steps.evaluate(MOE)
