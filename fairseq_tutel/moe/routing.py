@@ -128,11 +128,10 @@ def decide(
     kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
     if rules.normalize_gate == "after" and top_k > 1:
         weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
-    places = None if places_of is None else places_of(counts_E)
-    row_of_TK, source_of_R = lay_out(
-        expert_ids_TK, slots_TK, kept_TK, counts_E, places, most_rows=expert_ids_TK.numel()
-    )
-    return Routing(
+    return _laid_out(
+        kept_TK,
+        expert_ids_TK.numel(),
+        places_of,
         expert_ids_TK=expert_ids_TK,
         weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
@@ -142,9 +141,6 @@ def decide(
         num_tokens=num_tokens,
         probs_TE=probs_TE,
         real_T=batch.real_T,
-        row_of_TK=row_of_TK,
-        source_of_R=source_of_R,
-        capacity=places,
     )
 
 
@@ -189,11 +185,10 @@ def _decide_by_experts(
     dropped_K = counts_E.new_zeros(top_k)
     dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
     most = min(capacity.most_places(top_k, num_experts, length), length)
-    places = None if places_of is None else places_of(counts_E)
-    row_of_TK, source_of_R = lay_out(
-        expert_ids_TK, slots_TK, kept_TK, counts_E, places, most_rows=most * num_experts
-    )
-    return Routing(
+    return _laid_out(
+        kept_TK,
+        most * num_experts,
+        places_of,
         expert_ids_TK=expert_ids_TK,
         weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
@@ -203,10 +198,19 @@ def _decide_by_experts(
         num_tokens=num_tokens,
         probs_TE=probs_TE,
         real_T=real_T,
-        row_of_TK=row_of_TK,
-        source_of_R=source_of_R,
-        capacity=places,
     )
+
+
+def _laid_out(
+    kept_TK: Tensor, most_rows: int, places_of: PlacesOf | None, **decided: Any
+) -> Routing:
+    """Return a decision, Routing's fields by name, with the rows of the copies that are kept."""
+    counts_E = decided["counts_E"]
+    places = None if places_of is None else places_of(counts_E)
+    row_of_TK, source_of_R = lay_out(
+        decided["expert_ids_TK"], decided["slots_TK"], kept_TK, counts_E, places, most_rows
+    )
+    return Routing(row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=places, **decided)
 
 
 def _normalized(weights_TK: Tensor) -> Tensor:
