@@ -4,23 +4,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from round_machine import ROUND
 
 from fairseq_tutel.planning import cost
 from fairseq_tutel.planning.cost import Cluster, Work
 from fairseq_tutel.planning.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
-from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.planning.machine import PRESETS, Link
 from fairseq_tutel.planning.strategy import Strategy
 
-ROUND = Machine(  # numbers that a reader can follow
-    name="round",
-    intra=Link(1.0, 100.0),
-    inter=Link(10.0, 10.0),
-    memory_bytes_per_s=1000.0,
-    flops_per_s=1e6,
-    gate_flops_per_s=1e5,
-    memory_bytes=1e9,
-    launch_s=0.5,
-)
 A100 = PRESETS["a100"]
 
 

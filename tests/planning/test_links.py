@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from round_machine import ROUND
 
 from fairseq_tutel.planning.links import (
     all_gather_seconds,
@@ -22,16 +23,6 @@ from fairseq_tutel.planning.links import (
 )
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 
-ROUND = Machine(  # numbers that a reader can follow
-    name="round",
-    intra=Link(1.0, 100.0),
-    inter=Link(10.0, 10.0),
-    memory_bytes_per_s=1000.0,
-    flops_per_s=1e6,
-    gate_flops_per_s=1e5,
-    memory_bytes=1e9,
-    launch_s=0.5,
-)
 A100 = PRESETS["a100"]
 
 
