@@ -32,15 +32,11 @@ class Weights:
     # Whether they are those of all experts, so that no row need travel.
     of_all: bool = False
 
-    def tensors(self, stack: "ExpertStack", groups: Groups) -> Tensors:
+    def tensors(self, stack: "ExpertStack") -> Tensors:
         """Return the tensors by name.
 
         Asked for within the experts' forward, since hooks, such as those of torch.nn.utils.prune, make
         tensors just before.
-
-        Args:
-            stack: whose they are.
-            groups: rows of each of its experts.
         """
         return {name: getattr(stack, name) for name in stack.names}
 
@@ -53,7 +49,7 @@ class MadeWeights(Weights):
     def __init__(self, tensors: Tensors, of_all: bool = False) -> None:
         self._tensors, self.of_all = tensors, of_all
 
-    def tensors(self, stack: "ExpertStack", groups: Groups) -> Tensors:
+    def tensors(self, stack: "ExpertStack") -> Tensors:
         """Return them."""
         return self._tensors
 
@@ -130,7 +126,7 @@ class ExpertStack(nn.Module):
         Returns:
             [R, D], or without the rows behind the last group.
         """
-        tensors = weights.tensors(self, groups)
+        tensors = weights.tensors(self)
         if self.checkpoints and torch.is_grad_enabled():
             return checkpoint(self.run, rows_RD, groups, tensors, use_reentrant=False)
         return self.run(rows_RD, groups, tensors)
