@@ -9,6 +9,7 @@ choose; determinism; on a GPU
 import pytest
 import torch
 from cases import DTYPES, SHAPES, TOLERANCE, inputs, name_of
+from compare import close
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
@@ -19,14 +20,7 @@ pytest.importorskip("triton")
 
 def compare(got: Tensor, expected: Tensor, what: str) -> None:
     assert got.dtype == expected.dtype, what
-    tolerance = TOLERANCE[got.dtype]
-    torch.testing.assert_close(
-        got.double(),
-        expected.double(),
-        rtol=tolerance,
-        atol=tolerance,
-        msg=lambda m: f"{what}: {m}",
-    )
+    close(got, expected, what, TOLERANCE[got.dtype])
 
 
 def compare_ops(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
