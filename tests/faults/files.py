@@ -2,6 +2,8 @@
 
 import random
 import re
+import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,24 @@ def belongs(path: Path, checkpoint: Path) -> bool:
     return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 
+def _bytes_read(path: Path) -> list[int]:
+    """Return where the bytes lie that a reader looks at: torch pads between the members of its zip."""
+    if not zipfile.is_zipfile(path):
+        return list(range(path.stat().st_size))
+    content, places = path.read_bytes(), []
+    for member in zipfile.ZipFile(path).infolist():
+        # A local header: 30 bytes, of which the last four are the lengths of the name and the padding.
+        sizes = content[member.header_offset + 26 : member.header_offset + 30]
+        start = member.header_offset + 30 + sum(struct.unpack("<2H", sizes))
+        places += range(start, start + member.file_size)
+    return places
+
+
 def tear(how: str, save_dir: Path, seed: int) -> Path:
     """Break one file of a folder, or of the folders in it; return which.
 
     Args:
-        how: truncate, flip (one bit), empty or remove.
+        how: truncate, flip (one bit that is read), empty or remove.
         save_dir: the folder.
         seed: decides which file, and where.
     """
@@ -84,7 +99,7 @@ def tear(how: str, save_dir: Path, seed: int) -> Path:
     if how == "truncate":
         del content[rng.randrange(len(content)) :]
     elif how == "flip":
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        content[rng.choice(_bytes_read(path))] ^= 1 << rng.randrange(8)
     elif how == "empty":
         content.clear()
     # A new file: copies on one disk may share their bytes.
