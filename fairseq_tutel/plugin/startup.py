@@ -1,4 +1,4 @@
-"""How a run starts: torchrun's ranks meet, were started alike, and none waits for ever.
+"""How a run starts: torchrun's ranks meet, were started alike, and none waits for ever; and how it ends.
 
 First what a process needs before fairseq's main runs in it, and how it ends where a run cannot work; then
 what ranks compare before the first collective of a training.
@@ -11,13 +11,17 @@ import hashlib
 import importlib.util
 import logging
 import os
+import queue
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fairseq import __version__ as fairseq_version
+from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf, open_dict
 from torch import nn
@@ -31,6 +35,25 @@ from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 
 logger = logging.getLogger(__name__)
+
+# A reader that is stuck in a file system, say, does not keep the process longer.
+SECONDS_FOR_READERS = 10.0
+
+
+def end_readers() -> None:
+    """End the threads that read fairseq's batches ahead, before the interpreter goes.
+
+    A training that ends in the middle of an epoch leaves one behind; where it is within an operation of
+    torch by then, the finished process aborts ("terminate called without an active exception", exit 134).
+    """
+    until = time.monotonic() + SECONDS_FOR_READERS
+    for reader in threading.enumerate():
+        if isinstance(reader, BackgroundConsumer):
+            reader._max_len = 0  # it leaves after the batch that it is at
+            while reader.is_alive() and time.monotonic() < until:
+                with contextlib.suppress(queue.Empty):
+                    reader._queue.get_nowait()
+                reader.join(0.01)
 
 
 @contextlib.contextmanager

@@ -33,13 +33,14 @@ What else changes in a process, and where:
 - where commands run: `train` and `run` add --user-dir to sys.argv, and `run` takes its command out;
   torchrun's ranks go into the configuration, and a rank's GPU becomes torch's current one (`startup.py`);
   ranks that use a model write their results apart, and without a GPU fairseq's all_gather_list gets buffers
-  on the CPU (`parallel_inference.py`); torch's groups get time-outs (`ranks/guard.py`), and a thread of
-  ours leaves before the process does (`comm/background.py`);
+  on the CPU (`parallel_inference.py`); torch's groups get time-outs (`ranks/guard.py`), and threads, one of
+  ours and those that read batches, leave before the process does (`comm/background.py`, `startup.py`);
 - where a training diagnoses a NaN: hooks of encoders' backwards go before stock looks for it (`task.py`).
 
 No environment variable is set, and no logger but our own is touched.
 """
 
+import atexit
 import functools
 import hashlib
 import inspect
@@ -59,6 +60,7 @@ from fairseq_tutel.plugin.parallel_inference import run_on_several_ranks
 from fairseq_tutel.plugin.run_config import refuse_backend, run_with_root
 from fairseq_tutel.plugin.startup import (
     drop_tpu,
+    end_readers,
     join_torchrun,
     meeting_of,
     read_on_every_rank,
@@ -160,7 +162,7 @@ WRAPPED = (
 
 
 def install() -> None:
-    """Install the wrappers; called once, at import."""
+    """Install the wrappers, and what comes at the end; called once, at import."""
     for owner, name, _, parameters, digest in WRAPPED:
         _guard(getattr(owner, name), tuple(parameters.split()), digest)
     for owner, name, wrap, *_ in WRAPPED:
@@ -169,6 +171,7 @@ def install() -> None:
             setattr(owner, name, type(as_it_stands)(wrap(as_it_stands.__func__)))
         else:
             setattr(owner, name, wrap(as_it_stands))
+    atexit.register(end_readers)
 
 
 install()

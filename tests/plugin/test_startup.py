@@ -2,20 +2,22 @@
 
 Covered: what a process reads of torchrun's environment on a GPU that is not here, for ranks that see all
 GPUs of their node, and for ranks that see their own alone, as under Slurm; who reads a checkpoint; a
-wrapper that experts do not survive; refusals and other errors; the format of the log.
+wrapper that experts do not survive; refusals and other errors; the format of the log; readers at the end.
 """
 
+import subprocess
 import sys
 from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
+from fairseq.data.iterators import BufferedIterator
 from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin import wrapped
-from fairseq_tutel.plugin.startup import join_torchrun
+from fairseq_tutel.plugin.startup import end_readers, join_torchrun
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0)])
@@ -111,3 +113,32 @@ def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeyp
     monkeypatch.setattr(train, "importlib", SimpleNamespace(import_module=import_module))
     train.main()
     assert imported == [f"fairseq_cli.{command}"]
+
+
+class Endless:
+    """Batches of an epoch that a training leaves early, each within torch for a while."""
+
+    def __len__(self):
+        return 1000
+
+    def __iter__(self):
+        big = torch.ones(1000, 1000)
+        while True:
+            yield big @ big
+
+
+def test_a_reader_of_batches_ends_although_its_buffer_is_full():
+    batches = BufferedIterator(2, Endless())
+    next(batches)
+    end_readers()
+    assert not batches._consumer.is_alive()
+
+
+@pytest.mark.long
+def test_a_process_that_leaves_an_epoch_early_ends_well():
+    program = (
+        "import fairseq_tutel.models\nfrom tests.plugin.test_startup import BufferedIterator, Endless\n"
+        "next(BufferedIterator(9, Endless()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
