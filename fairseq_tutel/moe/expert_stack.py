@@ -32,13 +32,17 @@ class Weights:
     # Whether they are those of all experts, so that no row need travel.
     of_all: bool = False
 
-    def tensors(self, stack: "ExpertStack") -> Tensors:
-        """Return the tensors by name.
+    def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
+        """Return the tensors by name, and the groups of these experts.
 
-        Asked for within the experts' forward, since hooks, such as those of torch.nn.utils.prune, make
-        tensors just before.
+        A source may leave out experts without rows: then the tensors [n, ...] are of the others in
+        ascending order, and so are the groups. Asked for within the experts' forward, since hooks, such
+        as those of torch.nn.utils.prune, make tensors just before.
         """
-        return {name: getattr(stack, name) for name in stack.names}
+        return {name: getattr(stack, name) for name in stack.names}, groups
+
+    def expect(self, stack: "ExpertStack", counts_E: Tensor) -> None:
+        """Take note that a stack's experts will be asked for soon: those with rows of [E] counts."""
 
 
 class MadeWeights(Weights):
@@ -49,9 +53,9 @@ class MadeWeights(Weights):
     def __init__(self, tensors: Tensors, of_all: bool = False) -> None:
         self._tensors, self.of_all = tensors, of_all
 
-    def tensors(self, stack: "ExpertStack") -> Tensors:
+    def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
         """Return them."""
-        return self._tensors
+        return self._tensors, groups
 
 
 OWN = Weights()
@@ -96,12 +100,21 @@ class ExpertStack(nn.Module):
         self.config = config
         self.num_local, self.first = self.part.num_local, self.part.first
         self.weights = OWN
+        self._away_on: torch.device | None = None
         self._saved_by_rank = False
         self._in_state_dict: Mapping[str, Any] | None = None
 
     def compute_with(self, weights: Weights) -> None:
         """Take the tensors of the next forwards from elsewhere; from `OWN` is how it begins."""
         self.weights = weights
+
+    def leave_to(self, weights: Weights) -> None:
+        """Take the tensors from elsewhere for good, and free the parameters: names and shapes stay."""
+        self._away_on, self.weights = self.device, weights
+        for name, parameter in self.expert_parameters().items():
+            empty = torch.empty_like(parameter, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.mark()
 
     def save_as(self, tensors: Mapping[str, Any] | None) -> None:
         """Let state dicts hold these in place of the local part; None for the local part.
@@ -126,7 +139,7 @@ class ExpertStack(nn.Module):
         Returns:
             [R, D], or without the rows behind the last group.
         """
-        tensors = weights.tensors(self)
+        tensors, groups = weights.of_groups(self, groups)
         if self.checkpoints and torch.is_grad_enabled():
             return checkpoint(self.run, rows_RD, groups, tensors, use_reentrant=False)
         return self.run(rows_RD, groups, tensors)
@@ -184,6 +197,13 @@ class ExpertStack(nn.Module):
         dtypes = (getattr(self, name).dtype for name in self.names)
         return next(dtype for dtype in dtypes if dtype.is_floating_point)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the experts compute, though their weights may lie elsewhere."""
+        if self._away_on is not None:
+            return self._away_on
+        return next(iter(self.expert_parameters().values())).device
+
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
         """Return tensors as every chunk of a forward needs them, so that it is done once."""
         return tensors
@@ -209,9 +229,26 @@ class ExpertStack(nn.Module):
     # and a state dict that is assigned.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        if self._away_on is None:
+            super()._apply(fn, recurse)
+        else:
+            self._move_away(fn, recurse)
         self.mark()
         return self
+
+    def _move_away(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """Change dtype and device as a move does; parameters without memory stay without."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return fn(tensor)
+            told = fn(torch.empty(0, dtype=tensor.dtype, device=self._away_on))
+            devices.append(told.device)
+            return torch.empty_like(tensor, dtype=told.dtype)
+
+        devices: list[torch.device] = []
+        super()._apply(moved, recurse)
+        self._away_on = devices[-1]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -107,8 +107,8 @@ class Experts(ExpertStack):
 
     def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Return every token's weighted sum over its experts [T, D], as one node."""
-        groups = Groups.of_tensor(routing.counts_E)
-        tensors = self.prepared(weights.tensors(self), x_TD.device)
+        tensors, groups = weights.of_groups(self, Groups.of_tensor(routing.counts_E))
+        tensors = self.prepared(tensors, x_TD.device)
         call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
         return mixed_ffn(x_TD, routing, tensors, call)
 

@@ -285,7 +285,7 @@ class MoELayer(nn.Module):
         The layer keeps no trace of it.
         """
         options = dataclasses.replace(self._exchange_options(), timer=None)
-        device = next(self.experts.parameters()).device
+        device = self.experts.device
         counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
         capacity = (self._places(counts_E) or 0) if options.padded else 0
         shape = len(counts_E) * capacity, self.config.model_dim
@@ -313,6 +313,8 @@ class MoELayer(nn.Module):
         """Return how the rows of a new call travel."""
         slices = self.topology.slices(self.config.num_experts)
         degree = nearest_degree(self.strategy.adaptive_r, slices, self.config.hidden_layer_norm)
+        if not self.experts.weights.are_own:  # nobody can gather what is not here
+            degree = max(1, degree)
         # Experts that are all here, for good or for this forward, need nobody else.
         here = self.experts.weights.of_all or degree == 0
         return exchange.ExchangeOptions(

@@ -109,7 +109,8 @@ class MoEFeedForward(MoELayer):
         """Where ranks share experts and generate at paces of their own, come into step or do without."""
         context = self.context
         if self.training:
-            self.experts.compute_with(OWN)
+            if self.experts.weights.of_all:
+                self.experts.compute_with(OWN)
             return
         if context.wait_for_turn is not None:
             context.wait_for_turn(self)
