@@ -4,6 +4,7 @@ Importing this needs torch and numpy only. The walk, in reading order, in moe/: 
 routing, balance, dispatch, experts, layer.
 """
 
+from fairseq_tutel.inference.expert_store import ExpertStore
 from fairseq_tutel.moe.balance import gshard_loss, update_biases
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 How = Strategy  # its former name
 
 __all__ = [
+    "ExpertStore",
     "How",
     "MoEConfig",
     "MoELayer",

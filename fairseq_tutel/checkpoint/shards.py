@@ -85,6 +85,10 @@ class ShardedTensor:
         """
         return self.read(0, self.shape[0])
 
+    def path_of(self, piece: Piece) -> Path:
+        """Return the file of a piece."""
+        return self.root / self.folder / piece.file
+
     def _read_expert(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
         s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
@@ -109,7 +113,7 @@ class ShardedTensor:
         """Return a piece's file, in which it has the record's shape."""
         from safetensors import SafetensorError, safe_open  # the core needs it here alone
 
-        path = self.root / self.folder / piece.file
+        path = self.path_of(piece)
         try:
             if path not in self.opened:
                 if len(self.opened) >= MOST_OPEN:
@@ -117,7 +121,7 @@ class ShardedTensor:
                 self.opened[path] = safe_open(path, framework="pt")
             found = self.opened[path].get_slice(piece.key).get_shape()
         except (OSError, SafetensorError) as error:
-            raise _unreadable(path, str(error)) from error
+            raise unreadable(path, str(error)) from error
         shape = list(self.shape)
         shape[self.slicing.dim] //= self.slicing.count
         if found != shape[1:]:
@@ -125,8 +129,8 @@ class ShardedTensor:
         return self.opened[path]
 
     def _unlike(self, piece: Piece) -> ValueError:
-        path = self.root / self.folder / piece.file
-        return _unreadable(path, f"its {piece.key} is not what was saved")
+        path = self.path_of(piece)
+        return unreadable(path, f"its {piece.key} is not what was saved")
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint holds in place of the tensor."""
@@ -140,7 +144,8 @@ class ShardedTensor:
         }
 
 
-def _unreadable(path: Path, reason: str) -> ValueError:
+def unreadable(path: Path, reason: str) -> ValueError:
+    """Return an error that says why experts cannot be read from a file of shards, and what to do."""
     return ValueError(
         f"the checkpoint keeps experts in {path}, which is torn or missing ({reason}); give an older "
         "checkpoint, or put the folder back that stood beside this one."

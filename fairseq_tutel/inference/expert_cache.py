@@ -1,0 +1,71 @@
+"""Which of the experts that no block computes with leave memory first."""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+Key = tuple[int, int]  # of a stack and an expert
+EVICTIONS = ("lfu", "lru", "fifo")
+
+
+class ExpertCache:
+    """Experts that are kept for later: their names alone.
+
+    Args:
+        policy: who leaves first: `lfu`, who was used least often since the store was opened, the longest
+            ago of several; `lru`, who was used the longest ago; `fifo`, who was fetched the longest ago.
+        most_bytes: that they may have together; None for any number.
+        most_experts: the same in experts.
+    """
+
+    def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
+        self.policy, self.most_bytes, self.most_experts = policy, most_bytes, most_experts
+        self._uses: Counter[Key] = Counter()
+        self._used: dict[Key, int] = {}
+        self._fetched: dict[Key, int] = {}
+        self._time = itertools.count(1)
+        self._kept: dict[Key, tuple[tuple[int, ...], int]] = {}
+        self._order: list[tuple[tuple[int, ...], Key]] = []
+        self._bytes = 0
+
+    def note_fetch(self, key: Key) -> None:
+        """Take note that an expert is fetched."""
+        self._fetched[key] = next(self._time)
+
+    def note_use(self, key: Key) -> None:
+        """Take note that a block computes with an expert."""
+        self._uses[key] += 1
+        self._used[key] = next(self._time)
+
+    def put(self, key: Key, num_bytes: int) -> Iterator[Key]:
+        """Keep an expert; yield those that leave for it, which it may be itself."""
+        rank = self._rank(key)
+        self._kept[key] = rank, num_bytes
+        self._bytes += num_bytes
+        heapq.heappush(self._order, (rank, key))
+        while self._is_full:
+            rank, first = heapq.heappop(self._order)
+            if self._kept.get(first, (None,))[0] == rank:  # else it was taken since
+                self.take(first)
+                yield first
+        if len(self._order) > 2 * len(self._kept) + 64:
+            self._order = [(rank, key) for key, (rank, _) in self._kept.items()]
+            heapq.heapify(self._order)
+
+    def take(self, key: Key) -> None:
+        """Keep an expert no more, where it is kept."""
+        self._bytes -= self._kept.pop(key, ((), 0))[1]
+
+    @property
+    def _is_full(self) -> bool:
+        return (self.most_bytes is not None and self._bytes > self.most_bytes) or (
+            self.most_experts is not None and len(self._kept) > self.most_experts
+        )
+
+    def _rank(self, key: Key) -> tuple[int, ...]:
+        """Return what is smallest of who leaves first."""
+        if self.policy == "fifo":
+            return (self._fetched[key],)
+        used = self._used.get(key, 0)
+        return (self._uses[key], used) if self.policy == "lfu" else (used,)

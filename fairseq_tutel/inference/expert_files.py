@@ -1,0 +1,180 @@
+"""Experts in shard files, read where they lie: `os.preadv` into buffers of our own, no mapping.
+
+The pages of a mapping would count as the process's and linger. A piece's SHA-256 is compared when it is
+first read; after that the file is trusted for as long as its size and times stay what they were.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
+from fairseq_tutel.inference.expert_slots import Layout, Slot
+
+MOST_OPEN = 64  # descriptors
+LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
+AT_ONCE = 512  # buffers of a preadv, of which Linux takes 1,024
+
+Identity = tuple[int, int, int, int]  # device, file, size, time of change
+Wanted = Sequence[tuple[Piece, memoryview]]
+
+
+class ShardFiles:
+    """The files that a store reads; one thread calls it at a time."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._identities: dict[Path, Identity] = {}
+        self._spans: dict[Path, dict[str, tuple[int, int]]] = {}
+        self._sound: set[tuple[Path, str]] = set()
+
+    def read(self, path: Path, wanted: Wanted) -> None:
+        """Read pieces of a file into buffers of their sizes.
+
+        Raises:
+            ValueError: the file is missing, short, changed or unreadable, or not what was saved.
+        """
+        try:
+            descriptor = self._descriptor(path)
+            spans = self._spans[path]
+            placed = sorted((*self._span(path, spans, piece, into), into) for piece, into in wanted)
+            for run in _runs(placed):
+                _read_whole(descriptor, [into for _, _, into in run], run[0][0])
+        except (OSError, EOFError) as error:
+            raise unreadable(path, _reason(error)) from error
+        for piece, into in wanted:
+            if (path, piece.key) not in self._sound:
+                if hashlib.sha256(into).hexdigest() != piece.digest:
+                    raise unreadable(path, f"its {piece.key} is not what was saved")
+                self._sound.add((path, piece.key))
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, path: Path) -> int:
+        """Return a file that is open and what it was when it was first opened."""
+        if path not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open.move_to_end(path)
+        descriptor = self._open[path]
+        status = os.fstat(descriptor)
+        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if self._identities.setdefault(path, identity) != identity:
+            raise unreadable(path, "it was changed while it was in use")
+        if path not in self._spans:
+            self._spans[path] = _read_header(path, descriptor, status.st_size)
+        return descriptor
+
+    def _span(
+        self, path: Path, spans: Mapping[str, tuple[int, int]], piece: Piece, into: memoryview
+    ) -> tuple[int, int]:
+        begin, end = spans.get(piece.key, (0, -1))
+        if end - begin != into.nbytes:
+            raise unreadable(path, f"its {piece.key} is not what was saved")
+        return begin, end
+
+
+class FromFiles:
+    """The experts of a stack in shard files.
+
+    Args:
+        files: of the store.
+        tensors: by name, whole experts each.
+        first: global id of the stack's first expert.
+    """
+
+    def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
+        self._files, self._tensors, self._first = files, tensors, first
+        self._staging: Slot | None = None
+        self.layout = Layout.of({n: (t.dtype, tuple(t.shape[1:])) for n, t in tensors.items()})
+
+    def read(self, expert: int, slot: Slot) -> None:
+        """Read an expert into a slot; on a GPU, by way of one on the host."""
+        if not slot.memory.is_cuda:
+            self._read(expert, slot)
+            return
+        if self._staging is None:
+            self._staging = Slot(self.layout, torch.device("cpu"), pinned=True)
+        self._read(expert, self._staging)
+        slot.memory.copy_(self._staging.memory, non_blocking=True)
+        torch.cuda.current_stream(slot.memory.device).synchronize()  # or it is overwritten too soon
+
+    def _read(self, expert: int, slot: Slot) -> None:
+        by_file: dict[Path, list[tuple[Piece, memoryview]]] = {}
+        for name, tensor in self._tensors.items():
+            piece = tensor.pieces[self._first + expert]
+            by_file.setdefault(tensor.path_of(piece), []).append((piece, slot.bytes[name]))
+        for path, wanted in by_file.items():
+            self._files.read(path, wanted)
+
+
+class FromHost:
+    """The experts of a stack in host memory, a slot each."""
+
+    def __init__(self, layout: Layout, slots: Sequence[Slot]) -> None:
+        self.layout, self._slots = layout, slots
+
+    def read(self, expert: int, slot: Slot) -> None:
+        """Copy an expert into a slot; on a GPU, in the current stream."""
+        slot.memory.copy_(self._slots[expert].memory, non_blocking=True)
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int, int]]:
+    """Return where in a safetensors file the bytes of each tensor begin and end."""
+    prefix = bytearray(8)
+    _read_whole(descriptor, [memoryview(prefix)], 0)
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(LONGEST_HEADER, size - 8):
+        raise EOFError("it ends before its header does")
+    text = bytearray(length)
+    _read_whole(descriptor, [memoryview(text)], 8)
+    try:
+        entries = {k: v["data_offsets"] for k, v in json.loads(text).items() if k != "__metadata__"}
+        return {
+            key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise unreadable(path, "its header is none of a safetensors file") from error
+
+
+def _runs(placed: Sequence[tuple[int, int, memoryview]]) -> list[list[tuple[int, int, memoryview]]]:
+    """Return what lies side by side in a file, to be read in one go."""
+    runs: list[list[tuple[int, int, memoryview]]] = []
+    for one in placed:
+        if runs and runs[-1][-1][1] == one[0] and len(runs[-1]) < AT_ONCE:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def _read_whole(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers with what follows `offset`.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    while left:
+        count = os.preadv(descriptor, left, offset)
+        if count == 0:
+            raise EOFError("it is shorter than it was")
+        offset += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]

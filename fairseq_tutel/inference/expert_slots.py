@@ -1,0 +1,96 @@
+"""Slots: memory for one expert each, allocated once and used again; its tensors lie side by side."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGNMENT = 64  # bytes, what torch's own CPU tensors begin at: products see what they are used to
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor of one expert, as it is stored."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.begin + math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of an expert lie in its slot."""
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> "Layout":
+        """Return the layout of tensors by name, each with its dtype and shape."""
+        fields, end = [], 0
+        for name, (dtype, shape) in tensors.items():
+            fields.append(Field(name, dtype, shape, end))
+            end = -(-fields[-1].end // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(fields), end)
+
+
+class Slot:
+    """Memory for one expert.
+
+    Attributes:
+        memory: all of it, as bytes.
+        tensors: by name, in the memory.
+        freed: on a GPU, after which event it may be written again.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
+        with torch.inference_mode(False):  # a thread writes it, under whatever mode
+            self.memory = torch.empty(
+                layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned
+            )
+            self.tensors = {
+                f.name: self.memory[f.begin : f.end].view(f.dtype).view(f.shape)
+                for f in layout.fields
+            }
+        self.layout = layout
+        self.freed: torch.cuda.Event | None = None
+
+    def note_free(self) -> None:
+        """Take note that nothing that is not under way yet reads it."""
+        if self.memory.is_cuda:
+            self.freed = torch.cuda.current_stream(self.memory.device).record_event()
+
+    @cached_property
+    def bytes(self) -> dict[str, memoryview]:
+        """The memory of each tensor on the host, to read files into."""
+        whole = memoryview(self.memory.numpy().data)
+        return {f.name: whole[f.begin : f.end] for f in self.layout.fields}
+
+
+class Slots:
+    """Slots that nobody uses, by what they are for; they are never given back before the end."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[Layout, torch.device], list[Slot]] = {}
+
+    def take(self, layout: Layout, device: torch.device) -> Slot:
+        """Return a slot that is free, a new one where there is none."""
+        free = self._free.setdefault((layout, device), [])
+        return free.pop() if free else Slot(layout, device)
+
+    def give(self, slot: Slot) -> None:
+        """Take a slot back."""
+        slot.note_free()
+        self._free[slot.layout, slot.memory.device].append(slot)
+
+    def clear(self) -> None:
+        """Free what is free."""
+        self._free.clear()

@@ -1,0 +1,146 @@
+"""Experts in a store compute what they compute in memory, to the bit; what was read is what formulas say.
+
+Covered: every policy on every tier, with and without a cache, in three kinds of experts, on one rank and on
+two, where one may have no token; what is fetched, hit and resident by formula.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology, make_topology
+from fairseq_tutel.checkpoint.experts import expert_modules, save_in_shards
+from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel.inference.expert_store import POLICIES, TIERS
+from fairseq_tutel.moe.call import Call
+
+FFN = MoEConfig(model_dim=8, hidden_dim=12, num_experts=6, top_k=2)
+KINDS = {
+    "ffn": FFN,
+    "glu, norm": dataclasses.replace(FFN, expert_type="glu", hidden_layer_norm=True),
+    "own": dataclasses.replace(FFN, expert_type="custom_parts.DeepExpert"),
+}
+BLOCKS, CACHE = 3, 2
+
+
+def model_of(config, topology=None):
+    return nn.ModuleList(
+        MoELayer(config, topology, seed=1, name=str(block)) for block in range(BLOCKS)
+    ).eval()
+
+
+def write(model, folder):
+    """Write a model's experts into shard files, and a checkpoint that names them."""
+    save_in_shards(model, Topology(), lambda parameter: {}, folder)
+    torch.save({"model": dict(model.state_dict())}, folder / "checkpoint.pt")
+    for stack in expert_modules(model):
+        stack.save_as(None)
+    return folder
+
+
+def source_of(folder):
+    """Return each block's tensors as a checkpoint gives them."""
+    state = torch.load(folder / "checkpoint.pt")
+    bind(state, folder / "checkpoint.pt")
+    experts = [key.split(".experts.") for key in state["model"] if ".experts." in key]
+    return [
+        {
+            n: state["model"][f"{b}.experts.{n}"]
+            for b, n in experts
+            if b == str(block) and "." not in n
+        }
+        for block in range(BLOCKS)
+    ]
+
+
+def opened(config, store, source, tier, topology=None):
+    """Return a model whose experts are in a store."""
+    model = model_of(config, topology)
+    for layer, tensors in zip(model, source, strict=True):
+        tensors = tensors if tier == "disk" else {n: t.whole() for n, t in tensors.items()}
+        store.add(layer.experts, tensors)
+    return model
+
+
+@torch.no_grad()
+def run(model, x_TD):
+    """Return the output of a pre-gated model, and which experts each block's rows are of."""
+    used, routing = [], None
+    for block, layer in enumerate(model):
+        call = Call.of(x_TD, x_TD.shape[1])
+        routing = layer.route(x_TD, call) if routing is None else routing
+        following = None
+        if block + 1 < len(model):
+            after = model[block + 1]
+            following = after.route(x_TD, call)
+            after.experts.weights.expect(after.experts, following.counts_E)
+        used.append(set(routing.counts_E.nonzero().flatten().tolist()))
+        x_TD = x_TD + layer.apply_routing(x_TD, routing)
+        routing = following
+    return x_TD, used
+
+
+def steps(count, rank=0):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(1 + (i + rank) % 3, 8, generator=generator) for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier):
+    config = KINDS[kind]
+    resident = model_of(config)
+    source = source_of(write(resident, tmp_path))
+    for policy, cache in itertools.product(POLICIES, (0, CACHE, "1GiB")):
+        with ExpertStore(policy, tier, cache) as store:
+            model = opened(config, store, source, tier)
+            for x_TD in [*steps(4), torch.randn(0, 8)]:
+                assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
+    resident = model_of(FFN)
+    source, size = source_of(write(resident, tmp_path)), FFN.num_experts
+    with ExpertStore(policy) as store:
+        model = opened(FFN, store, source, "disk")
+        n = [len(used) for x_TD in steps(5) for used in run(model, x_TD)[1]]
+        counters = store.counters
+    ahead = {
+        "on-demand": ([0] * len(n), 0),
+        "pregated": ([0 if i % BLOCKS == BLOCKS - 1 else n[i + 1] for i in range(len(n))], 0),
+        "prefetch-all": ([size] * len(n), n[0]),
+    }[policy]
+    assert counters.calls == len(n)
+    assert counters.asked == sum(n)
+    assert counters.hits == 0
+    assert counters.fetches == (ahead[1] + sum(ahead[0]) if ahead[1] else sum(n))
+    assert counters.peak_experts == max(map(sum, zip(n, ahead[0], strict=True)))
+    (expert_bytes,) = {sum(t[0].nbytes for t in resident[0].experts.expert_parameters().values())}
+    assert counters.bytes >= counters.fetches * expert_bytes
+    assert counters.peak_bytes * counters.fetches == counters.bytes * counters.peak_experts
+
+
+def compare_on_two_ranks(kind, folder):
+    config, rank = KINDS[kind], dist.get_rank()
+    source = source_of(folder)
+    topology = make_topology([config.num_experts], 2)
+    resident = model_of(config, topology)
+    for policy, tier in itertools.product(POLICIES, TIERS):
+        with ExpertStore(policy, tier, cache=1) as store:
+            model = opened(config, store, source, tier, topology)
+            for x_TD in [*steps(2, rank), torch.randn(3 * rank, 8)]:
+                assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, tier)
+            assert store.counters.peak_experts <= config.num_experts + 1
+            with torch.no_grad():
+                model[0].take_part()
+
+
+@pytest.mark.parametrize("kind", ["ffn", "own"])
+def test_two_ranks_keep_their_own_experts(ranks, kind, tmp_path):
+    write(model_of(KINDS[kind]), tmp_path)
+    ranks(2).run(compare_on_two_ranks, kind, tmp_path)
