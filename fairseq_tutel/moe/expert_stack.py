@@ -101,6 +101,8 @@ class ExpertStack(nn.Module):
         self.num_local, self.first = self.part.num_local, self.part.first
         self.weights = OWN
         self._away_on: torch.device | None = None
+        self._awaits = False
+        self._sources: dict[str, Tensor | StoredStack] | None = None
         self._saved_by_rank = False
         self._in_state_dict: Mapping[str, Any] | None = None
 
@@ -115,6 +117,22 @@ class ExpertStack(nn.Module):
             empty = torch.empty_like(parameter, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.mark()
+
+    def await_tensors(self, stay: bool = False) -> None:
+        """Let `load_state_dict` bring the tensors of a stack that was built on the meta device.
+
+        They take the parameters' place, without a copy where they are all of what they lie in.
+
+        Args:
+            stay: they are left where they are, for `sources`, and the parameters tell sizes alone.
+        """
+        self._awaits, self._sources = True, {} if stay else None
+        self._away_on = torch.device("cpu")
+
+    @property
+    def sources(self) -> Mapping[str, "Tensor | StoredStack"]:
+        """The tensors that were left where they are, of all experts, by name."""
+        return self._sources or {}
 
     def save_as(self, tensors: Mapping[str, Any] | None) -> None:
         """Let state dicts hold these in place of the local part; None for the local part.
@@ -284,11 +302,21 @@ class ExpertStack(nn.Module):
     ) -> None:
         if self._saved_by_rank:
             self._check_part(state_dict, prefix, local_metadata.get("part"))
-        for name in self.expert_parameters():
-            tensor = state_dict.get(prefix + name)
-            if tensor is not None:
-                state_dict[prefix + name] = self._local_part(prefix + name, tensor)
+        for name, parameter in self.expert_parameters().items():
+            key, tensor = prefix + name, state_dict.get(prefix + name)
+            if tensor is None:
+                continue
+            if self._sources is not None:
+                self._refuse_unfitting(key, tensor)
+                self._sources[name] = tensor
+                state_dict[key] = parameter
+            elif self._awaits and parameter.is_meta:
+                state_dict[key] = self._take(name, self._local_part(key, tensor))
+            else:
+                state_dict[key] = self._local_part(key, tensor)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self._awaits and self._sources is None:
+            self._awaits, self._away_on = False, None
         self.mark()
 
     def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
@@ -316,19 +344,32 @@ class ExpertStack(nn.Module):
         own = tuple(self.expert_parameters()[name].shape)
         return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
 
-    def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor | StoredStack:
+    def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
+        """Make a tensor that was loaded a parameter, and return it."""
+        awaited: nn.Parameter = getattr(self, name)
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # which would stay, all of it
+            tensor = tensor.clone()
+        taken = nn.Parameter(tensor.to(awaited.dtype), requires_grad=awaited.requires_grad)
+        self.register_parameter(name, taken)
+        return taken
+
+    def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor:
         name = key.rpartition(".")[2]
-        expected = (self.config.num_experts, *self.whole_shape(name))
-        if self._saved_by_rank and self._is_own_part(name, tensor):
+        by_rank = self._saved_by_rank and self._is_own_part(name, tensor)
+        if isinstance(tensor, Tensor) and by_rank:
             return tensor
+        self._refuse_unfitting(key, tensor)
+        if not isinstance(tensor, Tensor):
+            return tensor.read(self.first, self.num_local, self.slice_of(name), self.part.index)
+        return self.own_part(name, tensor[self.first : self.first + self.num_local])
+
+    def _refuse_unfitting(self, key: str, tensor: Tensor | StoredStack) -> None:
+        expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
                 f"{expected}; {self._fitting()}."
             )
-        if not isinstance(tensor, Tensor):
-            return tensor.read(self.first, self.num_local, self.slice_of(name), self.part.index)
-        return self.own_part(name, tensor[self.first : self.first + self.num_local])
 
     def _fitting(self) -> str:
         """Return what would give a checkpoint's tensors their shapes."""

@@ -44,7 +44,9 @@ class Experts(ExpertStack):
     }
     added: ClassVar[tuple[str, ...]] = ("fc2_bias",)
 
-    def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
+    def __init__(
+        self, config: MoEConfig, part: Part | None = None, device: str | None = None
+    ) -> None:
         super().__init__(config, part)
         slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
@@ -55,12 +57,12 @@ class Experts(ExpertStack):
             shapes["fc3"] = (hidden_dim, hidden_dim, config.model_dim)
         shapes["fc2"] = (model_dim, config.model_dim, hidden_dim)
         for name, (bias_dim, out_dim, in_dim) in shapes.items():
-            weight = nn.Parameter(torch.empty(self.num_local, out_dim, in_dim))
-            self.register_parameter(f"{name}_weight", weight)
-            bias = (
-                nn.Parameter(torch.empty(self.num_local, bias_dim)) if config.expert_bias else None
+            weight = torch.empty(self.num_local, out_dim, in_dim, device=device)
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight))
+            bias = torch.empty(self.num_local, bias_dim, device=device)
+            self.register_parameter(
+                f"{name}_bias", nn.Parameter(bias) if config.expert_bias else None
             )
-            self.register_parameter(f"{name}_bias", bias)
         # One layer norm for all experts (fairseq's --scale-fc): an ordinary, replicated module.
         self.hidden_layer_norm = (
             nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
@@ -190,7 +192,9 @@ class CustomExperts(ExpertStack):
         ValueError: the module has buffers, which no expert could keep apart, or no parameters.
     """
 
-    def __init__(self, config: MoEConfig, kind: type, part: Part | None = None) -> None:
+    def __init__(
+        self, config: MoEConfig, kind: type, part: Part | None = None, device: str | None = None
+    ) -> None:
         super().__init__(config, part)
         self.kind = kind
         with torch.device("meta"):
@@ -206,7 +210,7 @@ class CustomExperts(ExpertStack):
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
-            values = torch.empty(shape, dtype=parameter.dtype)
+            values = torch.empty(shape, dtype=parameter.dtype, device=device)
             stacked = nn.Parameter(values, requires_grad=parameter.requires_grad)
             self.register_parameter(_key(name), stacked)
 
@@ -260,12 +264,19 @@ def _part_of(width: int, slices: int, name: str) -> int:
     return width // slices
 
 
-def build_experts(config: MoEConfig, part: Part) -> ExpertStack:
-    """Return the local experts that `config.expert_type` names, ours or of the user's class."""
+def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
+    """Return the local experts that `config.expert_type` names, ours or of the user's class.
+
+    Args:
+        config: of the layer.
+        part: which experts are here.
+        device: of their stacked tensors; on the meta device they are to come, see
+            `ExpertStack.await_tensors`.
+    """
     if is_custom(config.expert_type):
         kind = load_class(label_of("expert_type"), config.expert_type)
-        return CustomExperts(config, kind, part)
-    return Experts(config, part)
+        return CustomExperts(config, kind, part, device)
+    return Experts(config, part, device)
 
 
 def apply_map(

@@ -17,7 +17,7 @@ from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.expert_stack import OWN
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import Tally, tally_of
 from fairseq_tutel.plugin.context import Context
@@ -55,8 +55,9 @@ class MoEFeedForward(MoELayer):
         seed: int,
         name: str,
         context: Context | None = None,
+        experts: ExpertStack | None = None,
     ) -> None:
-        super().__init__(config, topology, seed=seed, name=name)
+        super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = label_of(name)
         # The gate is the same in all calls: the others would be parameters without gradients, which data
         # parallel waits for and weight decay shrinks.
@@ -178,7 +179,13 @@ def children_of(layers: nn.Module) -> Sequence[nn.Module]:
 
 
 def replace_ffn(
-    layer: Any, config: MoEConfig, topology: Topology, seed: int, name: str, context: Context
+    layer: Any,
+    config: MoEConfig,
+    topology: Topology,
+    seed: int,
+    name: str,
+    context: Context,
+    experts: ExpertStack | None = None,
 ) -> None:
     """Turn the FFN step of one stock layer into experts, in place.
 
@@ -189,8 +196,9 @@ def replace_ffn(
         seed: fairseq's --seed.
         name: the qualified name of fc1, part of the experts' own seeds.
         context: of the model.
+        experts: that are built already; None builds and draws them.
     """
-    moe = MoEFeedForward(config, topology, seed, name, context)
+    moe = MoEFeedForward(config, topology, seed, name, context, experts)
     layer.fc1 = moe
     layer.activation_fn = _identity
     layer.activation_dropout_module = nn.Identity()

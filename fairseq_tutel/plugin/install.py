@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.config import ModelConfig, MoEConfig, SidesConfig, TaskConfig
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
 from fairseq_tutel.moe.options import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.moe.update_tuner import UpdateTuner
@@ -47,6 +49,7 @@ from fairseq_tutel.plugin.run_config import (
     complete,
     config_of,
     device_of,
+    is_opened,
     is_training,
     refuse_run,
     root_of,
@@ -138,10 +141,12 @@ def install_experts(
     else:
         topology = topology_of_opened(requested, counts, local, degree_of)
     refuse_sizes(configs, topology)
+    opened = is_opened(cfg)
     seed = int(root.common.seed) if root is not None else 1
     context = Context(trains=training)
     for config, (name, layer) in zip(configs, chosen, strict=True):
-        replace_ffn(layer, config, topology, seed, name, context)
+        experts = _awaited(config, topology) if opened else None
+        replace_ffn(layer, config, topology, seed, name, context, experts)
     if "hash" in configs[0].gate_types:
         watch_token_ids(model, context)
     model.register_forward_pre_hook(begin_micro_batch)
@@ -169,12 +174,19 @@ def install_experts(
     return model
 
 
+def _awaited(config: MoEConfig, topology: Topology) -> ExpertStack:
+    """Return the experts of a model that is opened, neither drawn nor in memory before they are loaded."""
+    stack = build_experts(config, topology.part(config.num_experts), device="meta")
+    stack.await_tensors()
+    return stack
+
+
 def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
     """Return what lets every rank generate alone, and says once what that takes. Collective."""
     said: list[int] = []
 
     def gather() -> None:
-        num_bytes = experts.gather_everywhere(model, topology)
+        num_bytes = gather_everywhere(model, topology)
         if not said:
             said.append(num_bytes)
             logger.info(

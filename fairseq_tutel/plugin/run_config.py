@@ -109,8 +109,13 @@ def is_training(task: Any, model_cfg: Any) -> bool:
         task: of the model.
         model_cfg: what the model is built from.
     """
+    return not is_opened(model_cfg) and root_of(task) is not None
+
+
+def is_opened(model_cfg: Any) -> bool:
+    """Whether a model's configuration comes out of a checkpoint, whose tensors will be loaded."""
     of_file = model_cfg._get_flag(OPENED) if OmegaConf.is_config(model_cfg) else None
-    return not (of_file or getattr(model_cfg, OPENED, False)) and root_of(task) is not None
+    return bool(of_file or getattr(model_cfg, OPENED, False))
 
 
 def device_of(root: Any) -> torch.device:

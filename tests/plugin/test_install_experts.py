@@ -1,7 +1,8 @@
 """From a stock model to its MoE twin, in this process.
 
 Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
-effect is said once; a copied model has hooks of its own; a model that is made of several.
+effect is said once; an opened model draws no experts and copies none; a copied model has hooks of its own;
+a model that is made of several.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import GateLossOptions, defaults
+from fairseq_tutel.plugin.run_config import OPENED
 from fairseq_tutel.plugin.task import MoETaskMixin
 from fairseq_tutel.ranks import guard
 
@@ -40,6 +42,13 @@ def configuration(side, *words, **overrides):
     return convert_namespace_to_omegaconf(arguments)
 
 
+def task_of_words():
+    """Return what a model needs of a task."""
+    task = argparse.Namespace(cfg=argparse.Namespace())
+    task.source_dictionary = task.target_dictionary = Dictionary()
+    return task
+
+
 def build(side, **overrides):
     """Return (model, its configuration); of four layers of a side the second and the last have experts.
 
@@ -48,9 +57,25 @@ def build(side, **overrides):
         overrides: of the command line, as --model-overrides has them.
     """
     cfg = configuration(side, **overrides).model
-    task = argparse.Namespace(cfg=argparse.Namespace())
-    task.source_dictionary = task.target_dictionary = Dictionary()
-    return models.build_model(cfg, task), cfg
+    return models.build_model(cfg, task_of_words()), cfg
+
+
+def test_an_opened_model_draws_no_experts_and_takes_the_tensors_of_its_file(monkeypatch):
+    saved, cfg = build("decoder")
+    state, tokens = saved.state_dict(), torch.tensor([[0, 1, 2, 3]])
+    halved = next(key for key in state if key.endswith("experts.fc2_weight"))
+    state[halved] = state[halved].half()
+    monkeypatch.setattr("fairseq_tutel.moe.experts.draw_linear", None)
+    cfg._set_flag(OPENED, True)
+    opened = models.build_model(cfg, task_of_words())
+    mine = {key: p for key, p in opened.named_parameters() if ".experts." in key}
+    assert mine and all(p.is_meta for p in mine.values())
+    opened.load_state_dict(state, model_cfg=cfg)
+    mine = {key: p for key, p in opened.named_parameters() if ".experts." in key}
+    at = {key for key, p in mine.items() if p.data_ptr() == state[key].data_ptr()}
+    assert at == mine.keys() - {halved} and mine[halved].dtype == torch.float32
+    saved.load_state_dict(state, model_cfg=cfg)
+    assert torch.equal(opened.eval()(tokens)[0], saved.eval()(tokens)[0])
 
 
 @pytest.mark.parametrize("side", SMALL)
