@@ -7,10 +7,14 @@ In a sharded checkpoint every tensor of a layer's experts is a record, a plain d
 
 Piece e * s + i is slice i, along dimension `dim` of the stack, of expert e. The files are safetensors in
 the folder, which stands beside the checkpoint. E experts, s slices of an expert.
+
+Where pieces are stored in fewer bits than the tensor's dtype has (`packed`), the record is of version 2 and
+says also `"packing": "int8", "error": [relative, of the worst row]`, and its experts are in one piece each.
 """
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.checkpoint.packed import PACKINGS, Packed, packed_form
 from fairseq_tutel.ranks.groups import Slice
 
 VERSION = 1
+PACKED_VERSION = 2  # of records of packed tensors alone, which older readers refuse
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
 MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may have 65,530
@@ -50,6 +56,8 @@ class ShardedTensor:
         slicing: how the experts are cut into pieces.
         pieces: E * s of them, expert by expert.
         opened: the files that were read, by path, which all tensors of a checkpoint share.
+        packing: of the pieces, one of PACKINGS; nothing where they are as they were.
+        error: what packing changed: relative, and of the worst row; see `RoundingError`.
     """
 
     root: Path
@@ -59,6 +67,33 @@ class ShardedTensor:
     slicing: Slice
     pieces: tuple[Piece, ...]
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    packing: str = ""
+    error: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def packed(self) -> Packed | None:
+        """How a piece is stored; None as it is."""
+        return packed_form(self.packing, self._piece_shape, self.dtype)
+
+    @property
+    def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a piece in its file."""
+        packed = self.packed
+        if packed is None:
+            return self.dtype, self._piece_shape
+        return packed.stored_dtype, packed.stored_shape
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all pieces."""
+        dtype, shape = self.stored
+        return len(self.pieces) * math.prod(shape) * dtype.itemsize
+
+    @property
+    def _piece_shape(self) -> tuple[int, ...]:
+        shape = list(self.shape)
+        shape[self.slicing.dim] //= self.slicing.count
+        return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
         """Return experts first .. first + count - 1, or slice `index` of each, in memory of its own.
@@ -103,11 +138,11 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _open(self, piece: Piece) -> Tensor:
-        """Return a piece, mapped from its file, after a look at its digest."""
+        """Return a piece after a look at its digest, mapped from its file where it is as it was."""
         tensor = self._file(piece).get_tensor(piece.key)
         if digest(tensor) != piece.digest:
             raise self._unlike(piece)
-        return tensor
+        return tensor if self.packed is None else self.packed.unpack(tensor)
 
     def _file(self, piece: Piece) -> Any:
         """Return a piece's file, in which it has the record's shape."""
@@ -122,9 +157,7 @@ class ShardedTensor:
             found = self.opened[path].get_slice(piece.key).get_shape()
         except (OSError, SafetensorError) as error:
             raise unreadable(path, str(error)) from error
-        shape = list(self.shape)
-        shape[self.slicing.dim] //= self.slicing.count
-        if found != shape[1:]:
+        if tuple(found) != self.stored[1]:
             raise self._unlike(piece)
         return self.opened[path]
 
@@ -134,13 +167,15 @@ class ShardedTensor:
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint holds in place of the tensor."""
+        packing = {"packing": self.packing, "error": list(self.error)} if self.packing else {}
         return {
-            MARK: VERSION,
+            MARK: PACKED_VERSION if packing else VERSION,
             "folder": self.folder,
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "slices": [self.slicing.count, self.slicing.dim],
             "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
+            **packing,
         }
 
 
@@ -219,7 +254,7 @@ def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], A
 
 
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
-    if record[MARK] != VERSION:
+    if record[MARK] not in (VERSION, PACKED_VERSION):
         raise ValueError(
             f"{path} keeps its experts in a way (version {record[MARK]}) that this fairseq_tutel does not "
             "know; install the one that saved it, or a newer one."
@@ -233,6 +268,8 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             slicing=Slice(*record["slices"]),
             pieces=tuple(Piece(*piece) for piece in record["pieces"]),
             opened=opened,
+            packing=record["packing"] if record[MARK] == PACKED_VERSION else "",
+            error=_pair(record.get("error", (0, 0))),
         )
         sound = _is_sound(tensor)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -244,11 +281,16 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
     return tensor
 
 
+def _pair(numbers: Sequence[float]) -> tuple[float, float]:
+    first, second = numbers
+    return float(first), float(second)
+
+
 def _is_sound(tensor: ShardedTensor) -> bool:
     """Whether a record, which may be from elsewhere, leads to no other file and to no other numbers."""
     shape, (count, dim) = tensor.shape, (tensor.slicing.count, tensor.slicing.dim)
-    return (
-        bool(NAME.fullmatch(tensor.folder))
+    return bool(
+        NAME.fullmatch(tensor.folder)
         and all(Path(piece.file).name == piece.file for piece in tensor.pieces)
         and isinstance(tensor.dtype, torch.dtype)
         and all(type(size) is int and size >= 0 for size in (*shape, dim))
@@ -256,6 +298,7 @@ def _is_sound(tensor: ShardedTensor) -> bool:
         and (dim > 0 or count == 1)
         and shape[dim] % count == 0
         and len(tensor.pieces) == shape[0] * count
+        and (not tensor.packing or (tensor.packing in PACKINGS and count == 1 and tensor.packed))
     )
 
 

@@ -5,6 +5,7 @@ The one function that takes an original wraps fairseq's; `wrapped` says why.
 
 import argparse
 import functools
+import logging
 import os
 import pickle
 import re
@@ -16,12 +17,14 @@ from typing import Any
 from fairseq.utils import import_user_module
 
 from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class
-from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.flags import refuse_misspelt
 from fairseq_tutel.plugin.run_config import mark_as_opened
 from fairseq_tutel.ranks.guard import CommunicationError
+
+logger = logging.getLogger(__name__)
 
 # Set, it opens damaged files all the same.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
@@ -103,6 +106,19 @@ def forget_retired(state: Any) -> None:
         values["moe_backend"] = "auto"
 
 
+def tell_of_rounded(state: Any, path: str) -> None:
+    """Warn that a training goes on from experts that were stored in fewer bits."""
+    tensors = (state.get("model") or {}).values()
+    packings = {t.packing for t in tensors if isinstance(t, ShardedTensor) and t.packing}
+    if packings:
+        logger.warning(
+            "%s keeps experts in %s: the training goes on from these rounded weights; resume from the "
+            "checkpoint that it was made of to go on from where that was.",
+            path,
+            ", ".join(sorted(packings)),
+        )
+
+
 def _is_at_hand(name: str) -> bool:
     """Whether a class's module is imported already, or stands in the --user-dir."""
     module = name.rpartition(".")[0]
@@ -135,6 +151,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             mark_as_opened(state)
             forget_retired(state)
         bind(state, Path(path))
+        if not is_for_use:
+            tell_of_rounded(state, path)
         return state
 
     return wrapper

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
@@ -138,7 +137,7 @@ def _bytes(tensors: Any) -> int:
     for tensor in tensors:
         identity = (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) else id(tensor)
         if identity not in seen:
-            total += torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+            total += tensor.nbytes if isinstance(tensor, Tensor) else tensor.stored_bytes
             seen.add(identity)
     return total
 
@@ -166,12 +165,25 @@ def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
         "experts": first.shape[0],
         "shapes": {name: list(tensor.shape[1:]) for name, tensor in own.items()},
         "dtype": _dtype(first),
+        **_packing(own),
         "bytes": _bytes(stacks.values()),
         "beside": {
             key.removeprefix(rest): list(tensor.shape)
             for key, tensor in weights.items()
             if key.startswith(rest) and not key.startswith(prefix)
         },
+    }
+
+
+def _packing(stacks: Mapping[str, Any]) -> Facts:
+    """Return what experts are stored in where that is not their dtype, and how far it moved them."""
+    packed = {n: t for n, t in stacks.items() if isinstance(t, ShardedTensor) and t.packing}
+    if not packed:
+        return {}
+    return {
+        "stored": ", ".join(sorted({tensor.packing for tensor in packed.values()})),
+        "relative_error": {name: tensor.error[0] for name, tensor in packed.items()},
+        "worst_row_error": {name: tensor.error[1] for name, tensor in packed.items()},
     }
 
 
@@ -280,7 +292,7 @@ def _table_of_layers(layers: Sequence[Facts]) -> list[str]:
             layer["layer"],
             str(layer["experts"]),
             " ".join(f"{name} {_shape(shape)}" for name, shape in layer["shapes"].items()),
-            layer["dtype"],
+            _stored(layer),
             _size(layer["bytes"]),
             " ".join(f"{name} {_shape(shape)}" for name, shape in layer["beside"].items()) or "-",
         ]
@@ -289,6 +301,13 @@ def _table_of_layers(layers: Sequence[Facts]) -> list[str]:
             row.append(f"{min(load):.2f}, {max(load):.2f}, {sum(x < 0.1 for x in load)}")
         rows.append(row)
     return _aligned(rows)
+
+
+def _stored(layer: Facts) -> str:
+    if "stored" not in layer:
+        return layer["dtype"]
+    relative, worst = (max(layer[key].values()) for key in ("relative_error", "worst_row_error"))
+    return f"{layer['dtype']} in {layer['stored']}: error {relative:.1e}, worst row {worst:.1e}"
 
 
 def _table_of_tensors(tensors: Sequence[Facts]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file; classes
 that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
-a file of another model.
+a file of another model; experts in fewer bits.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from fairseq_tutel import plugin
 from fairseq_tutel.plugin.install import _end_where_it_differs
 from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
+from fairseq_tutel.tools.convert.sharded import to_sharded
 
 plugin.register()
 STATE = {
@@ -69,6 +70,16 @@ def test_a_file_whose_task_knows_no_experts_is_opened(kind, tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(data="x")})
     task = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"]
     assert task == kind(data="x")
+
+
+def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplog):
+    model = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
+    whole, path = str(written(tmp_path, model=model)), str(tmp_path / "b.pt")
+    to_sharded({**STATE, "model": model}, tmp_path / "b.pt", "int8")
+    for file, resumes in ((whole, True), (path, None), (path, False)):
+        assert "keeps experts in int8: the training goes on from these rounded" not in caplog.text
+        checkpoint_utils.load_checkpoint_to_cpu(file, {}, load_on_all_ranks=resumes)
+    assert f"{path} keeps experts in int8: the training goes on from these rounded" in caplog.text
 
 
 FOREIGN = {
