@@ -475,6 +475,14 @@ class ModelConfig:
         "hidden dimension of one expert; 0 takes the layer's own FFN dimension",
         rule=(AT_LEAST_0[0], "give the experts' hidden dimension, or 0 for the layer's own"),
     )
+    moe_pregate: int = routing(
+        0,
+        "pre-gating: the gate of a MoE layer sees the input of the MoE layer this many before it in its "
+        "stack, so that its experts are known ahead; the first so many see their own; 0: all see their own",
+        unit="MoE layers",
+        rule=whole(0, unit="MoE layers"),
+        common=lambda v: v == 0,
+    )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "gate and softmax are in fp32 as it is")
     no_moe_gating_use_fp32: bool = routing(False, "gate and softmax in the model's own dtype")

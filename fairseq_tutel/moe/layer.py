@@ -6,6 +6,7 @@ T tokens, D model_dim, E experts (e local), K top_k, R rows.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.options import is_whole
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide, padded
 from fairseq_tutel.moe.shared_experts import Beside
 from fairseq_tutel.moe.slots import Capacity, capacity_of
 from fairseq_tutel.planning.strategy import Strategy
@@ -46,6 +47,13 @@ class MoEOutput:
     balance_loss: Tensor
     losses: dict[str, Tensor]
     routing: Routing
+
+
+class Router(Protocol):
+    """What routes the tokens of several layers, as inference/pregate.py does."""
+
+    def routing_of(self, layer: "MoELayer", x_TD: Tensor, call: Call) -> Routing:
+        """Return the routing of a layer's forward; see `MoELayer.route`."""
 
 
 class MoELayer(nn.Module):
@@ -69,6 +77,8 @@ class MoELayer(nn.Module):
         gates: gates that are built already, one for each configuration; ours are drawn anew by `seed`.
         experts: experts that are built already, instead of those that `config` names; drawn anew too.
     """
+
+    router: Router | None = None
 
     def __init__(
         self,
@@ -174,14 +184,22 @@ class MoELayer(nn.Module):
             gate_index=gate_index,
         )
         x_TD = call.tokens(x)
-        routing = self.route(x_TD, call)
+        routing = self.routing_of(x_TD, call)
         y_TD = self.apply_routing(x_TD, routing)
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
-    def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Let the gate of a call choose experts and rows for every token; no expert is needed for it.
+    def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
+        """Return the routing of a forward: that of `route`, or of what routes several layers."""
+        if self.router is None:
+            return self.route(x_TD, call)
+        return self.router.routing_of(self, x_TD, call)
 
-        Where the exchange is padded, ranks agree on its buffers here: collective.
+    def route_by(self, router: Router | None) -> None:
+        """Ask this for the routings of the next forwards; None: the layer routes by itself."""
+        self.router = router
+
+    def route(self, x_TD: Tensor, call: Call) -> Routing:
+        """Let the gate of a call choose experts and rows for every token; needs no expert and no rank.
 
         Args:
             x_TD: [T, D], as `call.tokens` gives them.
@@ -205,7 +223,6 @@ class MoELayer(nn.Module):
             rules,
             call.micro_batch(self.training),
             None if bias is None else bias.bias,
-            self._places if config.exchange == "padded" else None,
         )
         if self.training and call.is_new:
             self._count(routing)
@@ -230,6 +247,8 @@ class MoELayer(nn.Module):
             routing: of as many tokens: these, or what an earlier layer was given of them.
         """
         config, experts, options = self.config, self.experts, self._exchange_options()
+        if options.padded and options.group is not None:
+            routing = padded(routing, exchange.agreed_capacity(routing.counts_E, options))
         weights = weights_of(experts, self.topology, options, x_TD.device)
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
@@ -287,7 +306,8 @@ class MoELayer(nn.Module):
         options = dataclasses.replace(self._exchange_options(), timer=None)
         device = self.experts.device
         counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
-        capacity = (self._places(counts_E) or 0) if options.padded else 0
+        has_buffers = options.padded and options.group is not None
+        capacity = exchange.agreed_capacity(counts_E, options) if has_buffers else 0
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
         weights = weights_of(self.experts, self.topology, options, device)
@@ -329,11 +349,6 @@ class MoELayer(nn.Module):
             name=self.name,
             stamp=Stamp(self.calls, self.training),
         )
-
-    def _places(self, counts_E: Tensor) -> int | None:
-        """Return the places per expert in buffers that ranks agree on; None where no row leaves."""
-        options = self._exchange_options()
-        return None if options.group is None else exchange.agreed_capacity(counts_E, options)
 
     def _count(self, routing: Routing) -> None:
         """Count a micro-batch of a training."""

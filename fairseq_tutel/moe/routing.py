@@ -4,7 +4,6 @@ T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the ex
 "source" is t * K + j: the j-th copy of token t.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,10 +82,6 @@ class Routing:
     gate: GateOutput | None = None
 
 
-# counts_E -> places per expert of the padded layout, at least the largest count; None for the compact one.
-PlacesOf = Callable[[Tensor], int | None]
-
-
 def decide(
     logits_TE: Tensor,
     top_k: int,
@@ -94,9 +89,8 @@ def decide(
     rules: Rules,
     batch: MicroBatch,
     bias_E: Tensor | None = None,
-    places_of: PlacesOf | None = None,
 ) -> Routing:
-    """Choose experts, slots and rows for every token.
+    """Choose experts, slots and rows, in the compact layout, for every token.
 
     Args:
         logits_TE: [T, E] gate logits.
@@ -105,7 +99,6 @@ def decide(
         rules: how experts are chosen, weighed and filled.
         batch: what the tokens are.
         bias_E: [E], added to the scores for the choice alone.
-        places_of: called once it is known how many rows each expert gets; None for the compact layout.
 
     Raises:
         ValueError: `top_k` is not in 1 .. E, or more than the groups of a token hold.
@@ -114,7 +107,7 @@ def decide(
     """
     check_top_k(top_k, logits_TE.shape[1], rules)
     if rules.choice == "experts":
-        return _decide_by_experts(logits_TE, top_k, capacity, rules, batch, places_of)
+        return _decide_by_experts(logits_TE, top_k, capacity, rules, batch)
     scores_TE, probs_TE, expert_ids_TK, weights_TK = choose(logits_TE, top_k, rules, batch, bias_E)
     if rules.normalize_gate == "before" and top_k > 1:
         weights_TK = _normalized(weights_TK)
@@ -131,7 +124,6 @@ def decide(
     return _laid_out(
         kept_TK,
         expert_ids_TK.numel(),
-        places_of,
         expert_ids_TK=expert_ids_TK,
         weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
@@ -150,7 +142,6 @@ def _decide_by_experts(
     capacity: Capacity,
     rules: Rules,
     batch: MicroBatch,
-    places_of: PlacesOf | None,
 ) -> Routing:
     """Let every expert choose; a token's K' columns are the experts that took it, lower ids first.
 
@@ -188,7 +179,6 @@ def _decide_by_experts(
     return _laid_out(
         kept_TK,
         most * num_experts,
-        places_of,
         expert_ids_TK=expert_ids_TK,
         weights_TK=_scaled(weights_TK, rules),
         slots_TK=slots_TK,
@@ -201,16 +191,35 @@ def _decide_by_experts(
     )
 
 
-def _laid_out(
-    kept_TK: Tensor, most_rows: int, places_of: PlacesOf | None, **decided: Any
-) -> Routing:
+def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
     """Return a decision, Routing's fields by name, with the rows of the copies that are kept."""
-    counts_E = decided["counts_E"]
-    places = None if places_of is None else places_of(counts_E)
     row_of_TK, source_of_R = lay_out(
-        decided["expert_ids_TK"], decided["slots_TK"], kept_TK, counts_E, places, most_rows
+        decided["expert_ids_TK"],
+        decided["slots_TK"],
+        kept_TK,
+        decided["counts_E"],
+        None,
+        most_rows,
     )
-    return Routing(row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=places, **decided)
+    return Routing(row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=None, **decided)
+
+
+def padded(routing: Routing, places: int) -> Routing:
+    """Return a routing with its rows in the padded layout.
+
+    Args:
+        routing: in the compact one.
+        places: per expert, at least the largest count.
+    """
+    row_of_TK, source_of_R = lay_out(
+        routing.expert_ids_TK,
+        routing.slots_TK,
+        routing.row_of_TK >= 0,
+        routing.counts_E,
+        places,
+        0,
+    )
+    return replace(routing, row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=places)
 
 
 def _normalized(weights_TK: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint import experts
+from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
@@ -97,7 +98,7 @@ class MoEFeedForward(MoELayer):
             is_new=not self.seen,
         )
         x_TD = call.tokens(x)
-        routing = self.route(x_TD, call)
+        routing = self.routing_of(x_TD, call)
         y = self.apply_routing(x_TD, routing).view(x.shape)
         output = self.balance(routing)
         if call.is_new:
@@ -206,6 +207,34 @@ def replace_ffn(
     if getattr(layer, "ffn_layernorm", None) is not None:
         layer.ffn_layernorm = None
     layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
+
+
+def pregate_stacks(model: nn.Module, ahead: int) -> None:
+    """Let the gates of every stack see the input of the MoE layer `ahead` before theirs, by --moe-pregate.
+
+    Raises:
+        ValueError: no stack has so many MoE layers.
+    """
+    chains = {
+        side: [layer.fc1 for layer in children_of(layers) if isinstance(layer.fc1, MoEFeedForward)]
+        for side, _, layers in named_stacks(model)
+    }
+    counts = {side: len(chain) for side, chain in chains.items() if chain}
+    refuse_too_far(ahead, counts)
+    for side, count in counts.items():
+        if count <= ahead:
+            logger.warning(
+                "--moe-pregate %d has no effect in the %s, which has %d MoE layers",
+                ahead,
+                side,
+                count,
+            )
+            continue
+        pregate(chains[side], ahead)
+        logger.info(
+            "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
+            *(ahead, count - ahead, count, side),
+        )
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:

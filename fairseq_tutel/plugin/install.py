@@ -39,6 +39,7 @@ from fairseq_tutel.plugin.feed_forward import (
     layer_facts,
     moe_layers,
     named_stacks,
+    pregate_stacks,
     replace_ffn,
     watch_token_ids,
 )
@@ -130,12 +131,13 @@ def install_experts(
     ]
     requested = read(TaskConfig, task_cfg).moe_expert_parallel_size
     local = node_size(configs[0], task_cfg)
+    ahead = read(ModelConfig, cfg).moe_pregate
     degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
     if training:
         topology = make_topology(counts, requested, local, degree_of)
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
         sliced = any(topology.slices(count) > 1 for count in counts)
-        refuse_run(root, model, topology, talks, sliced)
+        refuse_run(root, model, topology, talks, sliced, ahead)
         complete(root)
         say_what_changed(checkpoint_to_load(root.checkpoint), cfg)
     else:
@@ -149,6 +151,8 @@ def install_experts(
         replace_ffn(layer, config, topology, seed, name, context, experts)
     if "hash" in configs[0].gate_types:
         watch_token_ids(model, context)
+    if ahead:
+        pregate_stacks(model, ahead)
     model.register_forward_pre_hook(begin_micro_batch)
     model.register_load_state_dict_pre_hook(
         _end_where_it_differs if training else _say_what_differs

@@ -125,7 +125,7 @@ def device_of(root: Any) -> torch.device:
 
 
 def refuse_run(
-    root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool
+    root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool, ahead: int
 ) -> None:
     """Refuse a training that experts cannot work in.
 
@@ -135,6 +135,7 @@ def refuse_run(
         topology: where experts will live.
         in_step: whether layers talk across ranks even where each holds all experts.
         sliced: whether ranks hold slices of experts.
+        ahead: --moe-pregate.
 
     Raises:
         ValueError: naming option, value and fix.
@@ -143,7 +144,13 @@ def refuse_run(
     _refuse_unrelated_trainings()
     _refuse_options(root, world, on_gpu=device_of(root).type == "cuda")
     if topology.expert_parallel_size > 1 or (in_step and topology.world_size > 1):
-        _refuse_layerdrop(model)
+        _refuse_layerdrop(
+            model,
+            "ranks would drop different layers and wait for each other for ever; set it to 0, or "
+            "--moe-expert-parallel-size to 1 and no gshard_global in --moe-balance-loss",
+        )
+    if ahead:
+        _refuse_with_pregating(model, ahead)
     if topology.expert_parallel_size > 1:
         _refuse_for_shared_experts(root, sliced)
     zero = zero_options(root)
@@ -263,15 +270,25 @@ def _refuse_options(root: Any, world: int, on_gpu: bool) -> None:
             raise ValueError(message)
 
 
-def _refuse_layerdrop(model: nn.Module) -> None:
+def _refuse_with_pregating(model: nn.Module, ahead: int) -> None:
+    if any(hasattr(module, "precheckpoint_forward") for module in model.modules()):
+        raise ValueError(
+            f"--moe-pregate is {ahead} and --checkpoint-activations is set, which makes a layer again in "
+            "the backward without the earlier one whose input its gate sees; drop one of them "
+            "(--moe-recompute-experts saves memory beside --moe-pregate)."
+        )
+    _refuse_layerdrop(
+        model,
+        f"--moe-pregate {ahead} lets a layer's gate see the input of another, and either may be dropped; "
+        "set one of them to 0",
+    )
+
+
+def _refuse_layerdrop(model: nn.Module, reason: str) -> None:
     for side, _, layers in named_stacks(model):
         value = getattr(layers, "p", 0.0)  # a LayerDropModuleList has it
         if value > 0:
-            raise ValueError(
-                f"--{side}-layerdrop is {value}: ranks would drop different layers and wait for each "
-                "other for ever; set it to 0, or --moe-expert-parallel-size to 1 and no gshard_global in "
-                "--moe-balance-loss."
-            )
+            raise ValueError(f"--{side}-layerdrop is {value}: {reason}.")
 
 
 def _refuse_for_shared_experts(root: Any, sliced: bool) -> None:

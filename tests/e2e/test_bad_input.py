@@ -97,6 +97,18 @@ LM_CASES = {
     ),
     "scalar quantization noise": (("--quant-noise-scalar", 0.1), "--quant-noise-scalar is 0.1: "),
     "BASE layers": (("--base-layers", 1), "--base-layers is 1: BASE layers are another kind"),
+    "pre-gating over more layers than there are": (
+        ("--moe-pregate", 2),
+        "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1",
+    ),
+    "pre-gating and activation checkpoints": (
+        ("--moe-pregate", 1, "--checkpoint-activations"),
+        "--moe-pregate is 1 and --checkpoint-activations is set, which makes a layer again",
+    ),
+    "pre-gating and layerdrop": (
+        ("--moe-pregate", 1, "--decoder-layerdrop", 0.1),
+        "--decoder-layerdrop is 0.1: --moe-pregate 1 lets a layer's gate see the input of another",
+    ),
     "weight of no loss": (
         ("--moe-balance-loss", "none:1"),
         "balance_loss (--moe-balance-loss) is 'none:1'",

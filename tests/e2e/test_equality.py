@@ -3,7 +3,8 @@
 Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
 expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd. Covered pairwise: capacity and
 dropless, P = W and P < W, top-1, 2 and 4, activation checkpointing, ragged and padded exchange,
-padding (translation), moe_adam; gates, choices, losses and experts beside experts; recomputed experts.
+padding (translation), moe_adam; gates, choices, losses and experts beside experts; recomputed experts;
+pre-gating.
 """
 
 import pytest
@@ -30,6 +31,7 @@ CASES = {
         "lm", *SGD, "--moe-sinkhorn",
         "--moe-drop-policy", "bpr", "--moe-capacity-factor", 0.6, "--moe-gate-type", "cosine",
         "--moe-gate-projection-dim", 8, "--moe-balance-loss", "gshard_all:1,z:0.1",
+        "--moe-pregate", 1,
     ),
     "sigmoid-bias-groups-shared-sequence": (
         "lm", *SGD, "--moe-score-function", "sigmoid", "--moe-balance-bias", "--moe-expert-groups", 2,
@@ -38,7 +40,7 @@ CASES = {
     ),
     "experts-choose-residual-prescore": (
         "mt", *SGD, "--moe-choice", "experts", "--moe-residual", "--moe-prescore",
-        "--moe-normalize-gate", "after",
+        "--moe-normalize-gate", "after", "--moe-pregate", 1,
     ),
     "hash-min-capacity-replicas": (
         "lm", *SGD, "--moe-gate-type", "hash", "--moe-capacity-factor", 0.3, "--moe-min-capacity", 7,

@@ -186,6 +186,7 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
         "+model.moe_eval_capacity_factor=0.5", "+model.moe_balance_loss=none", "model.decoder_layers=6",
         "model.decoder_input_dim=16", "model.decoder_output_dim=16",
         "+model.moe_drop_policy=position", "model.moe_capacity_factor=1.5", "model.moe_freq=2",
+        "+model.moe_pregate=2",
         "+task.moe_exchange=padded", "+task.moe_backend=reference", "+task.record_a2a_perf_stats=true",
         "+task.moe_expert_parallel_size=2", "+criterion.moe_gate_loss_combine_method=sum",
         "+criterion.moe_gate_loss_transform=none", "model.decoder_embed_dim=16",
@@ -198,6 +199,7 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
     )  # fmt: skip
     assert "4/6/8 experts, top-1, hidden 12, capacity factor 1.5 (evaluation 0.5)" in run.output
     assert "expert parallel size 2" in run.output
+    assert "--moe-pregate 2: the gates of 1 of 3 MoE layers of the decoder" in run.output
     model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
     assert model["decoder.layers.5.fc1.experts.fc3_weight"].shape == (8, 12, 16)
 

@@ -1,8 +1,8 @@
 """Commands that use a model, on ranks that share its experts: what one process gives.
 
 Covered: fairseq-generate with unequal numbers of batches and with none on a rank, an ensemble, a file for
-each rank; -eval-lm, -validate, -interactive; a rank that fails; a size that does not fit, ranks with
-different files, a launch without ranks.
+each rank; -eval-lm, -validate, -interactive; pre-gated models; a rank that fails; a size
+that does not fit, ranks with different files, a launch without ranks.
 """
 
 import re
@@ -11,7 +11,9 @@ import pytest
 from cli import USER_DIR, fairseq, refused, start, start_each, tail, wait
 from models import lm_args, mt_args
 from test_checkpoints import FAULTY
+from tool_in_process import convert
 
+PREGATED = ("--moe-pregate", 1)
 SHARED = ("--moe-expert-parallel-size", 2)
 # Of 21 sentences: 3 batches for 2 ranks, and one, so that a rank has none.
 UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
@@ -21,7 +23,12 @@ UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
 def mt(mt_data, tmp_path_factory):
     """Two translation models with other experts in other layers; hardly trained, their lengths differ."""
     folder = tmp_path_factory.mktemp("mt-run")
-    fairseq("train", *mt_args(mt_data, folder / "a", "--moe-checkpoint", "sharded", updates=1))
+    fairseq(
+        "train",
+        *mt_args(
+            mt_data, folder / "a", "--moe-checkpoint", "sharded", *PREGATED, "--seed", 5, updates=1
+        ),
+    )
     other = ("--moe-gate-type", "hash", "--moe-expert-count", 2, "--encoder-moe-freq", 2)
     fairseq("train", *mt_args(mt_data, folder / "b", *other, "--seed", 3, updates=1))
     return [folder / name / "checkpoint_last.pt" for name in "ab"]
@@ -29,9 +36,15 @@ def mt(mt_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
+    """A conventional model, made pre-gated and fine-tuned."""
     folder = tmp_path_factory.mktemp("lm-run")
-    fairseq("train", *lm_args(lm_data, folder, updates=6))
-    return folder / "checkpoint_last.pt"
+    fairseq("train", *lm_args(lm_data, folder / "a", "--moe-checkpoint", "sharded", updates=3))
+    old, new = folder / "a" / "checkpoint_last.pt", folder / "made.pt"
+    convert("pregate", "--input", old, "--output", new, *PREGATED)
+    words = (*PREGATED, "--finetune-from-model", new)
+    run = fairseq("train", *lm_args(lm_data, folder / "b", *words, updates=3))
+    assert "Loaded checkpoint" in run.output and "was trained with" not in run.output
+    return folder / "b" / "checkpoint_last.pt"
 
 
 def _words(command, data, path, *extra):

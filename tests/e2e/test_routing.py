@@ -130,7 +130,7 @@ DECODING = {
     "hash": ("--moe-gate-type", "hash"),
     "groups-bias-shared": (
         "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
-        "--moe-score-function", "sigmoid", "--moe-prescore",
+        "--moe-score-function", "sigmoid", "--moe-prescore", "--moe-pregate", 1,
     ),
     "several-gates": (
         "--moe-gate-type", "cosine,linear", "--moe-gate-projection-dim", 8, "--moe-gate-index", 1,

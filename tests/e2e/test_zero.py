@@ -16,6 +16,7 @@ from models import lm_args
 
 MICRO_BATCHES = 4
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+PREGATED = ("--moe-pregate", 1)
 ZERO_2 = ("--moe-zero-stage", 2)
 OFFLOAD = ("--moe-offload-optimizer",)
 
@@ -52,12 +53,12 @@ def plain(lm_data, tmp_path_factory):
 
 CASES = {
     "zero 1": (SGD, ("--moe-zero-stage", 1), 2),
-    "zero 2, replicas": ((), (*ZERO_2, "--moe-expert-parallel-size", 2), 4),
+    "zero 2, replicas": (PREGATED, (*ZERO_2, "--moe-expert-parallel-size", 2), 4),
     "zero 2, experts on every rank, activation checkpoints": (
         SGD, (*ZERO_2, "--moe-expert-parallel-size", 1, "--checkpoint-activations"), 2,
     ),
-    "offload, zero 0": ((), OFFLOAD, 2),
-    "offload, zero 0, one rank": ((), OFFLOAD, 1),
+    "offload, zero 0": (PREGATED, OFFLOAD, 2),
+    "offload, zero 0, one rank": (PREGATED, OFFLOAD, 1),
     "offload, zero 1, stock optimizer": (
         SGD, (*OFFLOAD, "--moe-zero-stage", 1, "--optimizer", "sgd"), 4,
     ),
@@ -69,14 +70,14 @@ LONG = ("offload, zero 0, one rank", "offload, zero 1, stock optimizer")
     "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
 )
 def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tmp_path):
-    optimizer, flags, ranks = CASES[case]
-    run = _train(lm_data, tmp_path, *optimizer, *flags, ranks=ranks)
+    common, flags, ranks = CASES[case]
+    run = _train(lm_data, tmp_path, *common, *flags, ranks=ranks)
     kept, elements = re.search(
         r"keeps the state of (\d+) of (\d+) parameters", run.logs[0]
     ).groups()
     assert (int(kept) < int(elements)) == ("--moe-zero-stage" in flags)
-    expected, found = plain(*optimizer), _load(tmp_path)
-    _same_training(expected, found, adam=not optimizer)
+    expected, found = plain(*common), _load(tmp_path)
+    _same_training(expected, found, adam=common != SGD)
     # The state is an ordinary one.
     before, after = (each["last_optimizer_state"]["state"] for each in (expected, found))
     assert before.keys() == after.keys()
@@ -113,12 +114,13 @@ def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
 
 def test_zero_on_four_ranks_and_none_on_one_read_each_other(lm_data, plain, tmp_path):
     down, up = tmp_path / "down", tmp_path / "up"
-    _train(lm_data, down, *ZERO_2, "--moe-expert-parallel-size", 2, ranks=4, updates=2)
-    _train(lm_data, down, updates=4)
-    _train(lm_data, up, updates=2)
-    _train(lm_data, up, *ZERO_2, *OFFLOAD, ranks=4, updates=4)
+    split = ("--moe-expert-parallel-size", 2)
+    _train(lm_data, down, *PREGATED, *ZERO_2, *split, ranks=4, updates=2)
+    _train(lm_data, down, *PREGATED, updates=4)
+    _train(lm_data, up, *PREGATED, updates=2)
+    _train(lm_data, up, *PREGATED, *ZERO_2, *OFFLOAD, ranks=4, updates=4)
     for folder in (down, up):
-        same_weights(plain()["model"], _load(folder)["model"], adam=True)
+        same_weights(plain(*PREGATED)["model"], _load(folder)["model"], adam=True)
 
 
 @pytest.mark.long

@@ -103,9 +103,13 @@ def mixture(
     factor: float = 0.0,
     real: list[bool] | None = None,
     order: list[int] | None = None,
+    seen_TD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y_TD, gshard loss) of a MoELayer, token by token, from its parameters."""
-    probs_TE = torch.softmax(x_TD @ layer.gate.weight.t(), dim=1)
+    """Return (y_TD, gshard loss) of a MoELayer, token by token, from its parameters.
+
+    `seen_TD` is what the gate sees, if that is not x.
+    """
+    probs_TE = torch.softmax((x_TD if seen_TD is None else seen_TD) @ layer.gate.weight.t(), dim=1)
     p = plan(probs_TE.tolist(), top_k, factor, real, order)
     y = []
     for t, x_D in enumerate(x_TD):

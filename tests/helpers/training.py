@@ -21,6 +21,7 @@ from fairseq_tutel.comm.gradients import (
     is_expert,
     reduce_expert_gradients,
 )
+from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.ranks.groups import Topology
 
@@ -81,6 +82,7 @@ class Training:
     layout: str = "four"  # see LAYOUTS
     way: str = "plain"  # see WAYS
     recompute: str = "no"
+    pregate: int = 0
 
     def options(self) -> dict[str, Any]:
         """Return the options of a layer."""
@@ -133,6 +135,7 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(1)
         for parameter in self.dense.parameters():
             nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+        pregate([self.first, self.last], training.pregate)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return y and the sum of the balance losses."""

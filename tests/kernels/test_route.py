@@ -31,7 +31,7 @@ from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.moe.choice import MicroBatch, Rules, softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
-from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.routing import decide, padded
 from fairseq_tutel.moe.slots import Capacity
 
 # K, (time, batch), E: no token, one, several blocks, several tiles of experts.
@@ -221,7 +221,7 @@ def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
     rules = Rules(backend="triton", drop_policy="bpr")
     capacity = Capacity(factor=0.5)
     batch = MicroBatch(time_first=(3, 3))
-    decided = decide(logits_TE, 2, capacity, rules, batch, places_of=lambda counts_E: 9)
+    decided = padded(decide(logits_TE, 2, capacity, rules, batch), 9)
     rows_RD = dispatch(x_TD, decided, "triton") * 2
     return combine(rows_RD, decided, "triton").square().sum() + decided.probs_TE.square().sum()
 

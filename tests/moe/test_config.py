@@ -260,6 +260,7 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
     [
         (ModelConfig, "moe_freq", -1, "--moe-freq is -1; give a whole number of layers, at least 0."),
         (ModelConfig, "moe_expert_ffn_dim", -1, "--moe-expert-ffn-dim is -1; give the experts' hidden "),
+        (ModelConfig, "moe_pregate", -1, "--moe-pregate is -1; give a whole number of MoE layers, "),
         (SidesConfig, "encoder_moe_freq", -2, "--encoder-moe-freq is -2; give a whole number of layers"),
         (TaskConfig, "moe_local_size", -1, "--moe-local-size is -1; give the ranks of a node, or 0 "),
         (TaskConfig, "moe_adaptive_window", 0, "--moe-adaptive-window is 0; give a whole number of places"),

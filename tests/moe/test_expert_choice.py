@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
 from fairseq_tutel.moe.choice import MicroBatch, Rules
-from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.routing import decide, padded
 from fairseq_tutel.moe.slots import Capacity
 
 E = 4
@@ -160,7 +160,7 @@ def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
 
 def test_the_padded_layout_gives_every_expert_its_own_block():
     given = logits(9), 1, Capacity(), Rules(**EXPERTS), MicroBatch()
-    r = decide(*given, places_of=lambda counts_E: 5)
+    r = padded(decide(*given), 5)
     for e, tokens in enumerate(taken(r)):
         rows = [int(s) // r.row_of_TK.shape[1] for s in r.source_of_R[e * 5 : e * 5 + 3]]
         assert rows == tokens

@@ -5,8 +5,8 @@ drop policies that draw no random numbers; linear and cosine gate; tokens, exper
 that choose; softmax and sigmoid; every normalisation; weights on inputs; the balance bias; shared and
 residual experts; several balance losses; ragged and padded exchange; experts over all ranks, over some
 (replicas), on each, in slices with every r; rows in one hop and in two, in one chunk and in several;
-activation checkpointing of both kinds. Pairs in which one value leaves the other nothing to do are left
-out. Losses, gradient norms, weights and biases are compared.
+activation checkpointing of both kinds; pre-gating. Pairs in which one value leaves the other nothing to
+do are left out. Losses, gradient norms, weights and biases are compared.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ CHOICES = {
     "layout": tuple(LAYOUTS),
     "way": tuple(WAYS),
     "recompute": ("no", "reentrant", "non-reentrant"),
+    "pregate": (0, 1),
 }
 NO_ROWS = ("four, gathered", "four on every rank", "slices, r 0")
 NO_NODES = (*NO_ROWS, "four, two replicas", "two, two replicas")
@@ -48,6 +49,7 @@ POINTLESS = (
     ("choice", ("experts",), "drop_policy", ("bpr", "probability")),
     ("choice", ("experts",), "bias", (True,)),
     ("capacity_factor", (0.0,), "drop_policy", ("bpr", "probability")),
+    ("recompute", ("reentrant", "non-reentrant"), "pregate", (1,)),  # which is refused
 )
 SEEDS = 20  # tried for each case; of several numbers the one that needs the fewest cases
 
@@ -163,6 +165,7 @@ def test_the_training_trains_clips_and_drops():
         {"bias": True},
         {"choice": "groups"},
         {"prescore": True},
+        {"pregate": 1},
     ):
         other = on_one_rank(
             Training(**{"optimizer": "adamw", "top_k": 2, "capacity_factor": 0.0, **change})

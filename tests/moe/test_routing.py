@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel import Routing, route
 from fairseq_tutel.moe.choice import MicroBatch, Rules, choose_experts
-from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.routing import decide, padded
 from fairseq_tutel.moe.slots import Capacity
 
 E = 5
@@ -225,14 +225,9 @@ def test_time_first_drops_the_same_tokens_as_batch_first(top_k, padded):
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("spare", (0, 3))
 def test_the_padded_layout_gives_every_expert_its_own_block(top_k, factor, spare):
-    r = decide(
-        logits(17, seed=2),
-        top_k,
-        Capacity(factor=factor),
-        Rules(),
-        MicroBatch(real_T=some_padding(17)),
-        places_of=lambda counts_E: int(counts_E.max()) + spare,
-    )
+    batch = MicroBatch(real_T=some_padding(17))
+    compact = decide(logits(17, seed=2), top_k, Capacity(factor=factor), Rules(), batch)
+    r = padded(compact, int(compact.counts_E.max()) + spare)
     assert r.capacity == int(r.counts_E.max()) + spare
     assert r.source_of_R.shape == (E * r.capacity,)
     check_maps(r)

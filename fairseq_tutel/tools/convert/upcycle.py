@@ -9,6 +9,7 @@ anew with it: give it to --finetune-from-model.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import plugin
+from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.config import MoEConfig, options_of
 from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.plugin.feed_forward import chosen_layers
@@ -157,6 +159,8 @@ def _give_options(state: dict[str, Any], given: Mapping[str, Any]) -> dict[Layer
     ARCH_CONFIG_REGISTRY[arch](args)  # what an older file leaves to the architecture's name
     refuse_options(args)
     chosen = _chosen(args, layers)
+    if args.moe_pregate:
+        refuse_too_far(args.moe_pregate, Counter(layer.side for layer in chosen))
     counts = expert_counts(args.moe_expert_count, len(chosen))
     return {
         layer: _config_of(args, dense_step(model, layer), count)

@@ -1,0 +1,218 @@
+"""Pre-gating: a layer's gate sees the input of the layer N before it, and all else stays.
+
+Covered: outputs, losses and every gradient against loops, N = 0, 1, 2, layers of different sizes,
+capacity, padding; every kind of gate, choice and policy against the two halves of a layer; chains that
+were left in the middle, copied or pickled; what is refused; ranks that generate at paces of their own,
+in buffers of agreed sizes. tests/moe/test_rank_equality.py has trainings on several ranks.
+"""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import same_function
+from oracle import mixture
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.inference.lockstep import Lockstep
+from fairseq_tutel.inference.pregate import pregate
+from fairseq_tutel.moe.call import Call
+
+D = 4
+CONFIG = MoEConfig(model_dim=D, hidden_dim=5, num_experts=4)
+
+
+def stack(ahead, *configs, topology=None):
+    """Return pre-gated layers in float64."""
+    layers = [
+        MoELayer(config, topology, seed=i, name=f"block {i}").double()
+        for i, config in enumerate(configs)
+    ]
+    pregate(layers, ahead)
+    return layers
+
+
+def tokens(count=9, salt=0):
+    generator = torch.Generator().manual_seed(salt)
+    return torch.randn(count, D, generator=generator, dtype=torch.float64)
+
+
+def forward(layers, x, mask=None, ids=None, between=torch.tanh):
+    """Return y and the balance loss of blocks with residual connections."""
+    total = 0
+    for layer in layers:
+        y, output = layer(x, mask, token_ids=ids)
+        x, total = x + between(y), total + output.balance_loss
+    return x, total
+
+
+def forward_by_loops(layers, ahead, x, factor, real):
+    """Return the same: block b goes by the gate of block b on the input of block b - ahead."""
+    inputs, total = [], 0
+    for b, layer in enumerate(layers):
+        inputs.append(x.masked_fill(~torch.tensor(real).unsqueeze(1), 0.0))
+        seen = inputs[b - ahead] if b >= ahead else inputs[b]
+        y, loss = mixture(layer, inputs[b], layer.config.top_k, factor, real, seen_TD=seen)
+        x, total = x + torch.tanh(y), total + loss
+    return x, total
+
+
+@pytest.mark.parametrize("ahead", (0, 1, 2))
+@pytest.mark.parametrize(("top_k", "factor"), [(2, 0.0), (1, 0.5)])
+def test_a_chain_equals_loops(ahead, top_k, factor):
+    config = dataclasses.replace(CONFIG, top_k=top_k, capacity_factor=factor)
+    configs = [dataclasses.replace(config, num_experts=count) for count in (4, 3, 5, 4)]
+    layers, x = stack(ahead, *configs), tokens().requires_grad_()
+    mask = torch.arange(9) % 4 == 2
+    named = {f"{i}.{n}": p for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
+
+    def summed(y, loss):
+        return torch.cat([y[~mask].flatten(), loss.view(1)])
+
+    same_function(
+        lambda: summed(*forward(layers, x, mask)),
+        lambda: summed(*forward_by_loops(layers, ahead, x, factor, (~mask).tolist())),
+        {"x": x, **named},
+    )
+
+
+OPTIONS = [
+    {"gate_type": "cosine", "gate_projection_dim": 3, "drop_policy": "rts", "capacity_factor": 0.5},
+    {"gate_type": "hash", "eval_capacity_factor": 0.5, "drop_policy": "bpr"},
+    {"choice": "experts", "gate_type": "custom_parts.CalmGate", "residual": True},
+    {"expert_groups": 2, "balance_bias": True, "score_function": "sigmoid", "normalize_gate": "after",
+     "balance_loss": "gshard_sequence:1,z:0.1", "recompute_experts": True, "prescore": True},
+    {"gate_noise": 1.0, "input_jitter": 0.1, "input_dropout": 0.1, "balance_loss": "load_importance",
+     "drop_policy": "probability", "capacity_factor": -0.5, "gate_type": "linear,cosine", "gate_index": 1},
+    {"second_expert_policy": "random", "sinkhorn": True, "eval_capacity_token_fraction": 0.2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_way_to_route_is_the_later_layer_s_own(options, training):
+    config = dataclasses.replace(CONFIG, **options)
+    pair, apart = stack(1, config, config), stack(0, config, config)
+    x = tokens(12).view(3, 4, D)
+    mask, ids = torch.arange(12).view(3, 4) % 5 == 4, torch.arange(12).view(3, 4)
+    for layer in (*pair, *apart):
+        layer.train(training)
+    torch.manual_seed(1)
+    got, got_loss = forward(pair, x, mask, ids)
+    torch.manual_seed(1)
+    call = Call.of(x, D, mask, ids)
+    routings = [layer.route(call.tokens(x), call) for layer in apart]
+    for layer, routing in zip(apart, routings, strict=True):
+        x = x + torch.tanh(layer.apply_routing(call.tokens(x), routing)).view(x.shape)
+    losses = [
+        layer.balance(routing).balance_loss for layer, routing in zip(apart, routings, strict=True)
+    ]
+    assert torch.equal(got, x) and torch.equal(got_loss, sum(losses))
+    for layer, other in zip(pair, apart, strict=True):
+        if layer.balance_bias is not None:
+            assert torch.equal(layer.balance_bias.load, other.balance_bias.load)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, ahead):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(stack(ahead, CONFIG, CONFIG, CONFIG))
+
+    def forward(self, x):
+        return forward(self.layers, x)[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_a_chain_of_its_own_and_names_stay(copied):
+    model, plain = Blocks(1), Blocks(0)
+    model.layers[0](tokens())  # and no further: a graph waits, which nobody can copy
+    twin = copied(model)
+    assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    expected = model(tokens())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(tokens()), expected)
+    assert not torch.equal(plain(tokens()), expected)
+
+
+def test_a_forward_that_was_left_in_the_middle_leaves_nothing():
+    layers = stack(2, CONFIG, CONFIG, CONFIG, CONFIG)
+    expected = forward(layers, tokens(7))[0]
+    forward(layers[:3], tokens(9))
+    assert torch.equal(forward(layers, tokens(7))[0], expected)
+    pregate(layers, 0)
+    conventional = stack(0, CONFIG, CONFIG, CONFIG, CONFIG)
+    assert torch.equal(forward(layers, tokens(7))[0], forward(conventional, tokens(7))[0])
+
+
+def _checkpointed(layers, reentrant, only):
+    x = tokens().requires_grad_()
+    for layer in layers:
+        if layer in only:
+            x = checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=reentrant)
+        else:
+            x = layer(x)[0]
+    x.sum().backward()
+
+
+WRONG = {
+    "out of order": (lambda a, b: b(tokens()), "block 1 is pre-gated, but the layer 1 before it"),
+    "twice": (lambda a, b: [a(tokens()), b(tokens()), b(tokens())], "was not called in this forward"),
+    "other tokens": (lambda a, b: [a(tokens(3)), b(tokens(4))], "the same tokens and arguments"),
+    "other k": (lambda a, b: [a(tokens()), b(tokens(), top_k=1)], "'top_k': 1"),
+    "checkpointed": (lambda a, b: _checkpointed((a, b), False, (a, b)), "activation checkpointing"),
+    "reentrant": (lambda a, b: _checkpointed((a, b), True, (a, b)), "activation checkpointing"),
+    "a gate without gradients": (lambda a, b: _checkpointed((a, b), True, (a,)), "without gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_chain_cannot_follow_is_refused(case):
+    call, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        call(*stack(1, CONFIG, CONFIG))
+
+
+def test_what_is_no_chain_is_refused():
+    wide = dataclasses.replace(CONFIG, model_dim=8)
+    for ahead in (2, -1):
+        sentence = (
+            rf"pregate \(--moe-pregate\) is {ahead} but the stack has 2 MoE layers; give 1 to 1\."
+        )
+        with pytest.raises(ValueError, match=sentence):
+            stack(ahead, CONFIG, CONFIG)
+    with pytest.raises(ValueError, match="model_dim 4 and 8; pre-gate layers of one"):
+        stack(1, CONFIG, wide)
+
+
+@torch.no_grad()
+def at_paces_of_their_own(exchange):
+    """Ranks come through a split stack unequally often, and meet in its layers in any order."""
+    configs = [
+        dataclasses.replace(CONFIG, exchange=exchange, num_experts=count) for count in (4, 2, 4)
+    ]
+    place, rank = make_topology([4, 2, 4]), dist.get_rank()
+    split, whole = stack(1, *configs, topology=place), stack(1, *configs)
+    lockstep = Lockstep(place.expert_group)
+    for layer in split:
+        lockstep.add(layer.take_part)
+    for step in range(2 + 2 * rank):
+        x = expected = tokens(1 + (rank + 2 * step) % 5, salt=10 * rank + step)
+        for index, layer in enumerate(split):
+            lockstep.wait_for_turn(index)
+            x = x + torch.tanh(layer.eval()(x)[0])
+        expected = forward([layer.eval() for layer in whole], expected)[0]
+        torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
+    lockstep.end()
+    return lockstep.served
+
+
+@pytest.mark.parametrize("exchange", ("ragged", "padded"))
+def test_ranks_at_their_own_paces_give_what_one_rank_gives(ranks, exchange):
+    assert ranks(2).run(at_paces_of_their_own, exchange)[0] > 0
