@@ -5,8 +5,8 @@
 #
 # DATA_DIR holds Multi30k German-English: {train,val,test_2016_flickr}.{de,en}. Reports the perplexity on
 # val and, by sacrebleu on the text as it is, the BLEU on test_2016.
-# Environment: SEEDS (default "1"), MODELS ("dense moe"), EXTRA (more flags of fairseq-train, which win),
-# OMP_NUM_THREADS (all cores).
+# Environment: SEEDS (default "1"), MODELS ("dense moe"; there is "pregated" too), EXTRA (more flags of
+# fairseq-train, which win), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
 data=${1:?usage: examples/translation.sh DATA_DIR [OUT]}
@@ -35,6 +35,7 @@ declare -A model=(
            --criterion moe_label_smoothed_cross_entropy
            --moe-freq 1 --moe-expert-count 8 --moe-top-k 2 --moe-expert-ffn-dim 256"
 )
+model[pregated]="${model[moe]} --moe-pregate 1"
 shared="--user-dir $root/user_dir --encoder-layers 3 --decoder-layers 3
     --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 --encoder-attention-heads 4
     --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 4
@@ -52,13 +53,7 @@ for seed in ${SEEDS:-1}; do
         # shellcheck disable=SC2086 # the flags are words
         fairseq-train "$out/bin" ${model[$name]} $shared ${EXTRA:-} --seed "$seed" --save-dir "$run" \
             --log-file "$run/train.log" > "$run/output.txt" 2>&1
-        fairseq-generate "$out/bin" --user-dir "$root/user_dir" --path "$run/checkpoint_last.pt" \
-            --gen-subset test --beam 5 --batch-size 64 --required-batch-size-multiple 1 \
-            --remove-bpe sentencepiece > "$run/generate.txt" 2>&1
-        grep '^D-' "$run/generate.txt" | sort -V | cut -f 3 > "$run/test.en"
-        echo "$name seed $seed:" \
-            "dev perplexity $(grep -o '"valid_ppl": "[0-9.]*"' "$run/output.txt" | tail -n 1 | cut -d'"' -f 4)," \
-            "BLEU $(sacrebleu "$data/test_2016_flickr.en" -i "$run/test.en" --force -b -w 2)," \
+        echo "$name seed $seed: $("$root/examples/translation_score.sh" "$data" "$out/bin" "$run")," \
             "$(grep -o '"train_wall": "[0-9]*"' "$run/output.txt" | tail -n 1 | cut -d'"' -f 4) s of training"
     done
 done

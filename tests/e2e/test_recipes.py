@@ -38,6 +38,7 @@ SIZES = {  # recipe: (vocabulary, billions of parameters)
     **{f"parallel_{form}": (4_000, 0.0017) for form in ("e", "e_d", "e_z", "e_z_offload")},
     "parallel_e_d_m": (4_000, 0.0009),
     "tiny_lm": (4_000, 0.0029),
+    "tiny_pregated": (4_000, 0.0043),
     "tiny_translation": (4_000, 0.0043),
     "wmt_en_de_big": (WMT_VOCABULARY, 1.77),
     "zcode_8_experts": (ZCODE_VOCABULARY, 1.8),
@@ -117,7 +118,7 @@ def test_a_recipe_says_the_same_of_the_training_in_both_forms(recipe):
                 assert by_args[section][key] == value, f"{section}.{key}"
 
 
-@pytest.mark.parametrize("name", ["tiny_lm", "tiny_translation"])
+@pytest.mark.parametrize("name", ["tiny_lm", "tiny_translation", "tiny_pregated"])
 def test_a_tiny_recipe_trains(name, request, tmp_path):
     data = request.getfixturevalue("lm_data" if name == "tiny_lm" else "mt_data")
     words = _words(name)
