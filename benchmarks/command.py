@@ -1,7 +1,11 @@
 """The options that every benchmark takes, and how one ends on a bad value."""
 
 import argparse
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.bad_option import BadOption
@@ -25,6 +29,30 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
         help="tiny shapes and two rounds, to see that it works; the times mean nothing",
     )
     return parser
+
+
+def add_busy(parser: argparse.ArgumentParser) -> None:
+    """Add --busy, for `beside`."""
+    parser.add_argument(
+        "--busy", action="store_true", help="beside another process that keeps one core busy"
+    )
+
+
+@contextmanager
+def beside(busy: bool) -> Iterator[None]:
+    """Keep the last of this process's cores busy meanwhile, where that is asked for."""
+    if not busy:
+        yield
+        return
+    core = max(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as other:
+        try:
+            yield
+        finally:
+            other.kill()
 
 
 def run(

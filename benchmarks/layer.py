@@ -51,6 +51,7 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
     add("--variants", help="names separated by commas; all by default, dense always")
     add("--threads", type=int, nargs="+", default=[1, 2], help="on CPU, every number by itself")
     add("--rounds", type=int, help="timed rounds: 15 on CPU, 20 on cuda by default")
+    command.add_busy(parser)
     return command.run(parser, words, lambda options: _measure(options, builders))
 
 
@@ -116,7 +117,8 @@ def _rows_of(
         timed = []
         for mode in MODES[device.type]:
             steps = {key: step_of(mode, each, inputs) for key, each in variants.items()}
-            took = timing.interleaved(steps, rounds, device, WARM[device.type])
+            with command.beside(options.busy):
+                took = timing.interleaved(steps, rounds, device, WARM[device.type])
             for key, summary in timing.against(took, BASE).items():
                 flops = FORWARDS[mode] * case.forward_flops
                 row = {"mode": mode, **rows[key], **summary, **memory[key]}

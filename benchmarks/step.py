@@ -49,6 +49,7 @@ def main(words: list[str] | None = None) -> int:
     add("--top-k", type=int, nargs="+", default=[1], help="a configuration for each")
     add("--threads", type=int, default=1, help="on CPU")
     add("--rounds", type=int, default=ROUNDS, help="timed steps of each")
+    command.add_busy(parser)
     add("--profile", action="store_true", help="what takes most of a step, dense and with experts")
     return command.run(parser, words, _measure)
 
@@ -86,7 +87,8 @@ def measured(
         name: _step(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"
     }
     rounds = QUICK_ROUNDS if options.quick else options.rounds
-    took = timing.interleaved(steps, rounds, device)
+    with command.beside(options.busy):
+        took = timing.interleaved(steps, rounds, device)
     tokens = shape.update_freq * shape.sentences * shape.tokens
     for name, summary in timing.against(took, BASE).items():
         rate = tokens / summary["seconds"]

@@ -5,13 +5,14 @@ is written straight into its place. The same function as `ffn_by_products`, whic
 of a source, D model_dim, H hidden_dim, E experts, R rows (n of one expert).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairseq_tutel.kernels import team
 from fairseq_tutel.kernels.activations import ACTIVATIONS, Activation
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
@@ -56,23 +57,25 @@ def _up(
     h_RH = x_ND.new_empty(num_rows, hidden_dim) if keep else None
     g_RH = x_ND.new_empty(num_rows, hidden_dim) if keep and weights.is_glu else None
     counts = groups.host
-    parts = zip(
-        _rows(x_ND, index_R, counts),
-        _split(y_RD, counts),
-        _split(h_RH, counts),
-        _split(g_RH, counts),
-        strict=True,
-    )
-    for own, (x_nD, y_nD, h_nH, g_nH) in zip(weights.by_expert(), parts, strict=True):
-        if len(x_nD) == 0:  # most experts, where one token is decoded
-            continue
-        h_nH = linear(x_nD, own.fc1_weight, own.fc1_bias, h_nH)
-        a_nH = kind.forward(h_nH)
-        if own.fc3_weight is not None:
-            g_nH = linear(x_nD, own.fc3_weight, own.fc3_bias, g_nH)
-            a_nH = a_nH.mul_(g_nH)
-        if y_nD is not None:
-            linear(a_nH, own.fc2_weight, own.fc2_bias, y_nD)
+    y_n, h_n, g_n = (_split(rows, counts) for rows in (y_RD, h_RH, g_RH))
+    experts = list(weights.by_expert())
+
+    def worker() -> Callable[[int], None]:
+        x_of = _reader(x_ND, index_R, counts)
+
+        def run(e: int) -> None:
+            if counts[e] == 0:  # most experts, where one token is decoded
+                return
+            own, x_nD = experts[e], x_of(e)
+            a_nH = kind.forward(linear(x_nD, own.fc1_weight, own.fc1_bias, h_n[e]))
+            if own.fc3_weight is not None:
+                a_nH = a_nH.mul_(linear(x_nD, own.fc3_weight, own.fc3_bias, g_n[e]))
+            if y_n[e] is not None:
+                linear(a_nH, own.fc2_weight, own.fc2_bias, y_n[e])
+
+        return run
+
+    team.for_each(worker, counts, x_ND.shape[1] * hidden_dim)
     if weights.is_glu or not kind.keeps_output:
         return Kept(h_RH=h_RH, g_RH=g_RH)
     return Kept(a_RH=h_RH)  # the activation was in place
@@ -95,47 +98,48 @@ def ffn_backward(
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if weights.is_glu else activation]
     grads = FFNGradients.empty_like(weights, num_rows, gate_R, needs_dx, needs_weights)
-    parts = zip(
-        _rows(dy_ND, index_R, counts),
-        _rows(x_ND, index_R, counts),
-        _split(gate_R, counts),
-        _split(grads.gate_R, counts),
-        _split(grads.x_RD, counts),
-        _split(kept.a_RH, counts),
-        _split(kept.h_RH, counts),
-        _split(kept.g_RH, counts),
-        strict=True,
+    gate_n, dgate_n, dx_n, a_n, h_n, g_n = (
+        _split(rows, counts)
+        for rows in (gate_R, grads.gate_R, grads.x_RD, kept.a_RH, kept.h_RH, kept.g_RH)
     )
-    place_nH = dy_ND.new_empty(max(counts), weights.fc1_weight.shape[1])
-    outs = [None] * len(counts) if grads.weights is None else grads.weights.by_expert()
-    experts = zip(weights.by_expert(), outs, strict=True)
-    for (own, out), (dy_nD, x_nD, gate_n, dgate_n, dx_nD, *kept_of_one) in zip(
-        experts, parts, strict=True
-    ):
-        a_nH, h_nH, g_nH = _hidden(kind, *kept_of_one)
-        da_nH = torch.mm(dy_nD, own.fc2_weight, out=place_nH[: len(dy_nD)])
-        if gate_n is not None:
-            dgate_n.copy_(torch.linalg.vecdot(da_nH, a_nH))
-            if own.fc2_bias is not None:
-                dgate_n += dy_nD @ own.fc2_bias
-            gate_n1 = gate_n.unsqueeze(1).to(dy_nD.dtype)
-            da_nH.mul_(gate_n1)
-            dy_nD.mul_(gate_n1)  # a gathered copy, as gates come with an index
-        if out is not None:
-            _outer(dy_nD, a_nH, out.fc2_weight, out.fc2_bias)
-        dg_nH = None
-        if g_nH is not None:
-            dg_nH = F.silu(h_nH).mul_(da_nH)
-            da_nH.mul_(g_nH)
-        dh_nH = kind.backward(da_nH, a_nH if h_nH is None else h_nH)
-        if out is not None:
-            _outer(dh_nH, x_nD, out.fc1_weight, out.fc1_bias)
-            if dg_nH is not None:
-                _outer(dg_nH, x_nD, out.fc3_weight, out.fc3_bias)
-        if dx_nD is not None:
-            torch.mm(dh_nH, own.fc1_weight, out=dx_nD)
-            if dg_nH is not None:
-                dx_nD.addmm_(dg_nH, own.fc3_weight)
+    experts = list(weights.by_expert())
+    outs = [None] * len(counts) if grads.weights is None else list(grads.weights.by_expert())
+    hidden_dim = weights.fc1_weight.shape[1]
+
+    def worker() -> Callable[[int], None]:
+        dy_of, x_of = _reader(dy_ND, index_R, counts), _reader(x_ND, index_R, counts)
+        place_nH = dy_ND.new_empty(max(counts), hidden_dim)
+
+        def run(e: int) -> None:
+            own, out, dy_nD, x_nD = experts[e], outs[e], dy_of(e), x_of(e)
+            a_nH, h_nH, g_nH = _hidden(kind, a_n[e], h_n[e], g_n[e])
+            da_nH = torch.mm(dy_nD, own.fc2_weight, out=place_nH[: counts[e]])
+            if gate_n[e] is not None:
+                dgate_n[e].copy_(torch.linalg.vecdot(da_nH, a_nH))
+                if own.fc2_bias is not None:
+                    dgate_n[e].add_(dy_nD @ own.fc2_bias)
+                gate_n1 = gate_n[e].unsqueeze(1).to(dy_nD.dtype)
+                da_nH.mul_(gate_n1)
+                dy_nD.mul_(gate_n1)  # a gathered copy, as gates come with an index
+            if out is not None:
+                _outer(dy_nD, a_nH, out.fc2_weight, out.fc2_bias)
+            dg_nH = None
+            if g_nH is not None:
+                dg_nH = F.silu(h_nH).mul_(da_nH)
+                da_nH.mul_(g_nH)
+            dh_nH = kind.backward(da_nH, a_nH if h_nH is None else h_nH)
+            if out is not None:
+                _outer(dh_nH, x_nD, out.fc1_weight, out.fc1_bias)
+                if dg_nH is not None:
+                    _outer(dg_nH, x_nD, out.fc3_weight, out.fc3_bias)
+            if dx_n[e] is not None:
+                torch.mm(dh_nH, own.fc1_weight, out=dx_n[e])
+                if dg_nH is not None:
+                    dx_n[e].addmm_(dg_nH, own.fc3_weight)
+
+        return run
+
+    team.for_each(worker, counts, x_ND.shape[1] * hidden_dim)
     if grads.x_RD is not None:
         clear_tail(grads.x_RD, groups)
     return grads
@@ -152,14 +156,13 @@ def _hidden(
     return a_nH, h_nH, g_nH
 
 
-def _rows(x_ND: Tensor, index_R: Tensor | None, counts: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the rows of one expert after the other, each time in the same place, which is in cache."""
+def _reader(x_ND: Tensor, index_R: Tensor | None, counts: Sequence[int]) -> Callable[[int], Tensor]:
+    """Return what reads the rows of an expert, each time into the same place, which is in cache."""
+    parts = _split(x_ND if index_R is None else index_R, counts)
     if index_R is None:
-        yield from _split(x_ND, counts)
-        return
+        return parts.__getitem__
     place_nD = x_ND.new_empty(max(counts), x_ND.shape[1])
-    for index_n in _split(index_R, counts):
-        yield torch.index_select(x_ND, 0, index_n, out=place_nD[: len(index_n)])
+    return lambda e: torch.index_select(x_ND, 0, parts[e], out=place_nD[: counts[e]])
 
 
 def _split(rows: Tensor | None, counts: Sequence[int]) -> Sequence[Any]:
