@@ -5,6 +5,7 @@ routing, balance, dispatch, experts, layer.
 """
 
 from fairseq_tutel.inference.expert_store import ExpertStore
+from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.balance import gshard_loss, update_biases
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
@@ -37,6 +38,7 @@ __all__ = [
     "keep_freed_memory",
     "make_topology",
     "moe_layer",
+    "pregate",
     "route",
     "routing_metrics",
     "update_biases",

@@ -138,7 +138,7 @@ TWINS = {
     ),
     "insertion": (
         "moe_translation_lev", "moe_insertion_transformer", "moe_nat_loss",
-        "--noise", "random_delete",
+        "--noise", "random_delete", "--moe-pregate", 1,
     ),
     "align": ("moe_translation", "moe_transformer_align", f"{SMOOTHED}_with_alignment"),
     "rdrop": (

@@ -2,8 +2,8 @@
 
 Covered: outputs, losses and every gradient against loops, N = 0, 1, 2, layers of different sizes,
 capacity, padding; every kind of gate, choice and policy against the two halves of a layer; chains that
-were left in the middle, copied or pickled; what is refused; ranks that generate at paces of their own,
-in buffers of agreed sizes. tests/moe/test_rank_equality.py has trainings on several ranks.
+were left in the middle, copied, pickled or (-m long) compiled; what is refused; ranks that generate at
+paces of their own, in buffers of agreed sizes. Trainings on several ranks: tests/moe/test_rank_equality.py.
 """
 
 import copy
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from compare import same_function
 from oracle import mixture
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel import MoEConfig, MoELayer, make_topology, pregate
 from fairseq_tutel.inference.lockstep import Lockstep
-from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.call import Call
 
 D = 4
@@ -141,11 +141,35 @@ def test_a_copy_has_a_chain_of_its_own_and_names_stay(copied):
     assert not torch.equal(plain(tokens()), expected)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_compiled_model_gives_the_same():
+    torch._dynamo.reset()
+    eager, compiled = Blocks(1), Blocks(1)
+    counter = CompileCounter()
+    forward, counts = torch.compile(compiled, backend=counter), []
+    for salt in range(3):
+        grads = []
+        for model, call in ((eager, eager), (compiled, forward)):
+            model.zero_grad()
+            y = call(tokens(salt=salt))
+            y.sum().backward()
+            grads.append([y.detach(), *(p.grad for p in model.parameters())])
+        for expected, got in zip(*grads, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        counts.append(counter.frame_count)
+    assert 0 < counts[0] == counts[-1]
+
+
 def test_a_forward_that_was_left_in_the_middle_leaves_nothing():
     layers = stack(2, CONFIG, CONFIG, CONFIG, CONFIG)
     expected = forward(layers, tokens(7))[0]
     forward(layers[:3], tokens(9))
     assert torch.equal(forward(layers, tokens(7))[0], expected)
+    forward(layers[:3], tokens(7))
+    layers[0](tokens(7))
+    with pytest.raises(ValueError, match="block 3 is pre-gated, but the layer 2 before it"):
+        layers[3](tokens(7))
     pregate(layers, 0)
     conventional = stack(0, CONFIG, CONFIG, CONFIG, CONFIG)
     assert torch.equal(forward(layers, tokens(7))[0], forward(conventional, tokens(7))[0])

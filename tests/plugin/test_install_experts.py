@@ -2,7 +2,7 @@
 
 Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
 effect is said once; an opened model draws no experts and copies none; a copied model has hooks of its own;
-a model that is made of several.
+a pre-gated model decodes in steps; a model that is made of several.
 """
 
 import argparse
@@ -101,6 +101,20 @@ def test_a_copy_of_a_model_with_a_hash_gate_sees_its_own_tokens():
     expected = model(ours)[0]
     model(others)
     assert torch.equal(copied(ours)[0], expected)
+
+
+def test_a_pre_gated_model_gives_step_by_step_what_it_gives_at_once():
+    """In a beam whose hypotheses change places, end and come again after every step."""
+    model, state = build("decoder", moe_pregate=1)[0].eval(), {}
+    prefix, generator = torch.empty(3, 0, dtype=torch.int64), torch.Generator().manual_seed(1)
+    for order in ([0, 1, 2], [2, 0, 0], [1, 1, 0], [2, 1, 0]):
+        model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
+        words = torch.tensor([0, 2, 3])[torch.randint(3, (3, 1), generator=generator)]
+        prefix = torch.cat([prefix[order], words], 1)
+        step = model.decoder(prefix, incremental_state=state)[0]
+        torch.testing.assert_close(step[:, -1], model(prefix)[0][:, -1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="2 but the decoder has 2 MoE layers; give 1 to 1"):
+        build("decoder", moe_pregate=2)
 
 
 class LoggedSum:
