@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 Key = tuple[int, int]  # of a stack and an expert
-EVICTIONS = ("lfu", "lru", "fifo")
 
 
 class ExpertCache:

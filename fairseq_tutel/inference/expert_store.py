@@ -3,7 +3,6 @@
 E experts of a block (e on this rank), n of them that a call asks for.
 """
 
-import re
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,16 +13,14 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.shards import ShardedTensor
-from fairseq_tutel.inference.expert_cache import EVICTIONS, ExpertCache, Key
+from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_files import FromFiles, FromHost, ShardFiles
 from fairseq_tutel.inference.expert_slots import Layout, Slot, Slots
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.checks import cache_limits
+from fairseq_tutel.moe.config import EVICTIONS, STORE_POLICIES, STORE_TIERS
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
-
-POLICIES = ("on-demand", "pregated", "prefetch-all")
-TIERS = ("host", "disk")
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass
@@ -116,8 +113,8 @@ class ExpertStore:
         cache: int | str = 0,
         eviction: str = "lfu",
     ) -> None:
-        _refuse_unknown("policy", policy, POLICIES)
-        _refuse_unknown("tier", tier, TIERS)
+        _refuse_unknown("policy", policy, STORE_POLICIES)
+        _refuse_unknown("tier", tier, STORE_TIERS)
         _refuse_unknown("eviction", eviction, EVICTIONS)
         self.policy, self.tier = policy, tier
         self.counters = Counters()
@@ -351,26 +348,6 @@ def _in_host_memory(source: Source, num_local: int) -> FromHost:
     for expert, slot in enumerate(slots):
         source.read(expert, slot)
     return FromHost(source.layout, slots)
-
-
-def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
-    """Return (most bytes, most experts) of a cache, one of them None.
-
-    Args:
-        cache: a number of experts, or of bytes with a unit of UNITS.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]i?B)?", str(cache).strip())
-    if found and found[2]:
-        return int(float(found[1]) * UNITS[found[2]]), None
-    if found and found[1].isdigit():
-        return None, int(found[1])
-    raise ValueError(
-        f"cache (--moe-expert-cache) is {cache!r}; give a number of experts, such as 64, or of bytes with "
-        f"a unit, such as 512MiB ({', '.join(UNITS)})."
-    )
 
 
 def _refuse_unknown(argument: str, value: str, known: Sequence[str]) -> None:

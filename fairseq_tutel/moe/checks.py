@@ -1,5 +1,6 @@
 """Checks: options of a layer that exclude each other, each refused by one sentence; --moe-balance-loss."""
 
+import re
 from typing import Any
 
 from fairseq_tutel.moe.options import options_in
@@ -112,3 +113,33 @@ def _finite(weight: str, text: str) -> float:
         "least 0.",
     )
     return value
+
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+CACHE_SIZE = re.compile(r"(?P<experts>\d+)|(?P<size>\d+(?:\.\d+)?) *(?P<unit>[KMG]i?B)")
+CACHE_SIZES = (
+    "give a number of experts, such as 64, or of bytes with a unit, such as 512MiB "
+    f"({', '.join(UNITS)})"
+)
+
+
+def is_cache_size(text: str) -> bool:
+    """Whether `cache_limits` can read it."""
+    return CACHE_SIZE.fullmatch(text.strip()) is not None
+
+
+def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
+    """Return (most bytes, most experts) of a cache, one of them None.
+
+    Args:
+        cache: a number of experts, or of bytes with one of UNITS.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = CACHE_SIZE.fullmatch(str(cache).strip())
+    if found is None:
+        raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")
+    if found["experts"]:
+        return None, int(found["experts"])
+    return int(float(found["size"]) * UNITS[found["unit"]]), None

@@ -15,7 +15,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from fairseq_tutel.kernels.autotune import SECONDS
-from fairseq_tutel.moe.checks import BALANCE_LOSSES, refuse_contradictions
+from fairseq_tutel.moe.checks import (
+    BALANCE_LOSSES,
+    CACHE_SIZES,
+    is_cache_size,
+    refuse_contradictions,
+)
 from fairseq_tutel.moe.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -49,6 +54,9 @@ ACTIVATIONS = (
 )
 GATE_TYPES = ("linear", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
+STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
+STORE_TIERS = ("host", "disk")
+EVICTIONS = ("lfu", "lru", "fifo")
 
 # Rules of more than one place.
 OVERLAP = whole(1, 32)
@@ -76,6 +84,7 @@ ONE_RANK = because(lambda f: f.ranks == 1, "there is one rank")
 ALL_HERE = because(lambda f: f.expert_parallel_size == 1, "every rank has all experts")
 NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "with adaptive_r 0 no row travels")
 NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
+NO_STORE = needs(lambda f: f.store.moe_expert_store != "resident", "--moe-expert-store")
 TUNED = "the tuner chooses; it is what its gain is told against"
 
 # Where an option is refused; f: the MoEConfig.
@@ -603,6 +612,44 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
+class StoreConfig:
+    """Where experts are while a model is used, and when they come into memory; every task takes it."""
+
+    moe_expert_store: str = memory(
+        "resident",
+        "where a model is used, not trained, when experts come into memory: resident, all when it is "
+        "opened; on-demand, those with tokens when their layer asks; pregated, these ahead, while the "
+        "layer before computes, which needs a model with --moe-pregate; prefetch-all, all experts of the "
+        "layer that comes next; the result is the same",
+        choices=("resident", *STORE_POLICIES),
+    )
+    moe_expert_tier: str = memory(
+        "auto",
+        "where the experts of --moe-expert-store come from: host memory; disk, the files of a sharded "
+        "checkpoint where they lie; auto, host on a GPU, else disk",
+        choices=("auto", *STORE_TIERS),
+        idle=(NO_STORE,),
+    )
+    moe_expert_cache: str = memory(
+        "0",
+        "experts that stay in memory after their use, over all layers: how many, or with a unit bytes of "
+        "them, as 2GiB",
+        rule=(is_cache_size, CACHE_SIZES),
+        idle=(NO_STORE,),
+    )
+    moe_expert_cache_policy: str = memory(
+        "lfu",
+        "which expert leaves a full cache: lfu, the least often used; lru, the longest unused; fifo, the "
+        "one fetched first",
+        choices=EVICTIONS,
+        idle=(
+            NO_STORE,
+            needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache"),
+        ),
+    )
+
+
+@dataclass(frozen=True)
 class CriterionConfig:
     """What a criterion does with the balance losses; which there are is the model's part."""
 
@@ -644,7 +691,7 @@ class CriterionConfig:
 LAYER = {item.name: item for item in options_in(MoEConfig)}
 BY_OWNER = {
     "model": (*options_in(ModelConfig), *LAYER.values(), *options_in(SidesConfig)),
-    "task": (*options_in(TaskConfig), *LAYER.values()),
+    "task": (*options_in(TaskConfig), *options_in(StoreConfig), *LAYER.values()),
     "criterion": options_in(CriterionConfig),
 }
 

@@ -124,15 +124,15 @@ class ExpertStack(nn.Module):
         They take the parameters' place, without a copy where they are all of what they lie in.
 
         Args:
-            stay: they are left where they are, for `sources`, and the parameters tell sizes alone.
+            stay: they are left where they are, for `take_sources`, and the parameters tell sizes alone.
         """
         self._awaits, self._sources = True, {} if stay else None
         self._away_on = torch.device("cpu")
 
-    @property
-    def sources(self) -> Mapping[str, "Tensor | StoredStack"]:
-        """The tensors that were left where they are, of all experts, by name."""
-        return self._sources or {}
+    def take_sources(self) -> Mapping[str, "Tensor | StoredStack"]:
+        """Return the tensors that were left where they are, of all experts, by name, and forget them."""
+        sources, self._sources = self._sources, {}
+        return sources or {}
 
     def save_as(self, tensors: Mapping[str, Any] | None) -> None:
         """Let state dicts hold these in place of the local part; None for the local part.

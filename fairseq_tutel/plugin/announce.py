@@ -3,13 +3,20 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.config import LAYER, ModelConfig, MoEConfig, SidesConfig, TaskConfig
+from fairseq_tutel.moe.config import (
+    LAYER,
+    ModelConfig,
+    MoEConfig,
+    SidesConfig,
+    StoreConfig,
+    TaskConfig,
+)
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
@@ -39,6 +46,7 @@ class Facts:
         half: the model computes in fp16 or bf16.
         gpu: there is one.
         tuned: something of how layers run is left to the tuner.
+        store: where experts are.
     """
 
     layer: MoEConfig
@@ -52,6 +60,7 @@ class Facts:
     half: bool = False
     gpu: bool = False
     tuned: bool = False
+    store: StoreConfig = field(default_factory=StoreConfig)
 
 
 def say_what_has_no_effect(config: Any, facts: Facts) -> None:

@@ -42,7 +42,7 @@ def _of_layers(owner: str) -> list[Option]:
 
 ModelOptions = _made("ModelOptions", [*options_in(ModelConfig), *_of_layers("model")])
 EncoderDecoderOptions = _made("EncoderDecoderOptions", options_in(SidesConfig), ModelOptions)
-SystemOptions = _made("SystemOptions", [*options_in(TaskConfig), *_of_layers("task")])
+SystemOptions = _made("SystemOptions", options_of("task"))
 GateLossOptions = _made("GateLossOptions", options_in(CriterionConfig))
 
 

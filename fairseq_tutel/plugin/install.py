@@ -3,11 +3,10 @@
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +16,6 @@ from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.config import ModelConfig, MoEConfig, SidesConfig, TaskConfig
-from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
 from fairseq_tutel.moe.options import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.moe.update_tuner import UpdateTuner
@@ -31,8 +28,8 @@ from fairseq_tutel.plugin.announce import (
     warn,
 )
 from fairseq_tutel.plugin.context import Context
+from fairseq_tutel.plugin.differences import end, end_where_it_differs, say_what_differs
 from fairseq_tutel.plugin.feed_forward import (
-    MoEFeedForward,
     begin_micro_batch,
     children_of,
     chosen_layers,
@@ -44,6 +41,12 @@ from fairseq_tutel.plugin.feed_forward import (
     watch_token_ids,
 )
 from fairseq_tutel.plugin.flags import expert_counts, layer_config
+from fairseq_tutel.plugin.opened_experts import (
+    awaited,
+    fetch_when_loaded,
+    stays_away,
+    store_options,
+)
 from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
 from fairseq_tutel.plugin.resume import checkpoint_to_load, say_what_changed
 from fairseq_tutel.plugin.run_config import (
@@ -89,7 +92,7 @@ class MoEModelMixin:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
-                _end(error)
+                end(error)
             raise
 
 
@@ -132,6 +135,8 @@ def install_experts(
     requested = read(TaskConfig, task_cfg).moe_expert_parallel_size
     local = node_size(configs[0], task_cfg)
     ahead = read(ModelConfig, cfg).moe_pregate
+    opened, device = is_opened(cfg), device_of(root)
+    store = store_options(task_cfg, configs[0], opened, ahead > 0, device)
     degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
     if training:
         topology = make_topology(counts, requested, local, degree_of)
@@ -142,21 +147,19 @@ def install_experts(
         say_what_changed(checkpoint_to_load(root.checkpoint), cfg)
     else:
         topology = topology_of_opened(requested, counts, local, degree_of)
-    refuse_sizes(configs, topology)
-    opened = is_opened(cfg)
+    if not stays_away(store):
+        refuse_sizes(configs, topology)
     seed = int(root.common.seed) if root is not None else 1
     context = Context(trains=training)
     for config, (name, layer) in zip(configs, chosen, strict=True):
-        experts = _awaited(config, topology) if opened else None
+        experts = awaited(config, topology, store) if opened else None
         replace_ffn(layer, config, topology, seed, name, context, experts)
     if "hash" in configs[0].gate_types:
         watch_token_ids(model, context)
     if ahead:
         pregate_stacks(model, ahead)
     model.register_forward_pre_hook(begin_micro_batch)
-    model.register_load_state_dict_pre_hook(
-        _end_where_it_differs if training else _say_what_differs
-    )
+    model.register_load_state_dict_pre_hook(end_where_it_differs if training else say_what_differs)
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
     model._ddp_params_and_buffers_to_ignore = [
         name for name, parameter in model.named_parameters() if is_expert(parameter)
@@ -168,7 +171,9 @@ def install_experts(
         task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
     else:
         keep_in_step(model)
-    announce(configs, topology, backend_for(configs[0].backend, device_of(root)))
+    if stays_away(store):
+        fetch_when_loaded(model, store)
+    announce(configs, topology, backend_for(configs[0].backend, device))
     announce_size(model)
     if training:
         layers, half = moe_layers(model), root.common.fp16 or root.common.bf16
@@ -176,13 +181,6 @@ def install_experts(
         announce_idle(layers, cfg, task_cfg, local, half)
     warn(configs[0], has_decoder=any("decoder" in name for name, _ in chosen))
     return model
-
-
-def _awaited(config: MoEConfig, topology: Topology) -> ExpertStack:
-    """Return the experts of a model that is opened, neither drawn nor in memory before they are loaded."""
-    stack = build_experts(config, topology.part(config.num_experts), device="meta")
-    stack.await_tensors()
-    return stack
 
 
 def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
@@ -200,11 +198,6 @@ def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
             )
 
     return gather
-
-
-def _end(error: ValueError) -> NoReturn:
-    """End a training whose checkpoint cannot be read: stock would say that architectures do not match."""
-    sys.exit(f"error: {error}")
 
 
 def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
@@ -274,70 +267,6 @@ def node_size(config: MoEConfig, task_cfg: Any) -> int:
     if config.a2a_algorithm == "linear" and config.adaptive == "off":
         return 0
     return read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
-
-
-def _end_where_it_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
-    """End a training whose checkpoint is another model's: stock's own error does not say which."""
-    difference = _difference_of_experts(model, state_dict) or _difference(model, state_dict)
-    if difference:
-        _end(ValueError(difference))
-
-
-def _say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
-    """Log one sentence when a checkpoint has other experts; who opens it may ask for that."""
-    difference = _difference_of_experts(model, state_dict)
-    if difference:
-        logger.error(difference)
-
-
-def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
-    """Return what the experts of a checkpoint have or lack, and the fix; shapes are theirs to refuse."""
-    for layer_name, layer in model.named_modules():
-        if not isinstance(layer, MoEFeedForward):
-            continue
-        needed = {f"{layer_name}.experts.{name}" for name in layer.experts.expert_parameters()}
-        if not needed & state_dict.keys():
-            return (
-                f"the checkpoint has no experts in {layer_name} where this model has them; give the "
-                "--moe-freq it was saved with, or of a dense model what `python -m fairseq_tutel convert "
-                "upcycle` makes of it"
-            )
-        if needed - state_dict.keys():
-            missing = sorted(needed - state_dict.keys())
-            return f"the checkpoint lacks {missing}; give the --moe-expert-type it was saved with"
-        own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
-        saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
-        saved -= {f"{layer_name}.balance_bias.bias"} if layer.balance_bias is not None else set()
-        if own != saved:
-            return (
-                f"the checkpoint lacks {sorted(own - saved) or 'nothing'} and has "
-                f"{sorted(saved - own) or 'nothing'} too many; give the --moe-gate-type, "
-                "--moe-balance-bias, --moe-shared-experts and --moe-residual it was saved with"
-            )
-    return None
-
-
-def _difference(model: nn.Module, state_dict: Any) -> str | None:
-    """Return what a checkpoint has otherwise than a model beside its experts, and the fix."""
-    layers = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, MoEFeedForward))
-    own, saved = (
-        {key: tuple(value.shape) for key, value in state.items() if not key.startswith(layers)}
-        for state in (model.state_dict(), state_dict)
-    )
-    for key in own.keys() & saved.keys():
-        if own[key] != saved[key]:
-            return (
-                f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data, "
-                "whose dictionaries count, and the sizes it was saved with"
-            )
-    # What is too many alone may be an older file's, which stock drops.
-    if own.keys() - saved.keys():
-        return (
-            f"the checkpoint lacks {sorted(own.keys() - saved.keys())[:3]} and has "
-            f"{sorted(saved.keys() - own.keys())[:3] or 'nothing'} too many; give the --arch and options "
-            "it was saved with"
-        )
-    return None
 
 
 def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:

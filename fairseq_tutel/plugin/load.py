@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fairseq.utils import import_user_module
+from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.moe.config import label_of
+from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.flags import refuse_misspelt
 from fairseq_tutel.plugin.run_config import mark_as_opened
@@ -119,6 +120,15 @@ def tell_of_rounded(state: Any, path: str) -> None:
         )
 
 
+def add_system_options(state: Any, overrides: Mapping[str, Any] | None) -> None:
+    """Give a task the options of ours that an older file lacks: stock overrides what is there alone."""
+    task: Any = (state.get("cfg") or {}).get("task")
+    known = {option.key for option in options_of("task")}
+    if OmegaConf.is_config(task):
+        with open_dict(task):
+            task.update({k: v for k, v in (overrides or {}).items() if k in known})
+
+
 def _is_at_hand(name: str) -> bool:
     """Whether a class's module is imported already, or stands in the --user-dir."""
     module = name.rpartition(".")[0]
@@ -150,6 +160,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             refuse_unknown_classes(state, path, arg_overrides)
             mark_as_opened(state)
             forget_retired(state)
+            add_system_options(state, arg_overrides)
         bind(state, Path(path))
         if not is_for_use:
             tell_of_rounded(state, path)

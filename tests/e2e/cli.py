@@ -150,6 +150,7 @@ def _scratch():
 
 
 def _child(command, argv, env, log, stdin):
+    import atexit
     import gc
     import importlib
 
@@ -169,7 +170,10 @@ def _child(command, argv, env, log, stdin):
     sys.argv = argv
     if "fairseq_tutel.plugin" in sys.modules:  # what registering says depends on the words
         sys.modules["fairseq_tutel.plugin"]._registered = False
-    if command in ("tutel-train", "tutel-run"):
-        importlib.import_module("fairseq_tutel." + command.removeprefix("tutel-")).main()
-    else:
-        importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()
+    try:
+        if command in ("tutel-train", "tutel-run"):
+            importlib.import_module("fairseq_tutel." + command.removeprefix("tutel-")).main()
+        else:
+            importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()
+    finally:
+        atexit._run_exitfuncs()  # as of a command; Python leaves a forked child without

@@ -15,8 +15,8 @@ from torch import nn
 from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology, make_topology
 from fairseq_tutel.checkpoint.experts import expert_modules, save_in_shards
 from fairseq_tutel.checkpoint.shards import bind
-from fairseq_tutel.inference.expert_store import POLICIES, TIERS
 from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.config import STORE_POLICIES, STORE_TIERS
 
 FFN = MoEConfig(model_dim=8, hidden_dim=12, num_experts=6, top_k=2)
 KINDS = {
@@ -90,19 +90,19 @@ def steps(count, rank=0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", STORE_TIERS)
 def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier):
     config = KINDS[kind]
     resident = model_of(config)
     source = source_of(write(resident, tmp_path))
-    for policy, cache in itertools.product(POLICIES, (0, CACHE, "1GiB")):
+    for policy, cache in itertools.product(STORE_POLICIES, (0, CACHE, "1GiB")):
         with ExpertStore(policy, tier, cache) as store:
             model = opened(config, store, source, tier)
             for x_TD in [*steps(4), torch.randn(0, 8)]:
                 assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, cache)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", STORE_POLICIES)
 def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
     resident = model_of(FFN)
     source, size = source_of(write(resident, tmp_path)), FFN.num_experts
@@ -130,7 +130,7 @@ def compare_on_two_ranks(kind, folder):
     source = source_of(folder)
     topology = make_topology([config.num_experts], 2)
     resident = model_of(config, topology)
-    for policy, tier in itertools.product(POLICIES, TIERS):
+    for policy, tier in itertools.product(STORE_POLICIES, STORE_TIERS):
         with ExpertStore(policy, tier, cache=1) as store:
             model = opened(config, store, source, tier, topology)
             for x_TD in [*steps(2, rank), torch.randn(3 * rank, 8)]:

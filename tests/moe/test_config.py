@@ -21,6 +21,7 @@ from fairseq_tutel.moe.config import (
     ModelConfig,
     MoEConfig,
     SidesConfig,
+    StoreConfig,
     TaskConfig,
     options_of,
 )
@@ -244,7 +245,7 @@ def test_every_option_with_a_flag_has_its_help_and_a_default_that_is_good(owner)
         assert option.help and option.theme and option.flag.startswith("--"), option.name
         assert key_of(option.flag) == option.key and flag_of(option.key) == option.flag
         assert option.same_as is None or option.same_as[0] in LAYER
-    for config in (ModelConfig, SidesConfig, TaskConfig, CriterionConfig):
+    for config in (ModelConfig, SidesConfig, TaskConfig, StoreConfig, CriterionConfig):
         refuse_bad_values(config())
 
 
@@ -264,6 +265,11 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
         (SidesConfig, "encoder_moe_freq", -2, "--encoder-moe-freq is -2; give a whole number of layers"),
         (TaskConfig, "moe_local_size", -1, "--moe-local-size is -1; give the ranks of a node, or 0 "),
         (TaskConfig, "moe_adaptive_window", 0, "--moe-adaptive-window is 0; give a whole number of places"),
+        (StoreConfig, "moe_expert_store", "all", "--moe-expert-store is 'all'; choose one of resident"),
+        (StoreConfig, "moe_expert_tier", "tape", "--moe-expert-tier is 'tape'; choose one of auto, host"),
+        (StoreConfig, "moe_expert_cache", "2 GIB", "--moe-expert-cache is '2 GIB'; give a number of"),
+        (StoreConfig, "moe_expert_cache", "1.5", "--moe-expert-cache is '1.5'; give a number of"),
+        (StoreConfig, "moe_expert_cache_policy", "x", "--moe-expert-cache-policy is 'x'; choose one"),
         (TaskConfig, "moe_zero_stage", 3, "--moe-zero-stage is 3; give 0 (optimizer state whole"),
         (TaskConfig, "moe_checkpoint", "half", "--moe-checkpoint is 'half'; choose one of full, sharded."),
         (CriterionConfig, "moe_gate_loss_wt", math.inf, "--moe-gate-loss-wt is inf; give a finite number"),

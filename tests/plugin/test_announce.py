@@ -9,7 +9,7 @@ from torch import nn
 
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.config import ModelConfig, SidesConfig, TaskConfig
+from fairseq_tutel.moe.config import ModelConfig, SidesConfig, StoreConfig, TaskConfig
 from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect, sizes
 
 plugin.register()
@@ -31,6 +31,7 @@ def test_a_token_meets_its_own_experts_and_all_else_and_tied_weights_count_once(
 
 # Two nodes of two ranks that exchange tokens; an expert has two slices.
 ACROSS = {"ranks": 4, "expert_parallel_size": 4, "slices": 2, "over_nodes": True, "gpu": True}
+STORED, CACHED = StoreConfig("on-demand"), StoreConfig("on-demand", moe_expert_cache="8")
 ALL_HERE = "every rank has all experts"
 TUNER = "the tuner chooses"
 # The option, by its field of a MoEConfig or its key; the facts by which it is idle; why.
@@ -52,17 +53,23 @@ IDLE = [
     ({"record_a2a_perf_stats": True}, {"expert_parallel_size": 1}, ALL_HERE),
     ({"moe_adaptive_window": 4}, {"tuned": False}, "4 has no effect without --moe-adaptive auto"),
     ({"moe_adaptive_file": "x"}, {"tuned": False}, "without --moe-adaptive auto"),
+    ({"moe_expert_tier": "disk"}, {"store": StoreConfig()}, "no effect without --moe-expert-store"),
+    ({"moe_expert_cache": "8"}, {"store": StoreConfig()}, "8 has no effect without --moe-expert-store"),
+    ({"moe_expert_cache_policy": "lru"}, {"store": STORED}, "has no effect without --moe-expert-cache"),
     ({"moe_freq": 1}, {"sides": SidesConfig(1, 1)}, "--encoder-moe-freq and --decoder-moe-freq are given"),
 ]  # fmt: skip
+
+
+OWNERS = (ModelConfig, TaskConfig, StoreConfig)
 
 
 def said_of(caplog, given, facts):
     """Return what is said of one option at this value, by these facts."""
     caplog.clear()
     layer = {key: value for key, value in given.items() if key in ft.MoEConfig.__dataclass_fields__}
-    around = [kind for kind in (ModelConfig, TaskConfig) if given.keys() <= vars(kind()).keys()]
+    around = [kind for kind in OWNERS if given.keys() <= vars(kind()).keys()]
     config = ft.MoEConfig(D, H, E, **layer)
-    facts = {"layer": config, "sides": SidesConfig(), **ACROSS, **facts}
+    facts = {"layer": config, "sides": SidesConfig(), "store": CACHED, **ACROSS, **facts}
     for each in (config, *(kind(**given) for kind in around)):
         say_what_has_no_effect(each, Facts(**facts))
     return caplog.text

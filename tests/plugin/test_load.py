@@ -16,7 +16,7 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin.install import _end_where_it_differs
+from fairseq_tutel.plugin.differences import end_where_it_differs
 from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
 from fairseq_tutel.tools.convert.sharded import to_sharded
@@ -80,6 +80,13 @@ def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplo
         assert "keeps experts in int8: the training goes on from these rounded" not in caplog.text
         checkpoint_utils.load_checkpoint_to_cpu(file, {}, load_on_all_ranks=resumes)
     assert f"{path} keeps experts in int8: the training goes on from these rounded" in caplog.text
+
+
+def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path):
+    path = written(tmp_path, cfg={**STATE["cfg"], "task": {"data": "x"}})
+    overrides = {"moe_expert_store": "on-demand", "seed": 3}
+    task = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)["cfg"]["task"]
+    assert task == {"data": "x", "moe_expert_store": "on-demand"}
 
 
 FOREIGN = {
@@ -170,7 +177,7 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
 )  # fmt: skip
 def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sentence):
     model = nn.Embedding(5, 3)
-    model.register_load_state_dict_pre_hook(_end_where_it_differs)
+    model.register_load_state_dict_pre_hook(end_where_it_differs)
     with pytest.raises(SystemExit) as end:
         model.load_state_dict(saved)
     assert str(end.value.code).startswith(f"error: {sentence}")

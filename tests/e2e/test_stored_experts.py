@@ -1,0 +1,184 @@
+"""Commands that use a model whose experts are in a store: what they print with all experts in memory.
+
+Covered: every policy in fairseq-generate, and one each in -eval-lm, -validate and -interactive; a sharded
+checkpoint and a full one; an ensemble in one store; two ranks that share the experts; counters at a
+command's end; a file that is cut short; what is refused.
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+from cli import USER_DIR, fairseq, refused, tail
+from models import lm_args, mt_args
+from tool_in_process import convert
+
+SHARDED = ("--moe-checkpoint", "sharded")
+LINE = r"^[HPS]-\d+\t.*$"
+PREGATED = ("--moe-pregate", 1)
+LAYERS, EXPERTS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def mt(mt_data, tmp_path_factory):
+    """A pre-gated translation model in shards; hardly trained."""
+    folder = tmp_path_factory.mktemp("mt-run")
+    fairseq("train", *mt_args(mt_data, folder, *SHARDED, *PREGATED, updates=1))
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="module")
+def lm(lm_data, tmp_path_factory):
+    """A language model, in one file."""
+    folder = tmp_path_factory.mktemp("lm-run")
+    fairseq("train", *lm_args(lm_data, folder, updates=2))
+    return folder / "checkpoint_last.pt"
+
+
+def words(task, data, path, *extra):
+    return [
+        data, "--user-dir", USER_DIR, "--task", f"moe_{task}", "--path", path, "--num-workers", 0,
+        "--required-batch-size-multiple", 1, *extra,
+    ]  # fmt: skip
+
+
+GENERATE = ("--beam", 2, "--max-len-b", 8, "--batch-size", 7)
+
+
+def generate(data, path, *extra, **options):
+    """Return what fairseq-generate printed of its sentences, and the run."""
+    run = fairseq(
+        "tutel-run", "generate", *words("translation", data, path, *GENERATE, *extra), **options
+    )
+    return sorted(re.findall(LINE, run.output, re.M)), run
+
+
+@pytest.fixture(scope="module")
+def resident(mt, mt_data):
+    lines, run = generate(mt_data, mt)
+    assert len(lines) > 60 and not run.stats("expert_store")
+    return lines
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(("on-demand",), marks=LONG),
+        ("pregated", "--moe-expert-cache", 3, "--moe-expert-cache-policy", "lru"),
+        pytest.param(("prefetch-all", "--moe-expert-tier", "host"), marks=LONG),
+    ],
+    ids=lambda extra: extra[0],
+)
+def test_generate_prints_the_scores_of_resident(mt, mt_data, resident, extra):
+    lines, run = generate(mt_data, mt, "--moe-expert-store", *extra)
+    assert lines == resident
+    (found,) = run.stats("expert_store")
+    tier = "host" if "host" in extra else "disk"
+    assert (found["policy"], found["tier"]) == (extra[0], tier)
+    assert found["fetches"] > 0 and found["bytes"] > 0 and found["peak_experts"] <= LAYERS * EXPERTS
+
+
+def test_two_ranks_share_the_experts_of_a_store(mt, mt_data, resident):
+    shared = ("--moe-expert-parallel-size", 2)
+    lines, run = generate(mt_data, mt, *shared, "--moe-expert-store", "pregated", ranks=2)
+    scores = [sorted(float(score) for score in re.findall(r"^H-\d+\t(\S+)", "\n".join(found), re.M))
+              for found in (lines, resident)]  # fmt: skip
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert "expert parallel size 2, replicas 1" in run.logs[0]
+    (found,) = run.stats("expert_store")  # the first rank's
+    assert found["peak_experts"] <= 2 * EXPERTS // 2
+
+
+@LONG
+def test_an_ensemble_has_one_store(mt, mt_data):
+    both = f"{mt}:{mt}"
+    expected, _ = generate(mt_data, both)
+    lines, run = generate(
+        mt_data, both, "--moe-expert-store", "on-demand", "--moe-expert-cache", "1MB"
+    )
+    assert lines == expected
+    (found,) = run.stats("expert_store")
+    assert 0 < found["fetches"] <= 2 * LAYERS * EXPERTS  # all of them are kept
+    assert found["peak_experts"] == found["fetches"] and found["hits"] > 0
+
+
+@LONG
+@pytest.mark.parametrize("extra", [(), ("--fp16",)])
+def test_interactive_prints_the_scores_of_resident(mt, mt_data, tmp_path, extra):
+    (tmp_path / "in.txt").write_text("w1 w3 w9\nw2\n")
+    more = ("--input", tmp_path / "in.txt", "--beam", 2, "--max-len-b", 5, *extra)
+    stores = ((), ("--moe-expert-store", "pregated"))
+    runs = [
+        fairseq("interactive", *words("translation", mt_data, mt, *more, *store))
+        for store in stores
+    ]
+    lines = [re.findall(LINE, run.output, re.M) for run in runs]
+    assert len(lines[0]) == 6 and lines[0] == lines[1]
+    assert runs[1].stats("expert_store")[0]["fetches"] > 0
+
+
+SCORED = (
+    "--gen-subset",
+    "valid",
+    "--tokens-per-sample",
+    16,
+    "--batch-size",
+    9,
+    "--output-word-probs",
+)
+
+
+def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(
+    lm, lm_data, tmp_path
+):
+    convert("sharded", "--input", lm, "--output", tmp_path / "sharded.pt")
+    ways = [(lm,), (lm, "host"), (tmp_path / "sharded.pt", "disk")]
+    found = []
+    for path, *tier in ways:
+        store = ("--moe-expert-store", "on-demand", "--moe-expert-tier", *tier) if tier else ()
+        run = fairseq("eval-lm", *words("language_modeling", lm_data, path, *SCORED, *store))
+        found.append(re.findall(r"eval_lm \| (\d+ .*|Loss.*)$", run.output, re.M))
+    assert len(found[0]) > 20 and found[0] == found[1] == found[2]
+    refusal = refused(
+        "eval-lm",
+        *words("language_modeling", lm_data, lm, *SCORED, "--moe-expert-store", "on-demand"),
+    )
+    assert "error: tier (--moe-expert-tier) disk reads the shard files" in tail(refusal, 3)
+    assert "python -m fairseq_tutel convert sharded" in refusal and "Traceback" not in refusal
+
+
+@LONG
+def test_validate_gives_the_loss_of_resident(mt, mt_data):
+    more = words("translation", mt_data, mt, "--batch-size", 9, "--log-format", "json")
+    expected = fairseq("validate", *more).stats("valid")
+    run = fairseq("validate", *more, "--moe-expert-store", "prefetch-all")
+    found = run.stats("valid")
+    assert [each["valid_loss"] for each in found] == [each["valid_loss"] for each in expected]
+    assert run.stats("expert_store")[0]["policy"] == "prefetch-all"
+
+
+def test_a_file_that_was_cut_short_ends_the_command_with_one_sentence(mt, mt_data, tmp_path):
+    shutil.copytree(mt.parent, tmp_path / "torn")
+    for file in sorted((tmp_path / "torn" / "experts").rglob("*.safetensors")):
+        os.truncate(file, 1000)
+    more = words("translation", mt_data, tmp_path / "torn" / mt.name, *GENERATE)
+    output = refused("tutel-run", "generate", *more, "--moe-expert-store", "pregated")
+    assert re.search(r"^error: .*experts in .*, which is torn or missing", output, re.M), tail(
+        output
+    )
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("policy", ["on-demand", pytest.param("pregated", marks=LONG)])
+def test_a_store_without_a_use_is_refused(lm, lm_data, tmp_path, policy):
+    if policy == "pregated":
+        more = words("language_modeling", lm_data, lm, *SCORED, "--moe-expert-store", policy)
+        assert "no block of this model knows its experts ahead" in refused("eval-lm", *more)
+        return
+    output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-store", policy))
+    assert "--moe-expert-store is on-demand, which is for models that are used" in output
+    assert "Traceback" not in output
