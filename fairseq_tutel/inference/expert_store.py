@@ -267,9 +267,9 @@ class _InStore(Weights):
         kept = Groups.of_host([counts[e] for e in experts] or [0], stack.device)
         return {name: _stacked(name, slots, getattr(stack, name)) for name in stack.names}, kept
 
-    def expect(self, stack: ExpertStack, counts_E: Tensor) -> None:
+    def expect(self, stack: ExpertStack, groups: Groups) -> None:
         """Begin to fetch the experts with rows of this rank's tokens."""
-        counts = counts_E[stack.first : stack.first + stack.num_local].tolist()
+        counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.expect(self._index, [e for e, count in enumerate(counts) if count])
 
     def __deepcopy__(self, memo: Any) -> "_InStore":

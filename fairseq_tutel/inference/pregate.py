@@ -101,7 +101,7 @@ class Chain:
         if later < len(self.layers):
             target = self.layers[later]
             waiting = target.route(x_TD, call)
-            target.experts.weights.expect(target.experts, waiting.counts_E)
+            target.experts.weights.expect(target.experts, waiting.groups)
             self._waiting[later] = _Ahead(waiting, call, torch.is_grad_enabled())
         return routing
 

@@ -41,8 +41,17 @@ class Weights:
         """
         return {name: getattr(stack, name) for name in stack.names}, groups
 
-    def expect(self, stack: "ExpertStack", counts_E: Tensor) -> None:
-        """Take note that a stack's experts will be asked for soon: those with rows of [E] counts."""
+    def of_each(self, stack: "ExpertStack", groups: Groups) -> list[Tensors]:
+        """Return the tensors of each expert with rows, by name and without a first dimension."""
+        tensors, groups = self.of_groups(stack, groups)
+        return [
+            {name: tensor[e] for name, tensor in tensors.items()}
+            for e, count in enumerate(groups.host)
+            if count
+        ]
+
+    def expect(self, stack: "ExpertStack", groups: Groups) -> None:
+        """Take note that a stack's experts will be asked for soon: those with rows, of all E groups."""
 
 
 class MadeWeights(Weights):

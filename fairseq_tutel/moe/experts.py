@@ -13,8 +13,10 @@ from torch.func import functional_call
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.weights import NAMES, FFNWeights
 from fairseq_tutel.moe.build import (
     construct,
     draw,
@@ -26,6 +28,7 @@ from fairseq_tutel.moe.build import (
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
+from fairseq_tutel.moe.few_tokens import FewTokens, combine_few, dispatch_few
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.groups import Part
@@ -109,10 +112,26 @@ class Experts(ExpertStack):
 
     def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Return every token's weighted sum over its experts [T, D], as one node."""
-        tensors, groups = weights.of_groups(self, Groups.of_tensor(routing.counts_E))
+        if isinstance(routing, FewTokens):
+            return self._mix_few(x_TD, routing, weights)
+        tensors, groups = weights.of_groups(self, routing.groups)
         tensors = self.prepared(tensors, x_TD.device)
         call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
         return mixed_ffn(x_TD, routing, tensors, call)
+
+    def _mix_few(self, x_TD: Tensor, routing: FewTokens, weights: Weights) -> Tensor:
+        own = [self._of_one(tensors, x_TD) for tensors in weights.of_each(self, routing.groups)]
+        if not own:
+            return x_TD.new_zeros(x_TD.shape)
+        outs = [
+            ffn_of_few(rows_nD.to(each.fc1_weight.dtype), each, self.config.activation)
+            for rows_nD, each in zip(dispatch_few(x_TD, routing), own, strict=True)
+        ]
+        return combine_few(outs, routing)
+
+    def _of_one(self, tensors: Tensors, x_TD: Tensor) -> FFNWeights:
+        tensors = self.prepared(tensors, x_TD.device)
+        return FFNWeights.of([tensors.get(name) for name in NAMES])
 
     @property
     def checkpoints(self) -> bool:

@@ -6,6 +6,7 @@ T tokens, D model_dim, E experts (e local), K top_k, R rows.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,8 +25,10 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
+from fairseq_tutel.moe.few_tokens import FewTokens, are_few, decide_few
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
+from fairseq_tutel.moe.on_demand import OnDemand, can_wait
 from fairseq_tutel.moe.options import is_whole
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, padded
 from fairseq_tutel.moe.shared_experts import Beside
@@ -47,6 +50,10 @@ class MoEOutput:
     balance_loss: Tensor
     losses: dict[str, Tensor]
     routing: Routing
+
+
+class OutputOnDemand(OnDemand, MoEOutput):
+    """The same, with losses on demand."""
 
 
 class Router(Protocol):
@@ -216,16 +223,6 @@ class MoELayer(nn.Module):
         clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         bias = self.balance_bias
-        routing = decide(
-            logits_TE,
-            top_k,
-            capacity_of(config, self.training, call.capacity_factor),
-            rules,
-            call.micro_batch(self.training),
-            None if bias is None else bias.bias,
-        )
-        if self.training and call.is_new:
-            self._count(routing)
         gate_output = GateOutput(
             logits_TE=logits_TE,
             clean_TE=clean_TE,
@@ -235,7 +232,15 @@ class MoELayer(nn.Module):
             time_first=call.time_first,
             num_ranks=self.topology.world_size if self.training else 1,
         )
-        return dataclasses.replace(routing, gate=gate_output)
+        capacity = capacity_of(config, self.training, call.capacity_factor)
+        batch = call.micro_batch(self.training)
+        bias_E = None if bias is None else bias.bias
+        if self._takes_few() and are_few(logits_TE, top_k, capacity, rules):
+            return decide_few(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
+        routing = decide(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
+        if self.training and call.is_new:
+            self._count(routing)
+        return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Send every token through its experts, wherever they are; return y_TD. Collective across ranks.
@@ -246,27 +251,42 @@ class MoELayer(nn.Module):
             x_TD: [T, D], as `Call.tokens` gives them.
             routing: of as many tokens: these, or what an earlier layer was given of them.
         """
+        experts = self.experts
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = x_TD.to(experts.dtype)
+        if isinstance(routing, FewTokens) and self._takes_few():
+            y_TD = experts.mix(x_TD, routing, experts.weights)
+        else:
+            y_TD = self._exchanged(x_TD, routing)
+        return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
+
+    def _exchanged(self, x_TD: Tensor, routing: Routing) -> Tensor:
         config, experts, options = self.config, self.experts, self._exchange_options()
         if options.padded and options.group is not None:
             routing = padded(routing, exchange.agreed_capacity(routing.counts_E, options))
         weights = weights_of(experts, self.topology, options, x_TD.device)
-        if not torch.is_autocast_enabled(x_TD.device.type):
-            x_TD = x_TD.to(experts.dtype)
         if options.group is None and not config.prescore and experts.mixes:
-            y_TD = experts.mix(x_TD, routing, weights)
-        else:
-            rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
-            rows_RD = exchange.run(
-                rows_RD,
-                routing.counts_E,
-                lambda rows, groups: experts(rows, groups, weights),
-                options,
-            )
-            y_TD = combine(rows_RD, routing, config.backend, config.prescore)
-        return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
+            return experts.mix(x_TD, routing, weights)
+        rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
+        rows_RD = exchange.run(
+            rows_RD,
+            routing.counts_E,
+            lambda rows, groups: experts(rows, groups, weights),
+            options,
+        )
+        return combine(rows_RD, routing, config.backend, config.prescore)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing that this layer's `route` gave. May be collective."""
+        """Return the balance losses of a routing that this layer's `route` gave. May be collective.
+
+        Where nothing is trained they are made when they are read.
+        """
+        make = partial(self._balance, routing)
+        if can_wait(self.training):
+            return OutputOnDemand(make, routing=routing)
+        return make()
+
+    def _balance(self, routing: Routing) -> MoEOutput:
         assert routing.gate is not None
         named = balance_losses(self.balance_weights, routing, routing.gate)
         total = torch.zeros((), device=routing.probs_TE.device, dtype=routing.probs_TE.dtype)
@@ -349,6 +369,11 @@ class MoELayer(nn.Module):
             name=self.name,
             stamp=Stamp(self.calls, self.training),
         )
+
+    def _takes_few(self) -> bool:
+        """Whether the experts take few tokens of this rank as `few_tokens` has it."""
+        here = self.topology.expert_group is None or self.experts.weights.of_all
+        return here and can_wait(self.training) and not self.config.prescore and self.experts.mixes
 
     def _count(self, routing: Routing) -> None:
         """Count a micro-batch of a training."""

@@ -5,11 +5,13 @@ T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the ex
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.choice import (
     MicroBatch,
     Rules,
@@ -81,6 +83,28 @@ class Routing:
     capacity: int | None
     gate: GateOutput | None = None
 
+    @cached_property
+    def groups(self) -> Groups:
+        """Rows of each expert, which the host reads once at most."""
+        return Groups.of_tensor(self.counts_E)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What the tokens of a micro-batch ask for.
+
+    Attributes:
+        scores_TE: [T, E], detached.
+        probs_TE: as `Routing` has it, likewise the next.
+        expert_ids_TK: [T, K] int64.
+        weights_TK: [T, K], before what is left out is known.
+    """
+
+    scores_TE: Tensor
+    probs_TE: Tensor
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+
 
 def decide(
     logits_TE: Tensor,
@@ -89,6 +113,7 @@ def decide(
     rules: Rules,
     batch: MicroBatch,
     bias_E: Tensor | None = None,
+    gate: GateOutput | None = None,
 ) -> Routing:
     """Choose experts, slots and rows, in the compact layout, for every token.
 
@@ -99,23 +124,51 @@ def decide(
         rules: how experts are chosen, weighed and filled.
         batch: what the tokens are.
         bias_E: [E], added to the scores for the choice alone.
+        gate: see `Routing`.
 
     Raises:
         ValueError: `top_k` is not in 1 .. E, or more than the groups of a token hold.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
-    check_top_k(top_k, logits_TE.shape[1], rules)
     if rules.choice == "experts":
-        return _decide_by_experts(logits_TE, top_k, capacity, rules, batch)
+        check_top_k(top_k, logits_TE.shape[1], rules)
+        return _decide_by_experts(logits_TE, top_k, capacity, rules, batch, gate)
+    chosen = chosen_by(logits_TE, top_k, rules, batch, bias_E)
+    return placed(chosen, capacity, rules, batch, gate)
+
+
+def chosen_by(
+    logits_TE: Tensor, top_k: int, rules: Rules, batch: MicroBatch, bias_E: Tensor | None = None
+) -> Chosen:
+    """Let every token choose and weigh its experts; see `decide`."""
+    check_top_k(top_k, logits_TE.shape[1], rules)
     scores_TE, probs_TE, expert_ids_TK, weights_TK = choose(logits_TE, top_k, rules, batch, bias_E)
     if rules.normalize_gate == "before" and top_k > 1:
         weights_TK = _normalized(weights_TK)
+    return Chosen(
+        scores_TE=scores_TE.detach(),
+        probs_TE=probs_TE,
+        expert_ids_TK=expert_ids_TK,
+        weights_TK=weights_TK,
+    )
+
+
+def placed(
+    chosen: Chosen,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+    gate: GateOutput | None = None,
+) -> Routing:
+    """Give every copy its place, or none; see `decide`."""
+    expert_ids_TK, weights_TK = chosen.expert_ids_TK, chosen.weights_TK
+    top_k = expert_ids_TK.shape[1]
     asked_TK = None
     if rules.second_expert_policy == "random" and batch.training and top_k > 1:
         asked_TK = asked_at_random(weights_TK)
     slots_TK, assigned_KE = take_slots(
-        expert_ids_TK, scores_TE.detach(), asked_TK, capacity, rules, batch
+        expert_ids_TK, chosen.scores_TE, asked_TK, capacity, rules, batch
     )
     num_tokens = assigned_KE[0].sum()
     kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
@@ -125,14 +178,15 @@ def decide(
         kept_TK,
         expert_ids_TK.numel(),
         expert_ids_TK=expert_ids_TK,
-        weights_TK=_scaled(weights_TK, rules),
+        weights_TK=scaled(weights_TK, rules),
         slots_TK=slots_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
         dropped_K=dropped_K,
         num_tokens=num_tokens,
-        probs_TE=probs_TE,
+        probs_TE=chosen.probs_TE,
         real_T=batch.real_T,
+        gate=gate,
     )
 
 
@@ -142,6 +196,7 @@ def _decide_by_experts(
     capacity: Capacity,
     rules: Rules,
     batch: MicroBatch,
+    gate: GateOutput | None,
 ) -> Routing:
     """Let every expert choose; a token's K' columns are the experts that took it, lower ids first.
 
@@ -180,7 +235,7 @@ def _decide_by_experts(
         kept_TK,
         most * num_experts,
         expert_ids_TK=expert_ids_TK,
-        weights_TK=_scaled(weights_TK, rules),
+        weights_TK=scaled(weights_TK, rules),
         slots_TK=slots_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
@@ -188,6 +243,7 @@ def _decide_by_experts(
         num_tokens=num_tokens,
         probs_TE=probs_TE,
         real_T=real_T,
+        gate=gate,
     )
 
 
@@ -227,7 +283,8 @@ def _normalized(weights_TK: Tensor) -> Tensor:
     return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).tiny)
 
 
-def _scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
+def scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
+    """Return the weights times the rules' factor."""
     factor = rules.routed_scaling_factor
     return weights_TK if factor == 1 else weights_TK * factor
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
@@ -21,6 +20,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import Tally, tally_of
+from fairseq_tutel.moe.on_demand import OnDemand, can_wait
 from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.ranks.groups import Topology
 
@@ -34,6 +34,10 @@ class MoERecord:
     balance_loss: Tensor
     losses: dict[str, Tensor]
     tally: Tally
+
+
+class RecordOnDemand(OnDemand, MoERecord):
+    """The same, made when it is read."""
 
 
 class MoEFeedForward(MoELayer):
@@ -71,8 +75,12 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def begin_micro_batch(self) -> None:
-        """Say that the next forward is a new one; one in backward is not."""
+        """Say that the next forward is a new one; one in backward is not.
+
+        What was kept for a checkpoint is freed: a later state dict holds the local experts again.
+        """
         self.seen = False
+        self.experts.save_as(None)
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
         """Take what the stock layer is called with.
@@ -102,7 +110,9 @@ class MoEFeedForward(MoELayer):
         y = self.apply_routing(x_TD, routing).view(x.shape)
         output = self.balance(routing)
         if call.is_new:
-            self.record, self.seen = _record(output), True
+            make = partial(_record, output)
+            self.record = RecordOnDemand(make) if can_wait(self.training) else make()
+            self.seen = True
         if torch.is_grad_enabled() and output.balance_loss.requires_grad:
             y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
         return y
@@ -287,10 +297,14 @@ def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
     context.see_tokens(args[0])
 
 
-def begin_micro_batch(model: nn.Module, *_: Any) -> None:
-    """Forward pre-hook of a whole model: what follows is a new micro-batch, not a recompute."""
-    experts.drop_gathered(model)
-    for layer in moe_layers(model):
+def tell_micro_batches(model: nn.Module) -> None:
+    """Let the layers of a model know when it is called: what follows is a new micro-batch, no recompute."""
+    # A copy of the model copies what is bound here, too.
+    model.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(model)))
+
+
+def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
+    for layer in layers:
         layer.begin_micro_batch()
 
 

@@ -30,7 +30,6 @@ from fairseq_tutel.plugin.announce import (
 from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.differences import end, end_where_it_differs, say_what_differs
 from fairseq_tutel.plugin.feed_forward import (
-    begin_micro_batch,
     children_of,
     chosen_layers,
     layer_facts,
@@ -38,6 +37,7 @@ from fairseq_tutel.plugin.feed_forward import (
     named_stacks,
     pregate_stacks,
     replace_ffn,
+    tell_micro_batches,
     watch_token_ids,
 )
 from fairseq_tutel.plugin.flags import expert_counts, layer_config
@@ -158,7 +158,7 @@ def install_experts(
         watch_token_ids(model, context)
     if ahead:
         pregate_stacks(model, ahead)
-    model.register_forward_pre_hook(begin_micro_batch)
+    tell_micro_batches(model)
     model.register_load_state_dict_pre_hook(end_where_it_differs if training else say_what_differs)
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
     model._ddp_params_and_buffers_to_ignore = [

@@ -77,7 +77,7 @@ def run(model, x_TD):
         if block + 1 < len(model):
             after = model[block + 1]
             following = after.route(x_TD, call)
-            after.experts.weights.expect(after.experts, following.counts_E)
+            after.experts.weights.expect(after.experts, following.groups)
         used.append(set(routing.counts_E.nonzero().flatten().tolist()))
         x_TD = x_TD + layer.apply_routing(x_TD, routing)
         routing = following

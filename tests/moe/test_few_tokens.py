@@ -1,0 +1,187 @@
+"""The step of few tokens: against the walk's general one, and what it does not do.
+
+Covered: k = 1 to E, ties, one token and as many as still are few, padding, all of them padding, float64 to
+bfloat16 and autocast, glu, biases, gates and scores, groups, experts beside; who goes the general way; an
+earlier layer's routing; the record and the losses, made when they are read, copied and pickled; operations
+of one token's step.
+"""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from compare import TOLERANCE, close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fairseq_tutel import MoEConfig, MoELayer, Topology
+from fairseq_tutel.kernels import reference
+from fairseq_tutel.kernels.few_rows import linear_of_few
+from fairseq_tutel.moe import layer as walk
+from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.few_tokens import MOST_COPIES, FewTokens
+from fairseq_tutel.moe.routing import Routing
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+
+CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=1)
+CASES = {
+    "top-1": {},
+    "top-2": {"top_k": 2},
+    "all, glu": {"top_k": 4, "expert_type": "glu", "routed_scaling_factor": 2.5},
+    "no biases": {"top_k": 2, "expert_bias": False, "normalize_gate": "none", "activation": "gelu"},
+    "sigmoid, bias, groups, beside": {
+        "top_k": 2, "score_function": "sigmoid", "balance_bias": True, "expert_groups": 2,
+        "groups_per_token": 1, "shared_experts": 1, "residual": True, "balance_loss": "gshard_all:1,z:1",
+    },
+    "hash": {"top_k": 3, "gate_type": "hash"},
+    "cosine": {"top_k": 2, "gate_type": "cosine", "gate_projection_dim": 3},
+}  # fmt: skip
+
+
+def build(dtype=torch.float32, **options) -> MoELayer:
+    return MoELayer(dataclasses.replace(CONFIG, **options), seed=1).to(dtype).eval()
+
+
+def tokens(count: int, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, 6, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def both(monkeypatch, layer, x_TD, mask=None):
+    """Return what the layer gives its few tokens, and what it would in the general way."""
+    call = {"token_ids": torch.arange(len(x_TD)), "padding_mask": mask}
+    with torch.no_grad(), monkeypatch.context() as patch:
+        got = layer(x_TD, **call)
+        patch.setattr(walk, "are_few", lambda *_: False)
+        expected = layer(x_TD, **call)
+    assert type(got[1].routing) is FewTokens and type(expected[1].routing) is Routing
+    return got, expected
+
+
+@pytest.mark.parametrize("padding", ("none", "some", "all"))
+@pytest.mark.parametrize("case", CASES)
+def test_few_tokens_are_the_walks(monkeypatch, case, padding):
+    layer = build(**CASES[case])
+    for count in (1, 11, MOST_COPIES // layer.config.top_k):
+        mask = None if padding == "none" else (torch.arange(count) % 3 == 1) | (padding == "all")
+        (y, output), (expected, general) = both(monkeypatch, layer, tokens(count), mask)
+        close(y, expected, f"{count} tokens")
+        assert torch.equal(output.balance_loss, general.balance_loss)
+        assert output.losses.keys() == general.losses.keys()
+        for name, tensor in vars(general.routing).items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(getattr(output.routing, name), tensor), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_in_every_dtype_and_with_ties(monkeypatch, dtype):
+    layer = build(dtype, top_k=2)
+    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # of two equal experts the first
+    (y, output), (expected, _) = both(monkeypatch, layer, tokens(11, dtype))
+    assert y.dtype == dtype and (output.routing.expert_ids_TK[:, 0] < 2).all()
+    close(y, expected, "y")
+
+
+def test_under_autocast(monkeypatch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (y, _), (expected, _) = both(monkeypatch, build(top_k=2), tokens(11))
+    assert y.dtype == torch.bfloat16
+    close(y, expected, "y")
+
+
+GENERAL = {
+    "experts choose": {"choice": "experts"},
+    "a capacity": {"eval_capacity_factor": 1.0},
+    "normalised later": {"normalize_gate": "after", "top_k": 2},
+    "prescore": {"prescore": True},
+    "a norm": {"hidden_layer_norm": True},
+    "own experts": {"expert_type": "custom_parts.DeepExpert"},
+}
+
+
+@pytest.mark.parametrize("options", GENERAL.values(), ids=GENERAL)
+def test_what_goes_the_general_way(options):
+    with torch.no_grad():
+        assert type(build(**options)(tokens(3))[1].routing) is Routing
+
+
+def test_so_do_many_tokens_none_and_a_training():
+    layer = build()
+    assert type(layer(tokens(3))[1].routing) is Routing
+    with torch.no_grad():
+        for count, kind in ((0, Routing), (1, FewTokens), (MOST_COPIES + 1, Routing)):
+            y, output = layer(tokens(count))
+            assert type(output.routing) is kind and len(y) == count
+        assert type(layer.train()(tokens(3))[1].routing) is Routing
+
+
+@torch.no_grad()
+def test_an_earlier_layers_routing_goes_either_way():
+    first, second, x_TD = build(top_k=2), MoELayer(CONFIG, seed=2).eval(), tokens(5)
+    routing = first.route(x_TD, Call.of(x_TD, 6))
+    y_TD = second.apply_routing(x_TD, routing)
+    second.experts.register_forward_hook(lambda *_: None)  # somebody wants to see all rows
+    close(second.apply_routing(x_TD, routing), y_TD, "y")
+
+
+def test_what_nobody_reads_is_not_made(monkeypatch):
+    layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1").eval()
+    calls = []
+    for name in ("balance_losses", "decide"):
+        made = getattr(walk, name)
+        monkeypatch.setattr(walk, name, lambda *a, made=made: calls.append(made) or made(*a))
+    x, mask = tokens(6).view(2, 3, 6), torch.arange(6).view(3, 2) == 5
+    layer.begin_call(mask)
+    with torch.no_grad():
+        layer(x)
+        layer.begin_micro_batch()
+        layer(x)
+    assert not calls
+    record, copied, pickled = (
+        layer.record,
+        *(copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))),
+    )
+    layer.begin_micro_batch()
+    layer(x)  # with gradients, at once
+    assert len(calls) == 2
+    for late in (record, copied.record, pickled.record):
+        assert torch.equal(late.balance_loss, layer.record.balance_loss)
+        assert late.losses.keys() == layer.record.losses.keys()
+        for name, tensor in vars(layer.record.tally).items():
+            assert torch.equal(getattr(late.tally, name), tensor), name
+    with pytest.raises(AttributeError, match="has no lost"):
+        _ = record.lost
+
+
+@pytest.mark.parametrize("rows", (1, 2, 3, 8, 9))
+@pytest.mark.parametrize("inner", (5, 512, 1025))
+def test_a_map_of_few_rows(rows, inner):
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (
+        torch.randn(*s, generator=generator) for s in ((rows, inner), (9, inner), (9,))
+    )
+    for own_bias in (bias, None):
+        out = linear_of_few(x, weight, own_bias)
+        assert out.is_contiguous()
+        expected = torch.empty(rows, 9)
+        close(out, reference.linear(x, weight, own_bias, expected), "out", 2e-4)
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_one_token_takes_few_operations():
+    layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1").eval()
+    with Count() as count:
+        layer(tokens(1).view(1, 1, 6))
+    assert len(count.names) <= 40, count.names
+    assert not any("_local_scalar_dense" in name or "nonzero" in name for name in count.names)
