@@ -58,7 +58,7 @@ def _up(
     g_RH = x_ND.new_empty(num_rows, hidden_dim) if keep and weights.is_glu else None
     counts = groups.host
     y_n, h_n, g_n = (_split(rows, counts) for rows in (y_RD, h_RH, g_RH))
-    experts = list(weights.by_expert())
+    own_of = weights.getter()
 
     def worker() -> Callable[[int], None]:
         x_of = _reader(x_ND, index_R, counts)
@@ -66,7 +66,7 @@ def _up(
         def run(e: int) -> None:
             if counts[e] == 0:  # most experts, where one token is decoded
                 return
-            own, x_nD = experts[e], x_of(e)
+            own, x_nD = own_of(e), x_of(e)
             a_nH = kind.forward(linear(x_nD, own.fc1_weight, own.fc1_bias, h_n[e]))
             if own.fc3_weight is not None:
                 a_nH = a_nH.mul_(linear(x_nD, own.fc3_weight, own.fc3_bias, g_n[e]))

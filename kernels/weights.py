@@ -3,12 +3,43 @@
 D model_dim, H hidden_dim, E experts, R rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The tensors of n experts that do not lie in one stack: what kernels ask of a stack, expert by expert.
+
+    For forwards without gradients alone.
+
+    Attributes:
+        make: returns the tensor of one.
+        shape: of the stack that they would be, [n, ...].
+        dtype: of them.
+    """
+
+    make: Callable[[int], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= self.shape[0]:
+            raise IndexError
+        return self.make(index)
+
+    def unbind(self, dim: int) -> "Apart":
+        """Return the tensors, each made when it is read."""
+        assert dim == 0
+        return self
+
+    def to(self, dtype: torch.dtype) -> "Apart":
+        """Return them in another dtype."""
+        return Apart(lambda index: self.make(index).to(dtype), self.shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -51,6 +82,13 @@ class FFNWeights:
         unbound = ([None] * num_experts if t is None else t.unbind(0) for t in self.tensors())
         for tensors in zip(*unbound, strict=True):
             yield FFNWeights.of(tensors)
+
+    def getter(self) -> Callable[[int], "FFNWeights"]:
+        """Return what gives one expert's; those that lie apart are made then, each for itself."""
+        if not isinstance(self.fc1_weight, Apart):
+            return list(self.by_expert()).__getitem__
+        tensors = self.tensors()
+        return lambda index: FFNWeights.of([None if t is None else t[index] for t in tensors])
 
 
 NAMES = tuple(field.name for field in fields(FFNWeights))

@@ -114,12 +114,14 @@ class Fetcher:
 
     def end(self, reason: str) -> bool:
         """End the thread for good, once it has read what it is reading; return whether it did."""
+        if self._process != os.getpid():  # the lock may be taken, by a thread that is not here
+            return False
         with self._changed:
             self._ended = self._ended or reason
             self._wanted.clear()
             self._ahead.clear()
             self._changed.notify_all()
-        if self._thread is None or self._process != os.getpid():
+        if self._thread is None:
             return True
         self._thread.join(JOIN_SECONDS)
         return not self._thread.is_alive()
@@ -159,7 +161,9 @@ class Fetcher:
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        said = str(error)
+        if not isinstance(error, ValueError):  # nobody's file
+            said = f"its thread failed ({type(error).__name__}: {error}); open the model again."
         with self._changed:
             self._ended = self._ended or f"the expert store is closed, for {said}"
             self._changed.notify_all()

@@ -6,17 +6,25 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.packed import Packed
 
 ALIGNMENT = 64  # bytes, what torch's own CPU tensors begin at: products see what they are used to
 
 
+# Dtype and shape of what is stored of an expert's tensor, and how, where that is packed.
+Stored = tuple[torch.dtype, tuple[int, ...], Packed | None]
+
+
 @dataclass(frozen=True)
 class Field:
-    """A tensor of one expert, as it is stored."""
+    """A tensor of one expert, as it is stored: its own dtype and shape, unless it is packed."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    packed: Packed | None
     begin: int
 
     @property
@@ -33,11 +41,12 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> "Layout":
-        """Return the layout of tensors by name, each with its dtype and shape."""
-        fields, end = [], 0
-        for name, (dtype, shape) in tensors.items():
-            fields.append(Field(name, dtype, shape, end))
+    def of(cls, tensors: Mapping[str, Stored]) -> "Layout":
+        """Return the layout of tensors by name."""
+        fields: list[Field] = []
+        end = 0
+        for name, stored in tensors.items():
+            fields.append(Field(name, *stored, end))
             end = -(-fields[-1].end // ALIGNMENT) * ALIGNMENT
         return cls(tuple(fields), end)
 
@@ -47,7 +56,7 @@ class Slot:
 
     Attributes:
         memory: all of it, as bytes.
-        tensors: by name, in the memory.
+        tensors: by name, in the memory, as they are stored.
         freed: on a GPU, after which event it may be written again.
     """
 
@@ -61,7 +70,14 @@ class Slot:
                 for f in layout.fields
             }
         self.layout = layout
+        self._packed = {f.name: f.packed for f in layout.fields}
         self.freed: torch.cuda.Event | None = None
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor to compute with: in the memory itself where it is stored so."""
+        packed = self._packed[name]
+        stored = self.tensors[name]
+        return (stored if packed is None else packed.unpack(stored)).to(dtype)
 
     def note_free(self) -> None:
         """Take note that nothing that is not under way yet reads it."""

@@ -3,9 +3,10 @@
 E experts of a block (e on this rank), n of them that a call asks for.
 """
 
+import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_files import FromFiles, FromHost, ShardFiles
 from fairseq_tutel.inference.expert_slots import Layout, Slot, Slots
+from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.weights import Apart
 from fairseq_tutel.moe.checks import cache_limits
 from fairseq_tutel.moe.config import EVICTIONS, STORE_POLICIES, STORE_TIERS
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
@@ -71,7 +74,8 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of any number of layers on disk or in host memory, and fetches those with rows.
 
-    What a layer computes is the same to the bit as with its experts in memory. For evaluation alone::
+    What a layer computes is the same to the bit as with its experts in memory; of experts that a checkpoint
+    has in fewer bits, as with those that it gives. For evaluation alone::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():
@@ -142,7 +146,7 @@ class ExpertStore:
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
-        source = _source_of(stack, own if tensors is None else tensors, self.tier, self._files)
+        source = self.source_of(stack, own if tensors is None else tensors)
         limit, size = self._cache.most_bytes, source.layout.num_bytes
         if limit is not None and 0 < limit < size:
             raise ValueError(
@@ -155,6 +159,7 @@ class ExpertStore:
     def close(self) -> None:
         """End the thread and close the files; layers in the store cannot be called any more."""
         self._close()
+        self._stacks.clear()
         self._fetches.clear()
         self._slots.clear()
 
@@ -170,9 +175,15 @@ class ExpertStore:
             "checkpoint there."
         )
 
+    def source_of(self, stack: ExpertStack, tensors: Mapping[str, Any]) -> Source:
+        """Return where a stack's experts are read from; see `add`."""
+        return _source_of(stack, tensors, self.tier, self._files)
+
     def expect(self, index: int, experts: Iterable[int]) -> None:
         """Begin to fetch experts of a stack that will be asked for soon, under `pregated`."""
-        if self.policy == "pregated":
+        if self.policy != "pregated":
+            return
+        with self._at_work():
             self._let_go(self._used)
             self._used = set()
             self._expect(index, experts)
@@ -183,22 +194,28 @@ class ExpertStore:
         Raises:
             ValueError: they cannot be fetched.
         """
-        self._fetcher.refuse_ended()
-        wanted, was_expected = {(index, e) for e in experts}, self._expected.pop(index, set())
-        self._let_go((self._used | was_expected) - wanted)
-        self._used = wanted
-        fetches = [self._hold((index, e)) for e in experts]
-        if self.policy == "prefetch-all":
-            self._expect_next(index)
-        try:
+        with self._at_work():
+            wanted, was_expected = {(index, e) for e in experts}, self._expected.pop(index, set())
+            self._let_go((self._used | was_expected) - wanted)
+            self._used = wanted
+            fetches = [self._hold((index, e)) for e in experts]
+            if self.policy == "prefetch-all":
+                self._expect_next(index)
             self._wait(fetches)
-        except BaseException:  # Ctrl-C too
+            self.counters.note_call(len(fetches), sum([fetch.use() for fetch in fetches]))
+            for expert in experts:
+                self._cache.note_use((index, expert))
+        return [fetch.slot for fetch in fetches]
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """End the thread where something goes wrong within, Ctrl-C too: what is under way is nobody's."""
+        self._fetcher.refuse_ended()
+        try:
+            yield
+        except BaseException:
             self.close()
             raise
-        self.counters.note_call(len(fetches), sum([fetch.use() for fetch in fetches]))
-        for expert in experts:
-            self._cache.note_use((index, expert))
-        return [fetch.slot for fetch in fetches]
 
     def _wait(self, fetches: Sequence[Fetch]) -> None:
         begin = time.perf_counter()
@@ -265,7 +282,7 @@ class _InStore(Weights):
         experts = [e for e, count in enumerate(counts) if count]
         slots = self._store.take(self._index, experts)
         kept = Groups.of_host([counts[e] for e in experts] or [0], stack.device)
-        return {name: _stacked(name, slots, getattr(stack, name)) for name in stack.names}, kept
+        return {name: _tensors(stack, name, slots) for name in stack.names}, kept
 
     def expect(self, stack: ExpertStack, groups: Groups) -> None:
         """Begin to fetch the experts with rows of this rank's tokens."""
@@ -276,10 +293,19 @@ class _InStore(Weights):
         return self
 
 
-def _stacked(name: str, slots: Sequence[Slot], like: Tensor) -> Tensor:
+def _tensors(stack: ExpertStack, name: str, slots: Sequence[Slot]) -> Any:
+    """Return a tensor of n experts by its name, in a stack where kernels want one."""
+    like: Tensor = getattr(stack, name)
     if not slots:  # one expert without rows, which is enough to know shapes by
-        return torch.zeros((), dtype=like.dtype).expand(1, *like.shape[1:])
-    return torch.stack([slot.tensors[name] for slot in slots]).to(like.dtype)
+        return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
+    apart = Apart(
+        lambda index: slots[index].tensor(name, like.dtype),
+        (len(slots), *like.shape[1:]),
+        like.dtype,
+    )
+    if backend_for(stack.config.backend, stack.device)[0] == "reference":
+        return apart
+    return torch.stack([apart[index] for index in range(len(slots))])
 
 
 def _source_of(
@@ -334,7 +360,9 @@ class _FromTensors:
         self._first = {
             n: stack.first if len(t) > stack.num_local else 0 for n, t in tensors.items()
         }
-        self.layout = Layout.of({n: (t.dtype, tuple(t.shape[1:])) for n, t in tensors.items()})
+        self.layout = Layout.of(
+            {n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()}
+        )
 
     def read(self, expert: int, slot: Slot) -> None:
         for name, tensor in self._tensors.items():

@@ -60,10 +60,28 @@ def _apply(
     tensors: Tensors,
     call: FFNCall,
 ) -> Tensor:
-    named = (tensors.get(name) for name in NAMES)
-    # Within the node gradients are always off.
-    keeps = torch.is_grad_enabled() and not call.recompute
-    return _FFN.apply(call, keeps, x_ND, weights_TK, row_of_TK, source_of_R, *named)
+    named = [tensors.get(name) for name in NAMES]
+    told = x_ND, weights_TK, row_of_TK, source_of_R
+    if not torch.is_grad_enabled():  # the tensors may be no stacks then
+        return _forward(call, False, *told, named)[0]
+    return _FFN.apply(call, not call.recompute, *told, *named)
+
+
+def _forward(
+    call: FFNCall,
+    keep: bool,
+    x_ND: Tensor,
+    weights_TK: Tensor | None,
+    row_of_TK: Tensor | None,
+    source_of_R: Tensor | None,
+    named: Sequence[Any],
+) -> tuple[Tensor, Kept]:
+    """Return what comes out, and what backward needs where it is to be kept."""
+    index_R = _index(row_of_TK, source_of_R)
+    y_RD, kept = call.ops.ffn_forward(x_ND, index_R, *_told(call, named), keep=keep)
+    if row_of_TK is None:
+        return y_RD, kept
+    return call.ops.gather_sum(y_RD, row_of_TK, weights_TK), kept
 
 
 class _FFN(torch.autograd.Function):
@@ -78,14 +96,11 @@ class _FFN(torch.autograd.Function):
         source_of_R: Tensor | None,
         *named: Tensor | None,
     ) -> Tensor:
-        ctx.call, ops = call, call.ops
-        keep = keeps and any(ctx.needs_input_grad)
-        y_RD, kept = ops.ffn_forward(
-            x_ND, _index(row_of_TK, source_of_R), *_told(call, named), keep=keep
-        )
-        saved = x_ND, weights_TK, row_of_TK, source_of_R, kept.a_RH, kept.h_RH, kept.g_RH
-        ctx.save_for_backward(*saved, *named)
-        return y_RD if row_of_TK is None else ops.gather_sum(y_RD, row_of_TK, weights_TK)
+        ctx.call, keep = call, keeps and any(ctx.needs_input_grad)
+        told = x_ND, weights_TK, row_of_TK, source_of_R
+        y, kept = _forward(call, keep, *told, named)
+        ctx.save_for_backward(*told, kept.a_RH, kept.h_RH, kept.g_RH, *named)
+        return y
 
     @staticmethod
     @first_order

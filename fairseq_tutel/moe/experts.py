@@ -329,9 +329,10 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _GroupedLinear.apply(
-        rows, weight, bias, groups, kernels.ops(backend, rows.device, rows.dtype)
-    )
+    ops = kernels.ops(backend, rows.device, rows.dtype)
+    if not torch.is_grad_enabled():  # the tensors may be no stacks then
+        return ops.grouped_linear(rows, weight, bias, groups)
+    return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):

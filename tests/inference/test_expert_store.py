@@ -4,66 +4,19 @@ Covered: every policy on every tier, with and without a cache, in three kinds of
 two, where one may have no token; what is fetched, hit and resident by formula.
 """
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
-from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology, make_topology
-from fairseq_tutel.checkpoint.experts import expert_modules, save_in_shards
-from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel import ExpertStore, make_topology
+from fairseq_tutel.checkpoint.packed import PACKINGS
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import STORE_POLICIES, STORE_TIERS
 
-FFN = MoEConfig(model_dim=8, hidden_dim=12, num_experts=6, top_k=2)
-KINDS = {
-    "ffn": FFN,
-    "glu, norm": dataclasses.replace(FFN, expert_type="glu", hidden_layer_norm=True),
-    "own": dataclasses.replace(FFN, expert_type="custom_parts.DeepExpert"),
-}
-BLOCKS, CACHE = 3, 2
-
-
-def model_of(config, topology=None):
-    return nn.ModuleList(
-        MoELayer(config, topology, seed=1, name=str(block)) for block in range(BLOCKS)
-    ).eval()
-
-
-def write(model, folder):
-    """Write a model's experts into shard files, and a checkpoint that names them."""
-    save_in_shards(model, Topology(), lambda parameter: {}, folder)
-    torch.save({"model": dict(model.state_dict())}, folder / "checkpoint.pt")
-    for stack in expert_modules(model):
-        stack.save_as(None)
-    return folder
-
-
-def source_of(folder):
-    """Return each block's tensors as a checkpoint gives them."""
-    state = torch.load(folder / "checkpoint.pt")
-    bind(state, folder / "checkpoint.pt")
-    experts = [key.split(".experts.") for key in state["model"] if ".experts." in key]
-    return [
-        {
-            n: state["model"][f"{b}.experts.{n}"]
-            for b, n in experts
-            if b == str(block) and "." not in n
-        }
-        for block in range(BLOCKS)
-    ]
-
-
-def opened(config, store, source, tier, topology=None):
-    """Return a model whose experts are in a store."""
-    model = model_of(config, topology)
-    for layer, tensors in zip(model, source, strict=True):
-        tensors = tensors if tier == "disk" else {n: t.whole() for n, t in tensors.items()}
-        store.add(layer.experts, tensors)
-    return model
+CACHE = 2
 
 
 @torch.no_grad()
@@ -89,16 +42,23 @@ def steps(count, rank=0):
     return [torch.randn(1 + (i + rank) % 3, 8, generator=generator) for i in range(count)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tier", STORE_TIERS)
-def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier):
+@pytest.mark.parametrize(
+    ("kind", "tier", "packing"),
+    [
+        *itertools.product(["ffn"], STORE_TIERS, ["", *PACKINGS]),
+        ("glu, norm", "disk", ""),
+        ("glu, norm", "host", "int8"),
+        ("own", "disk", "int4"),
+    ],
+)
+def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier, packing):
     config = KINDS[kind]
-    resident = model_of(config)
-    source = source_of(write(resident, tmp_path))
+    source = source_of(write(model_of(config), tmp_path, packing))
+    resident = as_read(model_of(config), source)
     for policy, cache in itertools.product(STORE_POLICIES, (0, CACHE, "1GiB")):
         with ExpertStore(policy, tier, cache) as store:
-            model = opened(config, store, source, tier)
-            for x_TD in [*steps(4), torch.randn(0, 8)]:
+            model = opened(config, store, source)
+            for x_TD in [*steps(3), torch.randn(0, 8)]:
                 assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, cache)
 
 
@@ -107,7 +67,7 @@ def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
     resident = model_of(FFN)
     source, size = source_of(write(resident, tmp_path)), FFN.num_experts
     with ExpertStore(policy) as store:
-        model = opened(FFN, store, source, "disk")
+        model = opened(FFN, store, source)
         n = [len(used) for x_TD in steps(5) for used in run(model, x_TD)[1]]
         counters = store.counters
     ahead = {
@@ -129,10 +89,10 @@ def compare_on_two_ranks(kind, folder):
     config, rank = KINDS[kind], dist.get_rank()
     source = source_of(folder)
     topology = make_topology([config.num_experts], 2)
-    resident = model_of(config, topology)
+    resident = as_read(model_of(config, topology), source)
     for policy, tier in itertools.product(STORE_POLICIES, STORE_TIERS):
         with ExpertStore(policy, tier, cache=1) as store:
-            model = opened(config, store, source, tier, topology)
+            model = opened(config, store, source, topology)
             for x_TD in [*steps(2, rank), torch.randn(3 * rank, 8)]:
                 assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, tier)
             assert store.counters.peak_experts <= config.num_experts + 1
@@ -140,7 +100,7 @@ def compare_on_two_ranks(kind, folder):
                 model[0].take_part()
 
 
-@pytest.mark.parametrize("kind", ["ffn", "own"])
-def test_two_ranks_keep_their_own_experts(ranks, kind, tmp_path):
-    write(model_of(KINDS[kind]), tmp_path)
+@pytest.mark.parametrize(("kind", "packing"), [("ffn", ""), ("own", "int4")])
+def test_two_ranks_keep_their_own_experts(ranks, kind, packing, tmp_path):
+    write(model_of(KINDS[kind]), tmp_path, packing)
     ranks(2).run(compare_on_two_ranks, kind, tmp_path)

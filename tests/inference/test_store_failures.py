@@ -1,0 +1,247 @@
+"""What goes wrong with an expert store is one sentence, at once, and no thread is left.
+
+Covered: files that are missing, short, torn, changed in use or unreadable; an exception in the thread;
+Ctrl-C while a block waits; forks, copies and saving; gradients; arguments; who leaves the cache, against an
+oracle.
+"""
+
+import copy
+import gc
+import os
+import random
+import signal
+import threading
+import time
+
+import forkserver
+import pytest
+import torch
+from stored import FFN, model_of, opened, source_of, write
+
+from fairseq_tutel import ExpertStore
+from fairseq_tutel.inference.expert_cache import ExpertCache
+from fairseq_tutel.moe.config import EVICTIONS
+from fairseq_tutel.moe.experts import build_experts
+from fairseq_tutel.ranks.groups import Part
+
+X_TD = torch.randn(9, FFN.model_dim, generator=torch.Generator().manual_seed(1))
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if "experts" in thread.name]
+
+
+def run(model):
+    with torch.no_grad():
+        return model[1](model[0](X_TD)[0])[0]
+
+
+def refusal(model):
+    """Run a model, twice, which must end in one sentence; return it."""
+    with pytest.raises(ValueError) as first:
+        run(model)
+    with pytest.raises(ValueError) as again:
+        run(model)
+    assert threads() == []
+    assert str(again.value) == str(first.value)
+    assert "\n" not in str(first.value) and str(first.value).endswith(".")
+    return str(first.value)
+
+
+def replace(path, content):
+    path.write_bytes(content)
+    os.utime(path, (1, 1))
+
+
+DAMAGES = {
+    "missing": (lambda path, content: path.unlink(), "No such file"),
+    "short": (lambda path, content: replace(path, content[:-9]), "shorter than it was"),
+    "cut in its header": (lambda path, content: replace(path, content[:99]), "before its header"),
+    "no header": (
+        lambda path, content: replace(path, b"\x01" + b"\0" * 7 + b"[" * 99),
+        "none of a safetensors file",
+    ),
+    "a flipped bit": (
+        lambda path, content: replace(path, content[:-1] + bytes([content[-1] ^ 1])),
+        "is not what was saved",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(tmp_path, damage):
+    store = ExpertStore()
+    model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
+    change, reason = DAMAGES[damage]
+    for path in tmp_path.rglob("*.safetensors"):
+        change(path, path.read_bytes())
+    said = refusal(model)
+    assert said.startswith("the expert store is closed, for the checkpoint keeps experts in ")
+    assert "0.experts.experts-0000-0005.safetensors, which is torn or missing (" in said
+    assert reason in said and "; give an older checkpoint, or put the folder back" in said
+
+
+def test_a_file_that_changes_in_use_is_named(tmp_path):
+    with ExpertStore() as store:
+        model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
+        run(model)
+        for path in tmp_path.rglob("*.safetensors"):
+            os.utime(path, (1, 1))
+        assert "(it was changed while it was in use)" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(5, "Input/output error"), "which is torn or missing (Input/output error); give"),
+        (RuntimeError("boom"), "for its thread failed (RuntimeError: boom); open the model again."),
+    ],
+)
+def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch, error, said):
+    def fail(*arguments):
+        raise error
+
+    store = ExpertStore("pregated")
+    model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
+    run(model)
+    monkeypatch.setattr(os, "preadv", fail)
+    third = model[2].experts
+    third.weights.expect(third, torch.tensor([0, 0, 1, 0, 0, 0]))
+    for thread in threads():
+        thread.join(60)
+    assert said in refusal(model)
+
+
+def wait_for_ever(folder, pipe):
+    """Wait in a block for an expert that does not come; tell how that ended."""
+    store = ExpertStore()
+    model = opened(FFN, store, source_of(folder))
+
+    def read(*arguments):
+        pipe.send("waits")
+        time.sleep(1)
+        return 0
+
+    os.preadv = read
+    try:
+        run(model)
+    except KeyboardInterrupt:
+        pipe.send(f"interrupted, {len(threads())} threads")
+
+
+def test_ctrl_c_ends_a_wait_and_the_thread(tmp_path):
+    here, there = forkserver.context().Pipe()
+    arguments = write(model_of(FFN), tmp_path), there
+    process = forkserver.context().Process(target=wait_for_ever, args=arguments, daemon=True)
+    process.start()
+    try:
+        assert here.poll(60) and here.recv() == "waits"
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        assert here.poll(60) and here.recv() == "interrupted, 0 threads"
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+def test_a_thread_lives_as_long_as_its_store(tmp_path):
+    source = source_of(write(model_of(FFN), tmp_path))
+    with ExpertStore() as store:
+        model = opened(FFN, store, source)
+        run(model)
+        assert len(threads()) == 1
+    assert threads() == []
+    assert refusal(model).startswith("the expert store is closed; make another")
+    forgotten = ExpertStore()
+    model = opened(FFN, forgotten, source)
+    run(model)
+    del forgotten, model
+    gc.collect()
+    assert threads() == []
+
+
+def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
+    with ExpertStore(tier="host") as store:
+        model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
+        assert torch.equal(run(copy.deepcopy(model)), run(model))
+        assert torch.equal(run(model.double().float()), run(model_of(FFN)))
+        with pytest.raises(
+            ValueError, match="cannot be saved or sent to another process; open its"
+        ):
+            torch.save(model, tmp_path / "a.pt")
+        child = os.fork()
+        if child == 0:
+            try:
+                run(model)
+            except ValueError as error:
+                os._exit(7 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_is_no_evaluation_is_refused():
+    with ExpertStore(tier="host") as store:
+        model = model_of(FFN)
+        store.add(model[0].experts)
+        for training, gradients in ((True, False), (False, True)):
+            model.train(training)
+            with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match="evaluation"):
+                model[0](X_TD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"policy": "resident"}, "choose from on-demand, pregated, prefetch-all."),
+        ({"tier": "tape"}, "choose from host, disk."),
+        ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
+        (
+            {"cache": "3 cats"},
+            "give a number of experts, such as 64, or of bytes with a unit, such as",
+        ),
+        ({"cache": -1}, "give a number of experts, such as 64, or of bytes with a unit, such as"),
+        (
+            {"cache": "0.5KB", "tier": "host"},
+            "is 500 bytes, but one expert has 896; give as many",
+        ),
+        (
+            {},
+            "these experts are in none; write them with `python -m fairseq_tutel convert sharded`",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        ExpertStore(**arguments).add(model_of(FFN)[0].experts)
+
+
+def test_what_does_not_fit_the_layer_is_refused():
+    experts = model_of(FFN)[0].experts
+    tensors = {name: getattr(experts, name) for name in experts.names}
+    store = ExpertStore(tier="host")
+    with pytest.raises(ValueError, match=r"fc1_weight has shape \(4, 12, 8\), not \(6, 12, 8\)"):
+        store.add(experts, {**tensors, "fc1_weight": tensors["fc1_weight"][:4]})
+    with pytest.raises(ValueError, match="give --moe-expert-parallel-size 6 or less"):
+        store.add(build_experts(FFN, Part(1, 0, 2, 0)), tensors)
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_who_leaves_the_cache_is_who_an_oracle_says(policy):
+    draw = random.Random(1)
+    cache, kept, uses, used, fetched = ExpertCache(policy, None, 3), [], {}, {}, {}
+    for now in range(300):
+        key = 0, min(draw.randrange(8), draw.randrange(8))
+        if key in kept:
+            kept.remove(key)
+        else:
+            cache.note_fetch(key)
+            fetched[key] = now
+        cache.take(key)
+        cache.note_use(key)
+        uses[key], used[key] = uses.get(key, 0) + 1, now
+        kept.append(key)
+        rank = {"lfu": lambda k: (uses[k], used[k]), "lru": used.get, "fifo": fetched.get}[policy]
+        leaving = [min(kept, key=rank)] if len(kept) > 3 else []
+        kept = [each for each in kept if each not in leaving]
+        assert list(cache.put(key, 1)) == leaving
