@@ -1,1 +1,1 @@
-"""Models in use, on several ranks."""
+"""Models in use: pre-gating, experts in a store, ranks in lockstep."""
