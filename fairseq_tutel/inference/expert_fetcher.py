@@ -103,14 +103,14 @@ class Fetcher:
                 self._changed.wait()
         return True
 
-    def drop(self, fetch: Fetch) -> None:
-        """Return once nobody writes to a slot: it was there, its turn had not come, or is over now."""
+    def cancel(self, fetch: Fetch) -> bool:
+        """Forget about an expert whose turn has not come; return whether there was one to forget."""
         with self._changed:
             for queue in (self._wanted, self._ahead):
                 if fetch in queue:
                     queue.remove(fetch)
-                    return
-        self.wait([fetch])
+                    return True
+        return False
 
     def end(self, reason: str) -> bool:
         """End the thread for good, once it has read what it is reading; return whether it did."""

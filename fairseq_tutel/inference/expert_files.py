@@ -118,17 +118,6 @@ class FromFiles:
             self._files.read(path, wanted)
 
 
-class FromHost:
-    """The experts of a stack in host memory, a slot each."""
-
-    def __init__(self, layout: Layout, slots: Sequence[Slot]) -> None:
-        self.layout, self._slots = layout, slots
-
-    def read(self, expert: int, slot: Slot) -> None:
-        """Copy an expert into a slot; on a GPU, in the current stream."""
-        slot.memory.copy_(self._slots[expert].memory, non_blocking=True)
-
-
 def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 

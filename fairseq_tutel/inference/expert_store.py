@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
-from fairseq_tutel.inference.expert_files import FromFiles, FromHost, ShardFiles
-from fairseq_tutel.inference.expert_slots import Layout, Slot, Slots
+from fairseq_tutel.inference.expert_files import ShardFiles
+from fairseq_tutel.inference.expert_slots import Slot, Slots
+from fairseq_tutel.inference.expert_sources import source_of
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import Apart
@@ -35,6 +35,7 @@ class Counters:
         asked: experts with rows, over all calls.
         fetches: experts that were read, ahead or on demand.
         hits: of those asked for, how many were in memory from an earlier use.
+        cancelled: experts that were to be fetched ahead, and had not been when nobody asked for them.
         bytes: that were read.
         waits: calls that had to wait for an expert.
         seconds_waited: by these.
@@ -46,6 +47,7 @@ class Counters:
     asked: int = 0
     fetches: int = 0
     hits: int = 0
+    cancelled: int = 0
     bytes: int = 0
     waits: int = 0
     seconds_waited: float = 0.0
@@ -64,6 +66,12 @@ class Counters:
         self.bytes += num_bytes
         self.peak_experts = max(self.peak_experts, resident)
         self.peak_bytes = max(self.peak_bytes, resident_bytes)
+
+    def note_cancelled(self, num_bytes: int) -> None:
+        """Take note of an expert that is not read after all."""
+        self.cancelled += 1
+        self.fetches -= 1
+        self.bytes -= num_bytes
 
     def note_wait(self, seconds: float) -> None:
         """Take note of a call that waited."""
@@ -177,7 +185,7 @@ class ExpertStore:
 
     def source_of(self, stack: ExpertStack, tensors: Mapping[str, Any]) -> Source:
         """Return where a stack's experts are read from; see `add`."""
-        return _source_of(stack, tensors, self.tier, self._files)
+        return source_of(stack, tensors, self.tier, self._files)
 
     def expect(self, index: int, experts: Iterable[int]) -> None:
         """Begin to fetch experts of a stack that will be asked for soon, under `pregated`."""
@@ -254,13 +262,22 @@ class ExpertStore:
         return self._fetches[key]
 
     def _let_go(self, keys: Iterable[Key]) -> None:
-        """Give experts to the cache, and what leaves it to who comes next."""
+        """Give experts to the cache, and what leaves it, or was not read yet, to who comes next."""
         for key in sorted(keys):
-            for leaving in self._cache.put(key, self._fetches[key].slot.layout.num_bytes):
-                fetch = self._fetches.pop(leaving)
-                self._fetcher.drop(fetch)
-                self._bytes -= fetch.slot.layout.num_bytes
-                self._slots.give(fetch.slot)
+            fetch = self._fetches[key]
+            num_bytes = fetch.slot.layout.num_bytes
+            if not fetch.is_here and self._fetcher.cancel(fetch):
+                self.counters.note_cancelled(num_bytes)
+                self._free(key)
+                continue
+            for leaving in self._cache.put(key, num_bytes):
+                self._fetcher.wait([self._fetches[leaving]])  # it may be read just now
+                self._free(leaving)
+
+    def _free(self, key: Key) -> None:
+        slot = self._fetches.pop(key).slot
+        self._bytes -= slot.layout.num_bytes
+        self._slots.give(slot)
 
 
 class _InStore(Weights):
@@ -306,76 +323,6 @@ def _tensors(stack: ExpertStack, name: str, slots: Sequence[Slot]) -> Any:
     if backend_for(stack.config.backend, stack.device)[0] == "reference":
         return apart
     return torch.stack([apart[index] for index in range(len(slots))])
-
-
-def _source_of(
-    stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles
-) -> Source:
-    """Return where a stack's experts are read from.
-
-    Raises:
-        ValueError: not there.
-    """
-    if stack.part.slices > 1:
-        raise ValueError(
-            f"an expert store keeps whole experts, but {stack.part.slices} ranks share each; give "
-            f"--moe-expert-parallel-size {stack.config.num_experts} or less."
-        )
-    for name in stack.names:
-        _refuse_unfit(stack, name, tensors.get(name))
-    tensors = {name: tensors[name] for name in stack.names}
-    sharded = {name: t for name, t in tensors.items() if isinstance(t, ShardedTensor)}
-    if len(sharded) == len(tensors):
-        on_disk = FromFiles(files, sharded, stack.first)
-        return on_disk if tier == "disk" else _in_host_memory(on_disk, stack.num_local)
-    if sharded or tier == "disk":
-        raise ValueError(
-            "tier (--moe-expert-tier) disk reads the shard files of a checkpoint, and these experts are in "
-            "none; write them with `python -m fairseq_tutel convert sharded`, or choose host."
-        )
-    return _in_host_memory(_FromTensors(tensors, stack), stack.num_local)
-
-
-def _refuse_unfit(stack: ExpertStack, name: str, tensor: Any) -> None:
-    own = stack.whole_shape(name)
-    fit = {(number, *own) for number in (stack.config.num_experts, stack.num_local)}
-    shape = None if tensor is None else tuple(tensor.shape)
-    if shape not in fit:
-        raise ValueError(
-            f"the experts' {name} has shape {shape}, not {(stack.config.num_experts, *own)}; give the "
-            "tensors of this layer."
-        )
-    if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
-        raise ValueError(
-            f"{tensor.root / tensor.folder} keeps experts in {tensor.slicing.count} slices, and a store "
-            "reads whole ones; write these with `python -m fairseq_tutel convert sharded`."
-        )
-
-
-class _FromTensors:
-    """The experts of a stack in its tensors."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], stack: ExpertStack) -> None:
-        self._tensors = tensors
-        self._first = {
-            n: stack.first if len(t) > stack.num_local else 0 for n, t in tensors.items()
-        }
-        self.layout = Layout.of(
-            {n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()}
-        )
-
-    def read(self, expert: int, slot: Slot) -> None:
-        for name, tensor in self._tensors.items():
-            slot.tensors[name].copy_(tensor[self._first[name] + expert].detach())
-
-
-def _in_host_memory(source: Source, num_local: int) -> FromHost:
-    """Read all experts."""
-    pinned, host = torch.cuda.is_available(), torch.device("cpu")
-    slots = [Slot(source.layout, host, pinned) for _ in range(num_local)]
-    for expert, slot in enumerate(slots):
-        source.read(expert, slot)
-    return FromHost(source.layout, slots)
 
 
 def _refuse_unknown(argument: str, value: str, known: Sequence[str]) -> None:

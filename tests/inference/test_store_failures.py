@@ -20,6 +20,7 @@ from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.inference.expert_cache import ExpertCache
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import EVICTIONS
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.ranks.groups import Part
@@ -106,7 +107,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch,
     run(model)
     monkeypatch.setattr(os, "preadv", fail)
     third = model[2].experts
-    third.weights.expect(third, torch.tensor([0, 0, 1, 0, 0, 0]))
+    third.weights.expect(third, Groups.of_tensor(torch.tensor([0, 0, 1, 0, 0, 0])))
     for thread in threads():
         thread.join(60)
     assert said in refusal(model)

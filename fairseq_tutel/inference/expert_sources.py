@@ -1,0 +1,94 @@
+"""Where the experts of a stack in a store are read from: shard files, or host memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.shards import ShardedTensor
+from fairseq_tutel.inference.expert_fetcher import Source
+from fairseq_tutel.inference.expert_files import FromFiles, ShardFiles
+from fairseq_tutel.inference.expert_slots import Layout, Slot
+from fairseq_tutel.moe.expert_stack import ExpertStack
+
+
+class FromHost:
+    """The experts of a stack in host memory, a slot each."""
+
+    def __init__(self, layout: Layout, slots: Sequence[Slot]) -> None:
+        self.layout, self._slots = layout, slots
+
+    def read(self, expert: int, slot: Slot) -> None:
+        """Copy an expert into a slot; on a GPU, in the current stream."""
+        slot.memory.copy_(self._slots[expert].memory, non_blocking=True)
+
+
+class _FromTensors:
+    """The experts of a stack in its tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], stack: ExpertStack) -> None:
+        self._tensors = tensors
+        self._first = {
+            n: stack.first if len(t) > stack.num_local else 0 for n, t in tensors.items()
+        }
+        self.layout = Layout.of(
+            {n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()}
+        )
+
+    def read(self, expert: int, slot: Slot) -> None:
+        for name, tensor in self._tensors.items():
+            slot.tensors[name].copy_(tensor[self._first[name] + expert].detach())
+
+
+def source_of(
+    stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles
+) -> Source:
+    """Return where a stack's experts are read from.
+
+    Raises:
+        ValueError: not there.
+    """
+    if stack.part.slices > 1:
+        raise ValueError(
+            f"an expert store keeps whole experts, but {stack.part.slices} ranks share each; give "
+            f"--moe-expert-parallel-size {stack.config.num_experts} or less."
+        )
+    for name in stack.names:
+        _refuse_unfit(stack, name, tensors.get(name))
+    tensors = {name: tensors[name] for name in stack.names}
+    sharded = {name: t for name, t in tensors.items() if isinstance(t, ShardedTensor)}
+    if len(sharded) == len(tensors):
+        on_disk = FromFiles(files, sharded, stack.first)
+        return on_disk if tier == "disk" else _in_host_memory(on_disk, stack.num_local)
+    if sharded or tier == "disk":
+        raise ValueError(
+            "tier (--moe-expert-tier) disk reads the shard files of a checkpoint, and these experts are in "
+            "none; write them with `python -m fairseq_tutel convert sharded`, or choose host."
+        )
+    return _in_host_memory(_FromTensors(tensors, stack), stack.num_local)
+
+
+def _refuse_unfit(stack: ExpertStack, name: str, tensor: Any) -> None:
+    own = stack.whole_shape(name)
+    fit = {(number, *own) for number in (stack.config.num_experts, stack.num_local)}
+    shape = None if tensor is None else tuple(tensor.shape)
+    if shape not in fit:
+        raise ValueError(
+            f"the experts' {name} has shape {shape}, not {(stack.config.num_experts, *own)}; give the "
+            "tensors of this layer."
+        )
+    if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
+        raise ValueError(
+            f"{tensor.root / tensor.folder} keeps experts in {tensor.slicing.count} slices, and a store "
+            "reads whole ones; write these with `python -m fairseq_tutel convert sharded`."
+        )
+
+
+def _in_host_memory(source: Source, num_local: int) -> FromHost:
+    """Read all experts."""
+    pinned, host = torch.cuda.is_available(), torch.device("cpu")
+    slots = [Slot(source.layout, host, pinned) for _ in range(num_local)]
+    for expert, slot in enumerate(slots):
+        source.read(expert, slot)
+    return FromHost(source.layout, slots)
