@@ -27,7 +27,7 @@ class Shape:
     """Of a model and its micro-batches.
 
     Attributes:
-        arch: moe_transformer_lm_gpt, a language model, or moe_transformer, encoder and decoder.
+        arch: a language model, which has lm in its name, or one of encoder and decoder.
         layers: of a stack.
         model_dim, ffn_dim, heads: of a layer; ffn_dim also of one expert.
         experts, top_k, freq: every freq-th layer has experts, of which a token takes top_k.
@@ -72,6 +72,20 @@ warnings.filterwarnings("ignore")
 SHAPES = {
     "moe_transformer_lm_gpt": Shape(arch="moe_transformer_lm_gpt", sentences=8, tokens=512),
     "moe_transformer": Shape(arch="moe_transformer", sentences=32, tokens=64),
+    # examples/language_model.sh
+    "language_model_recipe": Shape(
+        arch="moe_transformer_lm",
+        layers=4,
+        model_dim=128,
+        ffn_dim=256,
+        heads=4,
+        top_k=2,
+        freq=1,
+        words=4000,
+        sentences=8,
+        tokens=128,
+        update_freq=1,
+    ),
 }
 
 

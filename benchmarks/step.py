@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
     add("--arch", choices=SHAPES, default="moe_transformer_lm_gpt", help="sizes are ours")
-    add("--top-k", type=int, nargs="+", default=[1], help="a configuration for each")
+    add("--top-k", type=int, nargs="+", help="a configuration for each; 1, of the recipe 2")
     add("--threads", type=int, default=1, help="on CPU")
     add("--rounds", type=int, default=ROUNDS, help="timed steps of each")
     command.add_busy(parser)
@@ -58,6 +58,7 @@ def _measure(options: argparse.Namespace) -> int:
     device = device_of(options.device)
     shape = SHAPES[options.arch]
     shape = shape.tiny() if options.quick else shape
+    options.top_k = options.top_k or [shape.top_k]
     for top_k in options.top_k:
         if not 1 <= top_k <= shape.experts:
             raise BadOption(
@@ -96,7 +97,7 @@ def measured(
     about = {**asdict(shape), "dense_ffn_dim": shape.dense_ffn_dim}
     if options.profile:
         about["profile"] = {name: profiled(steps[name]) for name in PROFILED}
-    report.add(f"{shape.arch} k{shape.top_k}", about, rows.values())
+    report.add(f"{options.arch} k{shape.top_k}", about, rows.values())
     for name, entries in about.get("profile", {}).items():
         print(f"\n{name}: the {ENTRIES} largest by their own CPU time\n\n{_table(entries)}")
 

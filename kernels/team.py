@@ -29,7 +29,8 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
     Args:
         make_worker: returns what is called with an expert's number. Each thread makes one, with room of its
-            own, and calls it without gradients.
+            own, and calls it without gradients. Views are better made before: each of torch's operations
+            lets go of Python's lock, and has to get it back.
         counts: rows of each expert.
         row_work: multiplications of a row with one of the maps.
 

@@ -85,7 +85,7 @@ def test_a_step_of_a_language_model(tmp_path):
 
 
 def test_a_step_of_a_translation_model(tmp_path):
-    found, _ = measured("step", tmp_path / "out.json", "--arch", "moe_transformer")
+    found, _ = measured("step", tmp_path / "out.json", "--arch", "moe_transformer", "--busy")
     assert found["configurations"]["moe_transformer k1"]["dense_ffn_dim"] == 32
     assert all(row["error"] < 1e-5 for row in found["rows"] if row["variant"] == "moe_einsum")
 
