@@ -23,6 +23,7 @@ COLUMNS = (
     "seconds",
     "ratio",
     "rate",
+    "read",
     "kept",
     "formula",
     "peak",
@@ -133,7 +134,7 @@ def _shown(row: Row) -> dict[str, str]:
         shown["ratio"] = f"{row['ratio']:.3f} ({row['ratio_p20']:.3f}..{row['ratio_p80']:.3f})"
     if "rate" in row:
         shown["rate"] = with_prefix(row["rate"], row["rate_unit"])
-    for name in ("kept", "formula", "peak"):
+    for name in ("read", "kept", "formula", "peak"):
         if f"{name}_bytes" in row:
             shown[name] = f"{row[f'{name}_bytes'] / 2**20:.1f} MiB"
     if row.get("error") is not None:

@@ -38,9 +38,8 @@ class LinearGate(nn.Module):
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        if not torch.is_autocast_enabled(
-            x_TD.device.type
-        ):  # a context is half of the time of few tokens
+        # A context takes half of a few tokens' time.
+        if not torch.is_autocast_enabled(x_TD.device.type):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
