@@ -9,6 +9,7 @@ until the last expert.
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,20 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
     Raises:
         BaseException: what a worker raised; other experts may then be done or not.
     """
+    _untraced("torch._dynamo" in sys.modules)(make_worker, counts, row_work)
+
+
+# Counts are other ones in every micro-batch. What torch.compiler.disable sets, without its import.
+for_each._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _untraced(has_dynamo: bool) -> Callable[..., None]:
+    """Return `_for_each`, whose workers torch.compile leaves alone, too, where that may be about."""
+    return torch.compiler.disable(_for_each) if has_dynamo else _for_each
+
+
+def _for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work: int) -> None:
     together, apart = _shares(counts, row_work)
     if together:
         worker = make_worker()
@@ -86,10 +101,6 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
     region(kind(member), None, 0, 0)
     if raised:
         raise raised[0]
-
-
-# What torch.compiler.disable sets, without its import: counts are other ones in every micro-batch.
-for_each._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 @functools.cache
