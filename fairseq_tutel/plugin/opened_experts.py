@@ -91,6 +91,11 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     model.register_load_state_dict_post_hook(attach)
 
 
+def open_stores() -> list[ExpertStore]:
+    """Return the stores of the models that are open."""
+    return list(_stores.values())
+
+
 def _store_of(options: StoreConfig) -> ExpertStore:
     store = _stores.get(options)
     if store is None:

@@ -1,9 +1,9 @@
 """The benchmarks that need fairseq, by their commands; nothing here asserts a time.
 
 Covered: file and table of small runs of a training step (language model and translation, one and two
-experts a token, with a profile) and of generation; what grows with ranks, by its counts; an einsum model
-that computes something else, and a decoder whose steps are not its whole, are reported; options that
-cannot work.
+experts a token, with a profile), of generation and of the store; what grows with ranks, by its counts; an
+einsum model that computes something else, and a decoder whose steps are not its whole, are reported;
+options that cannot work.
 """
 
 import json
@@ -94,6 +94,30 @@ def test_generation(tmp_path):
     found, _ = measured("generate", tmp_path / "out.json", "--batches", 1, 3)
     assert [each["sentences"] for each in found["configurations"].values()] == [1, 3]
     assert [row["variant"] for row in found["rows"]] == 2 * ["dense", "moe"]
+
+
+@pytest.mark.long
+def test_the_store(tmp_path):
+    path, plot = tmp_path / "out.json", tmp_path / "out.png"
+    code, output = run(
+        "store", "--quick", "--json", path, "--plot", plot, "--folder", tmp_path / "model"
+    )
+    assert code == 0, tail(output)
+    found = json.loads(path.read_text())
+    assert (
+        found["complete"] and str(tmp_path) not in path.read_text() and plot.stat().st_size > 1000
+    )
+    decoded = [row for row in found["rows"] if "counters" in row]
+    assert [row["variant"] for row in decoded] == [
+        "resident",
+        "pregated, cold",
+        "pregated, cache 3",
+    ]
+    for row in decoded:
+        assert row["peak_bytes"] > 10e6 and row["rate"] > 0 and row["decoded"] == 6
+        assert (row["variant"] == "resident") == (row["counters"] == {})
+    assert decoded[2]["counters"]["peak_experts"] <= 3 + 2
+    assert len(found["rows"]) == 3 + 2 * 6
 
 
 @pytest.mark.parametrize(

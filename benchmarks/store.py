@@ -1,0 +1,385 @@
+"""`python -m benchmarks.store`: memory and speed of a model whose experts are on disk, by policy.
+
+A pre-gated language model is written into shard files; then every policy opens it in a process of its own,
+as fairseq's commands do, and decodes one sentence token by token. What counts is the most memory of its own
+(RssAnon, without pages of files) that the process ever had, opening included, and tokens/s. Files are read
+through the system's page cache, which counts for nobody: how much of them was in it is said, and `cold`
+rows begin without.
+
+The last part shows what overlaps: a fetch is made to take d, the rest of a block c (by sleeping, or by
+products of matrices); a block then takes max(c, d) where it is pre-gated, and c + d on demand.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import mmap
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from fairseq import checkpoint_utils, utils
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from benchmarks import command
+from benchmarks.bad_option import BadOption
+from benchmarks.fairseq_models import SHAPES, SPECIAL, USER_DIR, Shape, build, words_of
+from benchmarks.machine import facts
+from benchmarks.output import Report, Row
+from benchmarks.timing import spread
+from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology
+from fairseq_tutel.checkpoint.experts import save_in_shards
+from fairseq_tutel.inference.expert_files import FromHost
+from fairseq_tutel.inference.pregate import pregate
+from fairseq_tutel.moe.config import STORE_POLICIES
+from fairseq_tutel.plugin.opened_experts import open_stores
+
+BASE = "resident"
+GOAL = 0.25  # of resident's memory, for pregated
+FILE = "checkpoint.pt"
+SECONDS = 8.0  # of decoding, at most; prefetch-all reads all experts for every token
+# Of a fetch, and of a block beside its layer, in seconds.
+TIMES = ((0.01, 0.02), (0.02, 0.02), (0.03, 0.02))
+BLOCKS, STEPS = 8, 5
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure; return 1 where a policy's logits are not those of resident, else 0."""
+    parser = command.parser_of("store", "Measure the policies of --moe-expert-store.")
+    add = parser.add_argument
+    parts = ("memory", "overlap")
+    add("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
+    add("--folder", type=Path, help="where the model is, or is to be written; else a temporary one")
+    add("--layers", type=int, default=12, help="with experts")
+    add("--experts", type=int, default=64, help="of a layer")
+    add(
+        "--ffn-dim",
+        type=int,
+        default=1024,
+        help="hidden dimension of an expert, at model dimension 512",
+    )
+    add("--top-k", type=int, default=1, help="experts of a token")
+    add("--cache", default="96", help="--moe-expert-cache of the rows that have one")
+    add("--tokens", type=int, default=48, help="to decode")
+    add("--threads", type=int, default=1, help="of torch's")
+    return command.run(parser, words, _measure)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    for flag in ("layers", "experts", "ffn_dim", "top_k", "tokens", "threads"):
+        if getattr(options, flag) < 1:
+            label = flag.replace("_", "-")
+            raise BadOption(f"--{label} is {getattr(options, flag)}; give at least 1.")
+    sizes = {"layers": options.layers, "experts": options.experts, "ffn_dim": options.ffn_dim}
+    shape = replace(
+        SHAPES["moe_transformer_lm_gpt"],
+        **sizes,
+        top_k=options.top_k,
+        freq=1,
+        sentences=1,
+        tokens=1024,
+    )
+    if options.quick:
+        shape = replace(shape.tiny(), tokens=64)
+        options.tokens, options.cache = 6, "3"
+    torch.set_num_threads(options.threads)
+    machine = facts(torch.device("cpu"), torch.float32)
+    report = Report(
+        "store", BASE, machine, {**command.shown(options), "folder": None}, options.json
+    )
+    if "memory" in options.parts:
+        with _folder(options.folder) as folder:
+            _in_child(_write, shape, folder)
+            _decode_by_every_policy(report, shape, folder, options)
+    for kind in ("sleeping", "computing") if "overlap" in options.parts else ():
+        report.add(
+            f"overlap, {kind}", {"blocks": BLOCKS}, overlap(kind, 2 if options.quick else STEPS)
+        )
+    report.finish(None)
+    if options.plot is not None:
+        plot(report, options.plot)
+    return int(any(row["status"] != "ok" for row in report.rows))
+
+
+@contextlib.contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="store-") as made:
+        yield Path(made)
+
+
+def _in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function gives in a process that has imported what it needs, and no more."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.fairseq_models", "fairseq_tutel.models"])
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _write(shape: Shape, folder: Path) -> None:
+    """Write the model's checkpoint in shards, where there is none."""
+    if (folder / FILE).exists():
+        return
+    words = [*words_of(shape, moe=True), "--moe-pregate", "1"]
+    made = build(shape, words, torch.device("cpu"))
+    (folder / "dict.txt").write_text("".join(f"w{i} 1\n" for i in range(shape.words - SPECIAL)))
+    save_in_shards(made.model, Topology(), lambda parameter: {}, folder)
+    state = {
+        "args": None,
+        "cfg": OmegaConf.to_container(made.cfg, resolve=True, enum_to_str=True),
+        "model": made.model.state_dict(),
+        "optimizer_history": [
+            {"num_updates": 0, "criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}}
+        ],
+        "extra_state": {"epoch": 1},
+        "last_optimizer_state": None,
+    }
+    torch.save(state, folder / FILE)
+
+
+def _decode_by_every_policy(
+    report: Report, shape: Shape, folder: Path, options: argparse.Namespace
+) -> None:
+    files = sorted((folder / "experts").rglob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in files)
+    about = {**asdict(shape), "expert_bytes": num_bytes}
+    rows: list[Row] = []
+    expected: Tensor | None = None
+    ways = [(BASE, "0", False)]
+    ways += [(policy, "0", cold) for policy in STORE_POLICIES for cold in (False, True)]
+    ways += [(policy, options.cache, False) for policy in STORE_POLICIES]
+    for policy, cache, cold in ways[::4] if options.quick else ways:
+        for file in files:
+            _drop(file) if cold else file.read_bytes()
+        cached = sum(map(_cached, files)) / max(num_bytes, 1)
+        row = _in_child(_decode, folder, policy, cache, options.tokens, options.threads)
+        name = policy + (f", cache {cache}" if cache != "0" else "") + (", cold" if cold else "")
+        logits, counters = row.pop("logits"), row.pop("counters")
+        expected = logits if expected is None else expected
+        share = row["peak_bytes"] / (rows[0] if rows else row)["peak_bytes"]
+        note = (
+            f"{share:.1%} of resident's memory, opened in {row['seconds_opening']:.2f} s, "
+            f"{cached:.0%} of the files in the page cache"
+        )
+        if counters:
+            note += (
+                f"; {counters['fetches']} fetches, {counters['hits']} hits, "
+                f"{counters['bytes'] / 2**20:.0f} MiB, {counters['waits']} waits of "
+                f"{counters['seconds_waited']:.2f} s, at most {counters['peak_experts']} experts"
+            )
+        found = {"variant": name, "status": "ok", **row, "share": share, "page_cache": cached}
+        if not torch.equal(logits, expected):
+            found |= {"status": "wrong", "reason": "its logits are not those of resident"}
+        rows.append({**found, "counters": counters, "note": note})
+    title = f"{num_bytes / 2**30:.2f} GiB of experts, batch 1"
+    report.add(title, about, rows)
+    share = next(row["share"] for row in rows if row["variant"].startswith("pregated"))
+    print(f"pregated takes {share:.1%} of resident's memory; the goal is at most {GOAL:.0%}")
+
+
+def _drop(file: Path) -> None:
+    """Let the page cache forget a file, as far as nobody maps it."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def _cached(file: Path) -> int:
+    """Return how many bytes of a file are in the page cache."""
+    size, page = file.stat().st_size, mmap.PAGESIZE
+    present = (ctypes.c_ubyte * -(-size // page))()
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+        view = ctypes.c_char.from_buffer(mapped)
+        ctypes.CDLL(None).mincore(ctypes.byref(view), ctypes.c_size_t(size), present)
+        del view
+    return min(size, page * sum(flag & 1 for flag in present))
+
+
+def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) -> Row:
+    """Open the model and decode, in this process; return what that took, and the last logits."""
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], own_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        torch.set_num_threads(threads)
+        utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
+        begin = time.perf_counter()
+        model, counters = _opened(folder, policy, cache)
+        opening = time.perf_counter() - begin
+        logits, took = _texted(model, tokens)
+    finally:
+        done.set()
+        watcher.join()
+    steps = took[1:] or took  # the first begins with an empty cache, and is longer
+    return {
+        "peak_bytes": peak[0],
+        "seconds_opening": opening,
+        **spread(steps, "seconds"),
+        "rate": len(steps) / sum(steps),
+        "rate_unit": "tokens/s",
+        "decoded": len(took),
+        "logits": logits,
+        "counters": asdict(counters) if counters else {},
+    }
+
+
+def own_memory() -> int:
+    """Return this process's memory in bytes, without pages of files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
+
+
+def _opened(folder: Path, policy: str, cache: str) -> tuple[nn.Module, Any]:
+    """Return the model as a command opens it, and the counters of its store, if it has one."""
+    overrides = {"data": str(folder), "moe_expert_store": policy}
+    if policy != BASE:
+        overrides |= {"moe_expert_cache": cache, "moe_expert_tier": "disk"}
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(folder / FILE)], overrides)
+    return model.eval(), next((store.counters for store in open_stores()), None)
+
+
+@torch.no_grad()
+def _texted(model: nn.Module, tokens: int) -> tuple[Tensor, list[float]]:
+    """Return the logits of the second token, which every policy comes to, and the seconds of each."""
+    state: dict[str, dict[str, Tensor | None]] = {}
+    text_BT, took, kept = torch.tensor([[SPECIAL]]), [], None
+    begin = last = time.perf_counter()
+    while len(took) < tokens and (len(took) < 2 or last - begin < SECONDS):
+        logits_V = model(text_BT, incremental_state=state)[0][:, -1]
+        # Any next word will do, and a model that learned nothing repeats one: these go their own ways.
+        following = (int(logits_V.argmax()) + 7919 * len(took)) % (
+            logits_V.shape[1] - SPECIAL
+        ) + SPECIAL
+        text_BT = torch.cat([text_BT, torch.tensor([[following]])], dim=1)
+        took.append(time.perf_counter() - last)
+        last = time.perf_counter()
+        kept = logits_V if len(took) == 2 else kept
+    assert kept is not None
+    return kept, took
+
+
+def overlap(kind: str, steps: int) -> list[Row]:
+    """Return a row for every policy, d and c, with the time of a block beside the formula.
+
+    Args:
+        kind: what c is made of beside the layer, sleeping or computing.
+        steps: of all blocks.
+    """
+    rest: Callable[[float], None] = time.sleep if kind == "sleeping" else _compute
+    read, rows = FromHost.read, []
+    for delay, pause in TIMES:
+
+        def slow(self: Any, *arguments: Any, delay: float = delay) -> None:
+            time.sleep(delay)
+            read(self, *arguments)
+
+        sides = {policy: _layers() for policy in (BASE, "on-demand", "pregated")}
+        took: dict[str, list[float]] = {policy: [] for policy in sides}
+        ratios: dict[str, list[float]] = {policy: [] for policy in sides}
+        with contextlib.ExitStack() as stack:
+            for policy in ("on-demand", "pregated"):
+                store = stack.enter_context(ExpertStore(policy, tier="host"))
+                for layer in sides[policy]:
+                    store.add(layer.experts)
+            stack.enter_context(mock.patch.object(FromHost, "read", slow))
+            for step in range(steps):
+                own = 0.0  # c: what a block takes in this round with its experts in memory
+                for policy, layers in sides.items():
+                    times = _blocks(layers, lambda pause=pause: rest(pause), step)
+                    own = own or median(times)
+                    formula = {BASE: own, "on-demand": delay + own, "pregated": max(delay, own)}[
+                        policy
+                    ]
+                    took[policy] += times
+                    ratios[policy] += [each / formula for each in times]
+        rows += [
+            {
+                "variant": f"{policy}, d {1000 * delay:.0f} ms",
+                "status": "ok",
+                "seconds": median(took[policy]),
+                **spread(ratios[policy], "ratio"),
+                "note": f"{what}; c {1000 * median(took[BASE]):.1f} ms",
+            }
+            for policy, what in (("on-demand", "over c + d"), ("pregated", "over max(c, d)"))
+        ]
+    return rows
+
+
+def _layers() -> list[MoELayer]:
+    """Return blocks that are pre-gated; the gate of the first is its own."""
+    config = MoEConfig(model_dim=16, hidden_dim=16, num_experts=8, top_k=1)
+    layers = [MoELayer(config, seed=1, name=str(block)).eval() for block in range(BLOCKS)]
+    pregate(layers, 1)
+    return layers
+
+
+@torch.no_grad()
+def _blocks(layers: list[MoELayer], rest: Callable[[], None], step: int) -> list[float]:
+    """Return the times of blocks, but for the first, which nothing could go ahead of."""
+    took = []
+    x_TD = torch.randn(1, 16, generator=torch.Generator().manual_seed(step))
+    for number, layer in enumerate(layers):
+        begin = time.perf_counter()
+        x_TD = x_TD + layer(x_TD)[0]
+        rest()
+        if number:
+            took.append(time.perf_counter() - begin)
+    return took
+
+
+def _compute(seconds: float) -> None:
+    """Multiply matrices for so long."""
+    end, matrix = time.perf_counter() + seconds, torch.ones(64, 64)
+    while time.perf_counter() < end:
+        matrix @ matrix
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw memory against speed, a point for each policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axis = figure.subplots()
+    colors = {
+        BASE: "black",
+        "on-demand": "tab:orange",
+        "pregated": "tab:blue",
+        "prefetch-all": "tab:green",
+    }
+    for row in report.rows:
+        if "share" in row and row["status"] == "ok":
+            policy, _, way = row["variant"].partition(", ")
+            marker = {"": "o", "cold": "x"}.get(way, "s")
+            point = row["rate"], row["peak_bytes"] / 2**30
+            axis.plot(*point, marker, color=colors[policy], label=row["variant"], linestyle="")
+    figure.legend(loc="outside right upper", fontsize="small")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("tokens/s, batch 1")
+    axis.set_ylabel("memory at most, GiB (RssAnon)")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
