@@ -304,7 +304,8 @@ def _is_sound(tensor: ShardedTensor) -> bool:
 
 def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
     directory = path.resolve().parent / folder
-    there = {file.name for file in directory.iterdir()} if directory.is_dir() else set()
+    # A folder or a FIFO, which a reader would wait for, is no file.
+    there = {e.name for e in os.scandir(directory) if e.is_file()} if directory.is_dir() else set()
     missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)
     if missing:
         raise ValueError(

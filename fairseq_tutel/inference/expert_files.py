@@ -64,7 +64,8 @@ class ShardFiles:
         if path not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK a FIFO in the file's place would be waited for.
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._open.move_to_end(path)
         descriptor = self._open[path]
         status = os.fstat(descriptor)
@@ -133,11 +134,15 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
     _read_whole(descriptor, [memoryview(text)], 8)
     try:
         entries = {k: v["data_offsets"] for k, v in json.loads(text).items() if k != "__metadata__"}
-        return {
+        spans = {
             key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()
         }
+        last = max((end for _, end in spans.values()), default=size)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable(path, "its header is none of a safetensors file") from error
+    if last != size:
+        raise EOFError("its length is not what it was")
+    return spans
 
 
 def _runs(placed: Sequence[tuple[int, int, memoryview]]) -> list[list[tuple[int, int, memoryview]]]:

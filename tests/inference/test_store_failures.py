@@ -56,7 +56,12 @@ def replace(path, content):
 
 DAMAGES = {
     "missing": (lambda path, content: path.unlink(), "No such file"),
-    "short": (lambda path, content: replace(path, content[:-9]), "shorter than it was"),
+    "a FIFO": (lambda path, content: (path.unlink(), os.mkfifo(path)), "Illegal seek"),
+    "short": (lambda path, content: replace(path, content[:-9]), "its length is not what it was"),
+    "longer": (
+        lambda path, content: replace(path, content + b"."),
+        "its length is not what it was",
+    ),
     "cut in its header": (lambda path, content: replace(path, content[:99]), "before its header"),
     "no header": (
         lambda path, content: replace(path, b"\x01" + b"\0" * 7 + b"[" * 99),
