@@ -89,7 +89,7 @@ def excepthook(original: Any) -> Any:
 
     @functools.wraps(original)
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if not _is_refusal(error) or logger.isEnabledFor(logging.DEBUG):
+        if not _is_refusal(error) or os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
             original(kind, error, trace)
         else:
             print(f"error: {error}", file=sys.stderr)
