@@ -50,6 +50,8 @@ class Fetch:
                     stream.wait_event(self.slot.freed)
                 self._source.read(self._expert, self.slot)
                 self._copied = stream.record_event()
+            # Or where the store is closed, who gets the memory next would be written to.
+            self.slot.memory.record_stream(stream)
         self.is_here = True
 
     def use(self) -> bool:
@@ -112,19 +114,28 @@ class Fetcher:
                     return True
         return False
 
-    def end(self, reason: str) -> bool:
-        """End the thread for good, once it has read what it is reading; return whether it did."""
+    def end(self, reason: str) -> None:
+        """End the thread for good, once it has read what it is reading."""
         if self._process != os.getpid():  # the lock may be taken, by a thread that is not here
-            return False
+            return
         with self._changed:
             self._ended = self._ended or reason
             self._wanted.clear()
             self._ahead.clear()
             self._changed.notify_all()
-        if self._thread is None:
-            return True
-        self._thread.join(JOIN_SECONDS)
-        return not self._thread.is_alive()
+        # Of a store that is forgotten, any thread may collect what is left, this one, too.
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(JOIN_SECONDS)
+
+    @property
+    def ended(self) -> str:
+        """Why there is no thread any more, in a sentence; nothing while it may be asked."""
+        if self._process != os.getpid():
+            return (
+                "the expert store was made by the process that this one was forked from, whose thread "
+                "and files it cannot use; make one, and open the model, in each process."
+            )
+        return self._ended
 
     def refuse_ended(self) -> None:
         """Refuse to go on without the thread.
@@ -132,13 +143,8 @@ class Fetcher:
         Raises:
             ValueError: it was ended, or something ended it, or it is another process's.
         """
-        if self._process != os.getpid():
-            raise ValueError(
-                "the expert store was made by the process that this one was forked from, whose thread "
-                "and files it cannot use; make one, and open the model, in each process."
-            )
-        if self._ended:
-            raise ValueError(self._ended)
+        if self.ended:
+            raise ValueError(self.ended)
 
     def _run(self) -> None:
         stream: torch.cuda.Stream | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
-from fairseq_tutel.inference.expert_slots import Layout, Slot
+from fairseq_tutel.inference.expert_slots import Layout, Slot, slots_on_host
 
 MOST_OPEN = 64  # descriptors
 LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
@@ -105,7 +105,7 @@ class FromFiles:
             self._read(expert, slot)
             return
         if self._staging is None:
-            self._staging = Slot(self.layout, torch.device("cpu"), pinned=True)
+            (self._staging,) = slots_on_host(self.layout, 1)
         self._read(expert, self._staging)
         slot.memory.copy_(self._staging.memory, non_blocking=True)
         torch.cuda.current_stream(slot.memory.device).synchronize()  # or it is overwritten too soon

@@ -60,16 +60,11 @@ class Slot:
         freed: on a GPU, after which event it may be written again.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
-        with torch.inference_mode(False):  # a thread writes it, under whatever mode
-            self.memory = torch.empty(
-                layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned
-            )
-            self.tensors = {
-                f.name: self.memory[f.begin : f.end].view(f.dtype).view(f.shape)
-                for f in layout.fields
-            }
-        self.layout = layout
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        self.layout, self.memory = layout, memory
+        self.tensors = {
+            f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields
+        }
         self._packed = {f.name: f.packed for f in layout.fields}
         self.freed: torch.cuda.Event | None = None
 
@@ -91,6 +86,26 @@ class Slot:
         return {f.name: whole[f.begin : f.end] for f in self.layout.fields}
 
 
+def slots_on_host(layout: Layout, count: int) -> list[Slot]:
+    """Return slots on the host; where there is a GPU, in pinned memory, which copies need not wait for.
+
+    torch takes pinned memory in powers of two, which for one slot may be nearly twice its size: so
+    many share one.
+    """
+    slots: list[Slot] = []
+    with torch.inference_mode(False):
+        while len(slots) < count:
+            left = (count - len(slots)) * layout.num_bytes
+            together = max(1, 2 ** (left.bit_length() - 1) // layout.num_bytes)
+            memory = torch.empty(
+                together * layout.num_bytes,
+                dtype=torch.uint8,
+                pin_memory=torch.cuda.is_available(),
+            )
+            slots += [Slot(layout, part) for part in memory.split(layout.num_bytes)]
+    return slots
+
+
 class Slots:
     """Slots that nobody uses, by what they are for; they are never given back before the end."""
 
@@ -100,7 +115,12 @@ class Slots:
     def take(self, layout: Layout, device: torch.device) -> Slot:
         """Return a slot that is free, a new one where there is none."""
         free = self._free.setdefault((layout, device), [])
-        return free.pop() if free else Slot(layout, device)
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # a thread writes it, under whatever mode
+            slot = Slot(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
+        slot.note_free()  # what had the memory before may still be read
+        return slot
 
     def give(self, slot: Slot) -> None:
         """Take a slot back."""

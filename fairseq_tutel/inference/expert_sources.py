@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.inference.expert_fetcher import Source
 from fairseq_tutel.inference.expert_files import FromFiles, ShardFiles
-from fairseq_tutel.inference.expert_slots import Layout, Slot
+from fairseq_tutel.inference.expert_slots import Layout, Slot, slots_on_host
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
 
@@ -87,8 +86,7 @@ def _refuse_unfit(stack: ExpertStack, name: str, tensor: Any) -> None:
 
 def _in_host_memory(source: Source, num_local: int) -> FromHost:
     """Read all experts."""
-    pinned, host = torch.cuda.is_available(), torch.device("cpu")
-    slots = [Slot(source.layout, host, pinned) for _ in range(num_local)]
+    slots = slots_on_host(source.layout, num_local)
     for expert, slot in enumerate(slots):
         source.read(expert, slot)
     return FromHost(source.layout, slots)

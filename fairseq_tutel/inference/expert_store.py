@@ -83,7 +83,8 @@ class ExpertStore:
     """Keeps the experts of any number of layers on disk or in host memory, and fetches those with rows.
 
     What a layer computes is the same to the bit as with its experts in memory; of experts that a checkpoint
-    has in fewer bits, as with those that it gives. For evaluation alone::
+    has in fewer bits, as with those that it gives. (To rounding, on a CPU, where a matrix of one expert has
+    no multiple of 64 bytes: products depend on where it begins.) For evaluation alone::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():
@@ -102,7 +103,7 @@ class ExpertStore:
 
     One thread reads. It ends with `close`, with an error, which the next use raises, and with the process.
     A copy of a model (copy.deepcopy) shares its store; a forked process, or a second thread, needs one of
-    its own; a model in one cannot be saved.
+    its own; a model in one can be neither saved nor loaded anew.
 
     Args:
         policy: `on-demand` fetches what a call asks for, `pregated` also what `expect` names, before it is
@@ -163,6 +164,11 @@ class ExpertStore:
             )
         self._stacks.append((stack, source))
         stack.leave_to(_InStore(self, len(self._stacks) - 1))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether layers can be added, and called: nobody closed it, nothing went wrong, nobody forked."""
+        return not self._fetcher.ended
 
     def close(self) -> None:
         """End the thread and close the files; layers in the store cannot be called any more."""

@@ -5,7 +5,7 @@ e local experts, s slices of an expert.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -41,14 +41,12 @@ class Weights:
         """
         return {name: getattr(stack, name) for name in stack.names}, groups
 
-    def of_each(self, stack: "ExpertStack", groups: Groups) -> list[Tensors]:
-        """Return the tensors of each expert with rows, by name and without a first dimension."""
+    def of_each(self, stack: "ExpertStack", groups: Groups) -> Iterator[Tensors]:
+        """Yield the tensors of each expert with rows, by name: those of fewer bits are made one by one."""
         tensors, groups = self.of_groups(stack, groups)
-        return [
-            {name: tensor[e] for name, tensor in tensors.items()}
-            for e, count in enumerate(groups.host)
-            if count
-        ]
+        for e, count in enumerate(groups.host):
+            if count:
+                yield {name: tensor[e] for name, tensor in tensors.items()}
 
     def expect(self, stack: "ExpertStack", groups: Groups) -> None:
         """Take note that a stack's experts will be asked for soon: those with rows, of all E groups."""
@@ -110,7 +108,7 @@ class ExpertStack(nn.Module):
         self.num_local, self.first = self.part.num_local, self.part.first
         self.weights = OWN
         self._away_on: torch.device | None = None
-        self._awaits = False
+        self._awaits = self._has_left = False
         self._sources: dict[str, Tensor | StoredStack] | None = None
         self._saved_by_rank = False
         self._in_state_dict: Mapping[str, Any] | None = None
@@ -121,7 +119,7 @@ class ExpertStack(nn.Module):
 
     def leave_to(self, weights: Weights) -> None:
         """Take the tensors from elsewhere for good, and free the parameters: names and shapes stay."""
-        self._away_on, self.weights = self.device, weights
+        self._away_on, self.weights, self._has_left = self.device, weights, True
         for name, parameter in self.expert_parameters().items():
             empty = torch.empty_like(parameter, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
@@ -296,7 +294,15 @@ class ExpertStack(nn.Module):
         """Return this rank's part of a tensor [n, ...] of n whole experts; a view."""
         return cut(whole, self.slice_of(name), self.part.index)
 
+    def _refuse_left(self, prefix: str) -> None:
+        if self._has_left:
+            raise ValueError(
+                f"{prefix}* are in an expert store, and can be neither saved nor loaded anew; open the "
+                "checkpoint once more, to save it without a store."
+            )
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._refuse_left(prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in (self._in_state_dict or {}).items():
             destination[prefix + name] = tensor
@@ -309,6 +315,7 @@ class ExpertStack(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
+        self._refuse_left(prefix)
         if self._saved_by_rank:
             self._check_part(state_dict, prefix, local_metadata.get("part"))
         for name, parameter in self.expert_parameters().items():

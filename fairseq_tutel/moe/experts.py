@@ -120,18 +120,16 @@ class Experts(ExpertStack):
         return mixed_ffn(x_TD, routing, tensors, call)
 
     def _mix_few(self, x_TD: Tensor, routing: FewTokens, weights: Weights) -> Tensor:
-        own = [self._of_one(tensors, x_TD) for tensors in weights.of_each(self, routing.groups)]
-        if not own:
-            return x_TD.new_zeros(x_TD.shape)
-        outs = [
-            ffn_of_few(rows_nD.to(each.fc1_weight.dtype), each, self.config.activation)
-            for rows_nD, each in zip(dispatch_few(x_TD, routing), own, strict=True)
-        ]
+        own, rows = weights.of_each(self, routing.groups), dispatch_few(x_TD, routing)
+        outs = list(map(self._of_few, own, rows))  # which keeps none but the expert that it is at
+        if not outs:
+            return self.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
         return combine_few(outs, routing)
 
-    def _of_one(self, tensors: Tensors, x_TD: Tensor) -> FFNWeights:
-        tensors = self.prepared(tensors, x_TD.device)
-        return FFNWeights.of([tensors.get(name) for name in NAMES])
+    def _of_few(self, tensors: Tensors, rows_nD: Tensor) -> Tensor:
+        tensors = self.prepared(tensors, rows_nD.device)
+        own = FFNWeights.of([tensors.get(name) for name in NAMES])
+        return ffn_of_few(rows_nD.to(own.fc1_weight.dtype), own, self.config.activation)
 
     @property
     def checkpoints(self) -> bool:

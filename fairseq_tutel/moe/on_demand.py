@@ -14,6 +14,12 @@ class OnDemand:
         known: fields by name, which stay as they are given; those with a default must be among them.
     """
 
+    def __new__(cls, make: Callable[[], Any] | None = None, **known: Any) -> Any:
+        """Return one, or of all its fields, as `dataclasses.replace` gives them, an ordinary object."""
+        if make is None and known:
+            return cls.__bases__[1](**known)
+        return super().__new__(cls)
+
     def __init__(self, make: Callable[[], Any], **known: Any) -> None:
         self.__dict__.update(known, _make=make)
 

@@ -98,7 +98,7 @@ def open_stores() -> list[ExpertStore]:
 
 def _store_of(options: StoreConfig) -> ExpertStore:
     store = _stores.get(options)
-    if store is None:
+    if store is None or not store.is_open:
         store = _stores[options] = ExpertStore(
             options.moe_expert_store,
             options.moe_expert_tier,

@@ -1,7 +1,7 @@
 """Experts in a store compute what they compute in memory, to the bit; what was read is what formulas say.
 
 Covered: every policy on every tier, with and without a cache, in three kinds of experts, on one rank and on
-two, where one may have no token; what is fetched, hit and resident by formula.
+two, where one may have no token; on a GPU; what is fetched, hit and resident by formula; what slots take.
 """
 
 import itertools
@@ -9,10 +9,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from compare import close
 from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore, make_topology
 from fairseq_tutel.checkpoint.packed import PACKINGS
+from fairseq_tutel.inference.expert_slots import Layout, slots_on_host
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import STORE_POLICIES, STORE_TIERS
 
@@ -86,6 +88,28 @@ def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
     (expert_bytes,) = {sum(t[0].nbytes for t in resident[0].experts.expert_parameters().values())}
     assert counters.bytes >= counters.fetches * expert_bytes
     assert counters.peak_bytes * counters.fetches == counters.bytes * counters.peak_experts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", STORE_TIERS)
+def test_on_a_gpu_no_slot_is_written_while_it_is_read(tmp_path, tier):
+    source = source_of(write(model_of(FFN), tmp_path))
+    resident = as_read(model_of(FFN), source).cuda()
+    for policy in STORE_POLICIES:
+        with ExpertStore(policy, tier, cache=1) as store:
+            model = opened(FFN, store, source).cuda()
+            for x_TD in steps(20):
+                close(run(model, x_TD.cuda())[0], run(resident, x_TD.cuda())[0], policy)
+
+
+@pytest.mark.parametrize("count", (8, 64))
+def test_slots_on_the_host_leave_little_of_powers_of_two(count):
+    layout = Layout.of({"weight": (torch.uint8, (2**10 + 8,), None)})
+    slots = slots_on_host(layout, count)
+    blocks = [slot.memory.untyped_storage() for slot in slots]
+    sizes = {block.data_ptr(): block.nbytes() for block in blocks}.values()
+    assert len(slots) == count
+    assert sum(2 ** (size - 1).bit_length() for size in sizes) <= (count + 2) * layout.num_bytes
 
 
 def compare_on_two_ranks(kind, folder):

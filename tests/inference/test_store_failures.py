@@ -2,7 +2,7 @@
 
 Covered: files that are missing, short, torn, changed in use or unreadable; an exception in the thread;
 Ctrl-C while a block waits; forks, copies and saving; gradients; arguments; who leaves the cache, against an
-oracle.
+oracle; what a store that is forgotten leaves, and what packed experts take.
 """
 
 import copy
@@ -10,8 +10,11 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import forkserver
 import pytest
@@ -19,6 +22,7 @@ import torch
 from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
+from fairseq_tutel.checkpoint.packed import Packed
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import EVICTIONS
@@ -30,6 +34,10 @@ X_TD = torch.randn(9, FFN.model_dim, generator=torch.Generator().manual_seed(1))
 
 def threads():
     return [thread for thread in threading.enumerate() if "experts" in thread.name]
+
+
+def open_files():
+    return [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
 
 
 def run(model):
@@ -167,6 +175,49 @@ def test_a_thread_lives_as_long_as_its_store(tmp_path):
     assert threads() == []
 
 
+def test_a_store_that_its_own_thread_collects_is_closed(tmp_path, monkeypatch):
+    source = source_of(write(model_of(FFN), tmp_path))
+    preadv, forget, raised = os.preadv, threading.Event(), []
+
+    def collect(*arguments):
+        forget.wait(60)
+        gc.collect()
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", collect)
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    before = set(threads())
+    store = ExpertStore("prefetch-all")
+    model = opened(FFN, store, source)
+    store._expect(0, [0])
+    (thread,) = set(threads()) - before
+    gc.disable()  # it is this thread's turn otherwise
+    try:
+        del store, model
+        forget.set()
+        thread.join(60)
+    finally:
+        gc.enable()
+    assert not thread.is_alive() and not raised
+    assert not [file for file in open_files() if "safetensors" in file]
+
+
+def test_one_packed_expert_is_unpacked_at_a_time(tmp_path, monkeypatch):
+    unpack, there, counts = Packed.unpack, [], []
+
+    def watched(*arguments):
+        tensor = unpack(*arguments)
+        there.append(weakref.ref(tensor))
+        counts.append(sum(each() is not None for each in there))
+        return tensor
+
+    monkeypatch.setattr(Packed, "unpack", watched)
+    with ExpertStore() as store:
+        model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path, "int8")))
+        run(model)
+    assert len(counts) >= 2 * 4 and max(counts) == 2  # matrices of an expert
+
+
 def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
     with ExpertStore(tier="host") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
@@ -176,6 +227,9 @@ def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
             ValueError, match="cannot be saved or sent to another process; open its"
         ):
             torch.save(model, tmp_path / "a.pt")
+        for use in (model.state_dict, lambda: model.load_state_dict(model_of(FFN).state_dict())):
+            with pytest.raises(ValueError, match="are in an expert store, and can be neither"):
+                use()
         child = os.fork()
         if child == 0:
             try:

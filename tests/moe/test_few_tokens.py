@@ -2,8 +2,8 @@
 
 Covered: k = 1 to E, ties, one token and as many as still are few, padding, all of them padding, float64 to
 bfloat16 and autocast, glu, biases, gates and scores, groups, experts beside; who goes the general way; an
-earlier layer's routing; the record and the losses, made when they are read, copied and pickled; operations
-of one token's step.
+earlier layer's routing, and one with other fields; the record and the losses, made when they are read,
+copied and pickled; operations of one token's step.
 """
 
 import copy
@@ -83,10 +83,11 @@ def test_in_every_dtype_and_with_ties(monkeypatch, dtype):
     close(y, expected, "y")
 
 
-def test_under_autocast(monkeypatch):
+@pytest.mark.parametrize("mask", (None, torch.ones(11, dtype=torch.bool)), ids=("", "padding"))
+def test_under_autocast(monkeypatch, mask):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (y, _), (expected, _) = both(monkeypatch, build(top_k=2), tokens(11))
-    assert y.dtype == torch.bfloat16
+        (y, _), (expected, _) = both(monkeypatch, build(top_k=2), tokens(11), mask)
+    assert y.dtype == expected.dtype == torch.bfloat16
     close(y, expected, "y")
 
 
@@ -123,6 +124,15 @@ def test_an_earlier_layers_routing_goes_either_way():
     y_TD = second.apply_routing(x_TD, routing)
     second.experts.register_forward_hook(lambda *_: None)  # somebody wants to see all rows
     close(second.apply_routing(x_TD, routing), y_TD, "y")
+
+
+@torch.no_grad()
+def test_a_routing_with_other_fields_is_an_ordinary_one():
+    layer, x_TD = build(), tokens(5)
+    routing = layer.route(x_TD, Call.of(x_TD, 6))
+    twice = dataclasses.replace(routing, weights_TK=2 * routing.weights_TK)
+    assert type(twice) is Routing
+    close(layer.apply_routing(x_TD, twice), 2 * layer.apply_routing(x_TD, routing), "y")
 
 
 def test_what_nobody_reads_is_not_made(monkeypatch):

@@ -2,7 +2,7 @@
 
 Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
 effect is said once; an opened model draws no experts and copies none; a copied model has hooks of its own;
-a pre-gated model decodes in steps; a model that is made of several.
+a pre-gated model decodes in steps; a model that is made of several; models share a store while it is open.
 """
 
 import argparse
@@ -76,6 +76,24 @@ def test_an_opened_model_draws_no_experts_and_takes_the_tensors_of_its_file(monk
     assert at == mine.keys() - {halved} and mine[halved].dtype == torch.float32
     saved.load_state_dict(state, model_cfg=cfg)
     assert torch.equal(opened.eval()(tokens)[0], saved.eval()(tokens)[0])
+
+
+@torch.no_grad()
+def test_opened_models_share_a_store_while_it_is_open():
+    saved, cfg = build("decoder")
+    cfg._set_flag(OPENED, True)
+    task = task_of_words()
+    task.cfg.moe_expert_store, task.cfg.moe_expert_tier = "on-demand", "host"
+    tokens, stores = torch.arange(4).unsqueeze(0), []
+    expected = saved.eval()(tokens)[0]
+    for _ in range(3):
+        model = models.build_model(cfg, task)
+        model.load_state_dict(saved.state_dict(), model_cfg=cfg)
+        assert torch.equal(model.eval()(tokens)[0], expected)
+        stores.append(moe_layers(model)[0].experts.weights._store)
+        if len(stores) == 2:
+            stores[0].close()
+    assert stores[0] is stores[1] is not stores[2]
 
 
 @pytest.mark.parametrize("side", SMALL)
