@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import command, timing
 from benchmarks.bad_option import BadOption
-from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, Case
+from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, GROUPS, Case
 from benchmarks.layer_check import expected, relative_errors, tolerance
 from benchmarks.layer_inputs import Inputs, make_inputs
 from benchmarks.machine import device_of, facts
@@ -27,6 +27,8 @@ from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.plugin import keep_freed_memory
 
 BASE = "dense"
+# The other thing that times are compared with.
+PRODUCTS = "products"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 # Forward and backward, and on a GPU the forward of a training by itself.
@@ -47,9 +49,11 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
     parser = command.parser_of("layer", "Time one MoE layer beside all other ways to compute it.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
-    add("--configs", help="names separated by commas; all of the device by default")
+    add("--configs", help="names separated by commas, or small; all of the device by default")
     add("--variants", help="names separated by commas; all by default, dense always")
     add("--threads", type=int, nargs="+", default=[1, 2], help="on CPU, every number by itself")
+    text = "on CPU, let freed memory go back to the system, as outside of fairseq"
+    add("--release-memory", action="store_true", help=text)
     add("--rounds", type=int, help="timed rounds: 15 on CPU, 20 on cuda by default")
     command.add_busy(parser)
     return command.run(parser, words, lambda options: _measure(options, builders))
@@ -68,7 +72,7 @@ def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> in
             raise BadOption(f"--threads or --rounds has {number}; give whole numbers, at least 1.")
     dtype = DTYPES[device.type]
     # As the plugin has it in a training on CPU; dense gains by it too.
-    keeps = device.type == "cpu" and keep_freed_memory()
+    keeps = device.type == "cpu" and not options.release_memory and keep_freed_memory()
     report = Report(
         "layer",
         BASE,
@@ -87,6 +91,7 @@ def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> in
 def _chosen(flag: str, words: str | None, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that an option names, in the table's order."""
     names = list(table) if words is None else words.split(",")
+    names = [name for word in names for name in GROUPS.get(word, (word,))]
     for name in names:
         if name not in table:
             raise BadOption(f"{flag} has {name!r}; choose among {', '.join(table)}.")
@@ -119,9 +124,12 @@ def _rows_of(
             steps = {key: step_of(mode, each, inputs) for key, each in variants.items()}
             with command.beside(options.busy):
                 took = timing.interleaved(steps, rounds, device, WARM[device.type])
+            alone = timing.against(took, PRODUCTS)
             for key, summary in timing.against(took, BASE).items():
                 flops = FORWARDS[mode] * case.forward_flops
                 row = {"mode": mode, **rows[key], **summary, **memory[key]}
+                if "ratio" in alone[key]:
+                    row["over_products"] = alone[key]["ratio"]
                 row |= {"rate": flops / summary["seconds"], "rate_unit": "FLOP/s"}
                 timed.append(row)
         rest = [row for key, row in rows.items() if key not in variants]
@@ -147,7 +155,7 @@ def checked(
             row["note"] = variant.note
             y = variant(inputs.x_TD)
             y.backward(inputs.dy_TD)
-            if name != BASE:
+            if variant.is_layer:
                 if variant.capacity not in wanted:
                     wanted[variant.capacity] = expected(case, inputs, variant.capacity)
                 row |= _compared(y.detach(), variant, inputs, wanted[variant.capacity])

@@ -65,6 +65,16 @@ CPU_CASES = {
     "e64_zipf": _cpu(hidden_dim=256, num_experts=64, top_k=8, zipf=1.0),
 }
 
+# Batches so small that what is around the products shows; in the last most experts have two rows or none.
+SMALL = {
+    f"small_t{tokens}_k{top_k}": replace(CPU_CASES[f"k{top_k}_uniform"], tokens=tokens)
+    for tokens in (64, 256, 1024)
+    for top_k in (1, 2)
+} | {
+    "small_t64_k2_e64": replace(CPU_CASES["k2_uniform"], tokens=64, hidden_dim=1024, num_experts=64)
+}
+CPU_CASES |= SMALL
+
 _QWEN3 = Case(
     tokens=32768, model_dim=2048, hidden_dim=768, num_experts=128, top_k=8, activation="swiglu"
 )
@@ -106,3 +116,5 @@ CUDA_CASES = {
     # A with so few tokens that the [T, E, C] masks of the einsum formulation fit.
     "S": Case(tokens=4096, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
 }
+# What --configs takes beside the names of cases.
+GROUPS = {"small": tuple(SMALL)}

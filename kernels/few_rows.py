@@ -28,16 +28,21 @@ def ffn_of_few(x_nD: Tensor, weights: FFNWeights, activation: str) -> Tensor:
 
 def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias, contiguous, by the product that reads the weights fastest."""
-    num_rows, is_one = x_nI.shape[0], x_nI.shape[0] == 1
-    most = FEW_ELEMENTS_OF_ONE if is_one else FEW_ELEMENTS
-    if x_nI.numel() > most or x_nI.dtype != torch.float32:
+    num_rows = x_nI.shape[0]
+    if not are_few(x_nI):
         if bias_O is None:
             return torch.mm(x_nI, weight_OI.t())
         return torch.addmm(bias_O, x_nI, weight_OI.t())
-    if is_one:
+    if num_rows == 1:
         x_nI = x_nI.expand(2, -1).contiguous()
     if bias_O is None:
         out_On = torch.mm(weight_OI, x_nI.t())
     else:
         out_On = torch.addmm(bias_O.unsqueeze(1), weight_OI, x_nI.t())
     return out_On.t()[:num_rows].contiguous()
+
+
+def are_few(x_nI: Tensor) -> bool:
+    """Whether weights are best multiplied with rows, and not rows with weights."""
+    most = FEW_ELEMENTS_OF_ONE if x_nI.shape[0] == 1 else FEW_ELEMENTS
+    return 0 < x_nI.numel() <= most and x_nI.dtype == torch.float32

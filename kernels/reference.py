@@ -17,9 +17,9 @@ from fairseq_tutel.kernels.ffn_by_expert import (
     ffn_backward,
     ffn_forward,
     ffn_kept,
-    linear,
 )
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.products import linear
 from fairseq_tutel.kernels.reference_route import assign_slots as assign_slots
 from fairseq_tutel.kernels.reference_route import assign_slots_by as assign_slots_by
 from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k

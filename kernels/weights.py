@@ -3,12 +3,14 @@
 D model_dim, H hidden_dim, E experts, R rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fairseq_tutel.kernels.large_pages import in_large_pages
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,6 @@ class FFNWeights:
         """Return the tensors in the order of NAMES."""
         return tuple(getattr(self, name) for name in NAMES)
 
-    def by_expert(self) -> Iterator["FFNWeights"]:
-        """Yield each expert's."""
-        num_experts = self.fc1_weight.shape[0]
-        unbound = ([None] * num_experts if t is None else t.unbind(0) for t in self.tensors())
-        for tensors in zip(*unbound, strict=True):
-            yield FFNWeights.of(tensors)
-
-    def getter(self) -> Callable[[int], "FFNWeights"]:
-        """Return what gives one expert's; those that lie apart are made then, each for itself."""
-        if not isinstance(self.fc1_weight, Apart):
-            return list(self.by_expert()).__getitem__
-        tensors = self.tensors()
-        return lambda index: FFNWeights.of([None if t is None else t[index] for t in tensors])
-
 
 NAMES = tuple(field.name for field in fields(FFNWeights))
 
@@ -137,7 +125,12 @@ class FFNGradients:
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
             None if gate_R is None else torch.empty_like(gate_R),
-            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()])
+            FFNWeights.of(
+                [
+                    None if t is None else in_large_pages(torch.empty_like(t))
+                    for t in weights.tensors()
+                ]
+            )
             if needs_weights
             else None,
         )

@@ -17,6 +17,7 @@ from benchmarks.peers import (
     loop,
     megablocks,
     ours,
+    products,
     scattermoe,
     tutel,
 )
@@ -31,7 +32,9 @@ OWN: dict[str, Builder] = {
     "dense": dense.build,
     **OURS,
     "einsum": einsum.build,
+    "einsum_modules": einsum.build_of_modules,
     "einsum_drops": einsum.build_with_drops,
+    "products": products.build,
     "loop": loop.build,
     "grouped_mm": grouped_mm.build,
 }

@@ -15,6 +15,8 @@ from benchmarks.peers.variant import Variant
 class Dense(Variant):
     """fc1, activation, fc2."""
 
+    is_layer = False
+
     def __init__(self, case: Case, inputs: Inputs) -> None:
         super().__init__()
         hidden_dim = case.top_k * case.hidden_dim

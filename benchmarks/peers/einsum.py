@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
@@ -38,6 +38,31 @@ class Einsum(Variant):
     def _experts(self, rows_ECD: Tensor) -> Tensor:
         beside = rows_ECD @ self.fc3.mT if self.case.is_glu else None
         return activate(self.case, rows_ECD @ self.fc1.mT, beside) @ self.fc2.mT
+
+
+class EinsumOfModules(Einsum):
+    """The same around experts that own their matrices each, as Meta's branch has them."""
+
+    def __init__(self, case: Case, inputs: Inputs, capacity: int) -> None:
+        super().__init__(case, inputs, capacity)
+        self.maps = nn.ModuleDict()
+        for name in [name for name in inputs.weights if name != "gate"]:
+            delattr(self, name)
+            self.maps[name] = nn.ParameterList(each.clone() for each in inputs.weights[name])
+
+    def _experts(self, rows_ECD: Tensor) -> Tensor:
+        outputs = []
+        for i, rows_CD in enumerate(rows_ECD.unbind()):
+            own = {name: each[i] for name, each in self.maps.items()}
+            beside = F.linear(rows_CD, own["fc3"]) if self.case.is_glu else None
+            hidden = activate(self.case, F.linear(rows_CD, own["fc1"]), beside)
+            outputs.append(F.linear(hidden, own["fc2"]))
+        return torch.stack(outputs)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the weights' gradients by the weights' names."""
+        stacked = {name: torch.stack([p.grad for p in each]) for name, each in self.maps.items()}
+        return {"gate": self.gate.grad, **stacked}
 
 
 def einsum_moe(x_TD: Tensor, combine_TEC: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
@@ -85,7 +110,18 @@ def build(case: Case, inputs: Inputs) -> Einsum:
     Raises:
         Unsupported: the masks do not fit.
     """
-    variant = _build(case, inputs, inputs.busiest)
+    variant = _build(Einsum, case, inputs, inputs.busiest)
+    variant.note = f"dropless, C={inputs.busiest}"
+    return variant
+
+
+def build_of_modules(case: Case, inputs: Inputs) -> Einsum:
+    """Return the same of experts that are modules.
+
+    Raises:
+        Unsupported: the masks do not fit.
+    """
+    variant = _build(EinsumOfModules, case, inputs, inputs.busiest)
     variant.note = f"dropless, C={inputs.busiest}"
     return variant
 
@@ -97,14 +133,14 @@ def build_with_drops(case: Case, inputs: Inputs) -> Einsum:
         Unsupported: the masks do not fit.
     """
     capacity = usual_capacity(case.tokens, case.num_experts, case.top_k)
-    variant = _build(case, inputs, capacity)
+    variant = _build(Einsum, case, inputs, capacity)
     dropped = sum(max(0, load - capacity) for load in inputs.loads_E)
     share = 100 * dropped / sum(inputs.loads_E)
     variant.capacity, variant.note = capacity, f"C={capacity}, {share:.1f} % dropped"
     return variant
 
 
-def _build(case: Case, inputs: Inputs, capacity: int) -> Einsum:
+def _build(kind: type[Einsum], case: Case, inputs: Inputs, capacity: int) -> Einsum:
     # The mask is made in the gate's precision.
     itemsize = max(inputs.x_TD.dtype.itemsize, 4)
     mask_bytes = case.tokens * case.num_experts * capacity * itemsize
@@ -113,4 +149,4 @@ def _build(case: Case, inputs: Inputs, capacity: int) -> Einsum:
         raise Unsupported(
             f"its [T, E, C] mask would take {mask_bytes >> 20} MiB, more than {most >> 20}"
         )
-    return Einsum(case, inputs, capacity)
+    return kind(case, inputs, capacity)

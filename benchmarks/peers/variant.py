@@ -19,6 +19,8 @@ class Variant(nn.Module):
         inputs: of the case, or None.
     """
 
+    # Whether it computes the layer, by which its numbers are checked.
+    is_layer: bool = True
     # Places of an expert where the variant drops; None computes the dropless layer.
     capacity: int | None = None
     # What a reader of its times must know.

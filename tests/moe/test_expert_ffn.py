@@ -20,7 +20,6 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.ffn_by_products import by_products
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import FFNWeights
 from fairseq_tutel.moe.config import ACTIVATIONS
 from fairseq_tutel.moe.experts import Experts
 
@@ -228,13 +227,6 @@ def test_hooks_of_the_experts_see_rows():
     assert seen == [(3 * CONFIG.top_k, 6)]
 
 
-def test_weights_come_by_expert():
-    tensors = torch.arange(6.0).view(3, 2), None, torch.ones(3, 2), None, None, None
-    own = list(FFNWeights.of(tensors).by_expert())
-    assert [e.fc1_weight.tolist() for e in own] == [[0, 1], [2, 3], [4, 5]]
-    assert not own[0].is_glu and own[0].fc1_bias is None
-
-
 class Largest(TorchDispatchMode):
     """Sees the largest tensor that any operation gives."""
 
@@ -258,3 +250,32 @@ def test_nothing_is_as_large_as_a_mask_of_tokens_experts_and_places(choice):
         y, output = layer(torch.randn(tokens, 4, requires_grad=True))
         (y.sum() + output.balance_loss).backward()
     assert tokens * experts <= seen.numel < tokens * experts * places
+
+
+@pytest.mark.parametrize("frozen", ("fc1_weight", "fc2_weight", "fc2_bias"))
+def test_gradients_add_up_over_backwards_and_leave_out_what_is_frozen(monkeypatch, frozen):
+    layer = build(torch.float32, top_k=1)
+    layer.experts.get_parameter(frozen).requires_grad_(False)
+    x = torch.randn(
+        3, 6, generator=torch.Generator().manual_seed(1)
+    )  # of four experts one has no row
+    seen: list[str] = []
+    layer.experts.fc1_bias.register_hook(lambda gradient: seen.append("hook"))
+
+    def run_twice() -> dict[str, Tensor | None]:
+        layer.zero_grad()
+        loss = layer(x)[0].square().sum()
+        loss.backward(retain_graph=True)
+        once = {name: p.grad.clone() for name, p in layer.named_parameters() if p.requires_grad}
+        loss.backward()
+        layer(x)[0].square().sum().backward()
+        for name, gradient in once.items():
+            close(layer.get_parameter(name).grad, 3 * gradient, name)
+        assert layer.experts.get_parameter(frozen).grad is None
+        return once
+
+    one_node = run_twice()
+    assert seen == 3 * ["hook"]
+    in_parts(monkeypatch)
+    for name, gradient in run_twice().items():
+        close(one_node[name], gradient, name)

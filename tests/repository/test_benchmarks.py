@@ -61,12 +61,13 @@ def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
     assert {row["configuration"] for row in found["rows"]} == {"k1_uniform", "e64_zipf"}
     ran = {row["variant"]: row for row in found["rows"] if row["status"] == "ok"}
     ours = {"ours/auto", "ours/recompute"}
-    assert {"dense", "einsum", "loop", "grouped_mm"} | ours <= ran.keys()
+    assert {"dense", "products", "einsum", "loop", "grouped_mm"} | ours <= ran.keys()
+    assert ran["products"]["over_products"] == 1
     assert "ours/reference" not in ran  # is ours/auto here
     for name, row in ran.items():
         assert row["seconds"] > 0 and row["rate"] > 0 and row["threads"] == 1
         assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"] and row["kept_bytes"] > 0
-        if name != "dense":
+        if name not in ("dense", "products"):
             assert row["errors"].keys() == {"y", "dx", "dgate", "dfc1", "dfc2"}
             assert row["error"] == row["errors"][row["error_of"]] < 1e-5
     left_out = {row["variant"]: row for row in found["rows"] if row["status"] == "skipped"}
@@ -398,3 +399,28 @@ def test_the_gpu_script_goes_on_after_a_part_that_fails_or_hangs(tmp_path):
         )
         assert done.returncode == 1 and sentence in done.stderr
     assert calls.read_text().splitlines() == ran
+
+
+def test_the_products_are_those_of_experts_without_an_activation(bench):
+    case = replace(bench.layer_cases.CPU_CASES["k2_zipf"].tiny(), tokens=5, num_experts=8)
+    inputs = bench.layer_inputs.make_inputs(case, torch.device("cpu"), torch.float64)
+    variant = bench.peers.BUILDERS["products"](case, inputs)
+    assert 0 in inputs.loads_E
+    variant(inputs.x_TD).backward(inputs.dy_TD)
+    maps = {name: inputs.weights[name].clone().requires_grad_() for name in ("fc1", "fc2")}
+    weights_TK, ids_TK, _ = bench.gate.top_k_gate(inputs.x_TD, inputs.weights["gate"], 2)
+    for t, j in ((t, j) for t in range(5) for j in range(2)):
+        e = ids_TK[t, j]
+        y = maps["fc2"][e] @ (maps["fc1"][e] @ inputs.x_TD[t].detach())
+        (weights_TK[t, j].detach() * y @ inputs.dy_TD[t]).backward()
+    for name, gradient in variant.gradients().items():
+        torch.testing.assert_close(gradient, maps[name].grad)
+
+
+def test_small_is_a_name_for_all_small_cases_and_memory_is_kept_unless_released(bench, monkeypatch):
+    kept = []
+    monkeypatch.setattr(bench.layer, "keep_freed_memory", lambda: kept.append(1))
+    words = ("--configs", "small", "--variants", "dense", "--threads", "1", "--quick")
+    assert bench.layer.main([*words, "--release-memory"]) == 0 and not kept
+    cases = bench.layer._chosen("--configs", "small,k1_zipf", bench.layer_cases.CPU_CASES)
+    assert list(cases) == ["k1_zipf", *bench.layer_cases.SMALL] and len(cases) == 8
