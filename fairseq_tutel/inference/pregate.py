@@ -96,12 +96,11 @@ class Chain:
         place = self.layers.index(layer)
         if place == 0:
             self._waiting.clear()
-        routing = layer.route(x_TD, call) if place < self.ahead else self._take(place, call)
+        # Its own experts are asked for first, where nobody did before.
+        routing = _announced(layer, x_TD, call) if place < self.ahead else self._take(place, call)
         later = place + self.ahead
         if later < len(self.layers):
-            target = self.layers[later]
-            waiting = target.route(x_TD, call)
-            target.experts.weights.expect(target.experts, waiting.groups)
+            waiting = _announced(self.layers[later], x_TD, call)
             self._waiting[later] = _Ahead(waiting, call, torch.is_grad_enabled())
         return routing
 
@@ -121,6 +120,13 @@ class Chain:
                 f"{_asked(found.call)}; call the layers of a stack with the same tokens and arguments."
             )
         return found.routing
+
+
+def _announced(layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
+    """Return the routing of a layer, whose experts may be fetched from now on."""
+    routing = layer.route(x_TD, call)
+    layer.experts.weights.expect(layer.experts, routing.groups)
+    return routing
 
 
 def _asked(call: Call) -> dict[str, Any]:

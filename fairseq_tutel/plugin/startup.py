@@ -7,6 +7,7 @@ what ranks compare before the first collective of a training.
 import argparse
 import contextlib
 import dis
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -58,23 +59,42 @@ def end_readers() -> None:
 
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from.
-
-    A refusal is a ValueError that a `raise` of our own code raised. Those of other code pass, and those of
-    our mistakes, such as a tuple of another length, with their traceback.
-    """
+    """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from."""
     try:
         yield
     except ValueError as error:
-        trace: Any = error.__traceback__
-        while trace.tb_next is not None:
-            trace = trace.tb_next
-        frame = trace.tb_frame
-        is_ours = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
-        if not is_ours or frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        if not _is_refusal(error):
             raise
         logger.debug("refused here", exc_info=error)
         sys.exit(f"error: {error}")
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether this is a ValueError that a `raise` of our own code raised.
+
+    Those of other code are none, nor those of our mistakes, such as a tuple of another length.
+    """
+    trace: Any = None if error is None else error.__traceback__
+    if trace is None or not isinstance(error, ValueError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    is_ours = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
+    return is_ours and frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def excepthook(original: Any) -> Any:
+    """Let a process that a refusal ends print its sentence: fairseq-generate's main is not wrapped."""
+
+    @functools.wraps(original)
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        if not _is_refusal(error) or os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+            original(kind, error, trace)
+        else:
+            print(f"error: {error}", file=sys.stderr)
+
+    return hook
 
 
 def read_on_every_rank(cfg: Any) -> None:

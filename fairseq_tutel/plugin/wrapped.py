@@ -25,7 +25,8 @@
 
 What else changes in a process, and where:
 
-- at import (`plugin.register`): thresholds of glibc's malloc, and which classes torch.load takes for safe;
+- at import (`plugin.register`): thresholds of glibc's malloc, which classes torch.load takes for safe, and
+  sys.excepthook, by which a refusal that ends the process is its sentence alone (`startup.py`);
   twins in fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); the options of every
   task, of a user's own when it is there (`task_options.py`); --is-moe leaves sys.argv, under --user-dir;
 - where a model with experts is built: the run's configuration (`run_config.complete`, each change logged),
@@ -45,6 +46,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import sys
 from typing import Any
 
 from fairseq import checkpoint_utils
@@ -61,6 +63,7 @@ from fairseq_tutel.plugin.run_config import refuse_backend, run_with_root
 from fairseq_tutel.plugin.startup import (
     drop_tpu,
     end_readers,
+    excepthook,
     join_torchrun,
     meeting_of,
     read_on_every_rank,
@@ -172,6 +175,7 @@ def install() -> None:
         else:
             setattr(owner, name, wrap(as_it_stands))
     atexit.register(end_readers)
+    sys.excepthook = excepthook(sys.excepthook)
 
 
 install()

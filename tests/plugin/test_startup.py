@@ -115,6 +115,17 @@ def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeyp
     assert imported == [f"fairseq_cli.{command}"]
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_ends_a_process_is_a_sentence_where_it_is_a_refusal(capsys, refused):
+    try:
+        MoEConfig(model_dim=0, hidden_dim=1, num_experts=1) if refused else int("no number")
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: model_dim (" if refused else "Traceback")
+    assert not refused or len(lines) == 1
+
+
 class Endless:
     """Batches of an epoch that a training leaves early, each within torch for a while."""
 
