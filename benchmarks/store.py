@@ -40,7 +40,7 @@ from benchmarks.output import Report, Row
 from benchmarks.timing import spread
 from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
-from fairseq_tutel.inference.expert_files import FromHost
+from fairseq_tutel.inference.expert_sources import FromHost
 from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.config import STORE_POLICIES
 from fairseq_tutel.plugin.opened_experts import open_stores

@@ -33,6 +33,7 @@ class ShardFiles:
         self._identities: dict[Path, Identity] = {}
         self._spans: dict[Path, dict[str, tuple[int, int]]] = {}
         self._sound: set[tuple[Path, str]] = set()
+        self._staging: dict[Layout, Slot] = {}
 
     def read(self, path: Path, wanted: Wanted) -> None:
         """Read pieces of a file into buffers of their sizes.
@@ -53,6 +54,12 @@ class ShardFiles:
                 if hashlib.sha256(into).hexdigest() != piece.digest:
                     raise unreadable(path, f"its {piece.key} is not what was saved")
                 self._sound.add((path, piece.key))
+
+    def staging_of(self, layout: Layout) -> Slot:
+        """Return a slot on the host, for whatever is read next."""
+        if layout not in self._staging:
+            (self._staging[layout],) = slots_on_host(layout, 1)
+        return self._staging[layout]
 
     def close(self) -> None:
         """Close all files."""
@@ -96,7 +103,6 @@ class FromFiles:
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first
-        self._staging: Slot | None = None
         self.layout = Layout.of({name: (*t.stored, t.packed) for name, t in tensors.items()})
 
     def read(self, expert: int, slot: Slot) -> None:
@@ -104,10 +110,9 @@ class FromFiles:
         if not slot.memory.is_cuda:
             self._read(expert, slot)
             return
-        if self._staging is None:
-            (self._staging,) = slots_on_host(self.layout, 1)
-        self._read(expert, self._staging)
-        slot.memory.copy_(self._staging.memory, non_blocking=True)
+        staging = self._files.staging_of(self.layout)
+        self._read(expert, staging)
+        slot.memory.copy_(staging.memory, non_blocking=True)
         torch.cuda.current_stream(slot.memory.device).synchronize()  # or it is overwritten too soon
 
     def _read(self, expert: int, slot: Slot) -> None:

@@ -194,9 +194,7 @@ class ExpertStore:
         return source_of(stack, tensors, self.tier, self._files)
 
     def expect(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of a stack that will be asked for soon, under `pregated`."""
-        if self.policy != "pregated":
-            return
+        """Begin to fetch experts of a stack that will be asked for soon."""
         with self._at_work():
             self._let_go(self._used)
             self._used = set()
@@ -308,7 +306,11 @@ class _InStore(Weights):
         return {name: _tensors(stack, name, slots) for name in stack.names}, kept
 
     def expect(self, stack: ExpertStack, groups: Groups) -> None:
-        """Begin to fetch the experts with rows of this rank's tokens."""
+        """Begin to fetch the experts with rows of this rank's tokens, under `pregated`."""
+        if (
+            self._store.policy != "pregated"
+        ):  # which would make the host wait for the counts, for nothing
+            return
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.expect(self._index, [e for e, count in enumerate(counts) if count])
 
