@@ -77,6 +77,11 @@ def _refuse_unfit(stack: ExpertStack, name: str, tensor: Any) -> None:
             f"the experts' {name} has shape {shape}, not {(stack.config.num_experts, *own)}; give the "
             "tensors of this layer."
         )
+    if isinstance(tensor, Tensor) and tensor.is_meta:
+        raise ValueError(
+            f"the experts' {name} has no numbers here, as of a layer that is in a store already; add each "
+            "layer once, or give its tensors."
+        )
     if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
         raise ValueError(
             f"{tensor.root / tensor.folder} keeps experts in {tensor.slicing.count} slices, and a store "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.options import is_whole
 from fairseq_tutel.moe.routing import Routing
 
 
@@ -27,10 +28,14 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
         ahead: N; 0 lets each see its own input, as without pre-gating.
 
     Raises:
-        ValueError: a number that does not fit, or layers of different model_dim.
+        ValueError: a number that does not fit, a layer twice, or layers of different model_dim.
     """
-    if ahead != 0:
+    if ahead != 0 or not is_whole(ahead):
         refuse_too_far(ahead, {"stack": len(layers)})
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise ValueError(
+            "a layer stands twice in a stack to pre-gate, and has one gate; give a layer to each place."
+        )
     dims = sorted({layer.config.model_dim for layer in layers})
     if len(dims) > 1:
         raise ValueError(
@@ -53,10 +58,10 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
         ValueError: naming the fix.
     """
     most = max(blocks.values(), default=0) - 1
-    if not 1 <= ahead <= most:
+    if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
         fix = f"give 1 to {most}" if most > 0 else "leave it out, or make more layers MoE layers"
-        raise ValueError(f"pregate (--moe-pregate) is {ahead} but {has}; {fix}.")
+        raise ValueError(f"pregate (--moe-pregate) is {ahead!r} but {has}; {fix}.")
 
 
 @dataclass(frozen=True)

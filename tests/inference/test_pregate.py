@@ -205,14 +205,16 @@ def test_what_a_chain_cannot_follow_is_refused(case):
 
 def test_what_is_no_chain_is_refused():
     wide = dataclasses.replace(CONFIG, model_dim=8)
-    for ahead in (2, -1):
+    for ahead in (2, -1, 1.0, "1", True):
         sentence = (
-            rf"pregate \(--moe-pregate\) is {ahead} but the stack has 2 MoE layers; give 1 to 1\."
+            rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         )
         with pytest.raises(ValueError, match=sentence):
             stack(ahead, CONFIG, CONFIG)
     with pytest.raises(ValueError, match="model_dim 4 and 8; pre-gate layers of one"):
         stack(1, CONFIG, wide)
+    with pytest.raises(ValueError, match="stands twice in a stack"):
+        pregate(stack(0, CONFIG) * 2, 1)
 
 
 @torch.no_grad()

@@ -284,6 +284,9 @@ def test_what_does_not_fit_the_layer_is_refused():
         store.add(experts, {**tensors, "fc1_weight": tensors["fc1_weight"][:4]})
     with pytest.raises(ValueError, match="give --moe-expert-parallel-size 6 or less"):
         store.add(build_experts(FFN, Part(1, 0, 2, 0)), tensors)
+    store.add(experts)
+    with pytest.raises(ValueError, match="fc1_weight has no numbers here"):
+        ExpertStore(tier="host").add(experts)
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
