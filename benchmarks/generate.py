@@ -24,7 +24,6 @@ from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
 from benchmarks.output import Report, Row
 from fairseq_tutel.kernels.few_rows import ffn_of_few
-from fairseq_tutel.kernels.weights import NAMES, FFNWeights
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.routing import Routing
@@ -170,8 +169,10 @@ class _Products(nn.Module):
 
     def __init__(self, experts: Experts, steps: list[dict[int, int]]) -> None:
         super().__init__()
-        tensors = [getattr(experts, name) for name in NAMES[:4]]
-        self.weights = [FFNWeights.of(own) for own in zip(*map(torch.unbind, tensors), strict=True)]
+        stacks = [getattr(experts, name).unbind() for name in experts.names]
+        self.weights = [
+            dict(zip(experts.names, own, strict=True)) for own in zip(*stacks, strict=True)
+        ]
         self.activation = experts.config.activation
         self.steps = itertools.cycle(steps)
 

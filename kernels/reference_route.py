@@ -25,7 +25,7 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
         chosen.append(ids_T1)
         if len(chosen) < top_k:
             scores_TE.scatter_(1, ids_T1, -math.inf)
-    return torch.cat(chosen, dim=1)
+    return torch.cat(chosen, dim=1) if top_k > 1 else chosen[0]
 
 
 def _ranked_keys(scores_TE: Tensor) -> Tensor:

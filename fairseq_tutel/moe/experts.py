@@ -16,7 +16,6 @@ from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import NAMES, FFNWeights
 from fairseq_tutel.moe.build import (
     construct,
     draw,
@@ -128,8 +127,8 @@ class Experts(ExpertStack):
 
     def _of_few(self, tensors: Tensors, rows_nD: Tensor) -> Tensor:
         tensors = self.prepared(tensors, rows_nD.device)
-        own = FFNWeights.of([tensors.get(name) for name in NAMES])
-        return ffn_of_few(rows_nD.to(own.fc1_weight.dtype), own, self.config.activation)
+        rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
+        return ffn_of_few(rows_nD, tensors, self.config.activation)
 
     @property
     def checkpoints(self) -> bool:

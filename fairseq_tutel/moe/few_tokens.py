@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.choice import MicroBatch, Rules
-from fairseq_tutel.moe.dispatch import token_of
 from fairseq_tutel.moe.on_demand import OnDemand
 from fairseq_tutel.moe.routing import GateOutput, Routing, chosen_by, placed, scaled
 from fairseq_tutel.moe.slots import Capacity
@@ -29,25 +28,30 @@ class FewTokens(OnDemand, Routing):
     """The routing of few tokens: who goes to whom, and on demand where."""
 
     @cached_property
-    def asked(self) -> Tensor:
-        """The expert of each copy t * K + j; E of a padding token's."""
-        ids_TK = self.expert_ids_TK
+    def copies(self) -> dict[int, list[int]]:
+        """The copies t * K + j of each expert that has any, by expert: from one read on the host."""
+        ids_TK, none = self.expert_ids_TK, self.probs_TE.shape[1]
         if self.real_T is not None:
-            ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, self.probs_TE.shape[1])
-        return ids_TK.reshape(-1)
+            ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, none)
+        copies: dict[int, list[int]] = {}
+        # Of so few numbers lists are made sooner than tensors are sorted.
+        for copy, expert in enumerate(ids_TK.flatten().tolist()):
+            copies.setdefault(expert, []).append(copy)
+        copies.pop(none, None)
+        return dict(sorted(copies.items()))
 
     @cached_property
     def groups(self) -> Groups:
-        """Rows of each expert, from one read of numbers on the host."""
-        num_experts = self.probs_TE.shape[1]
-        counts = self.asked.bincount(minlength=num_experts).tolist()[:num_experts]
-        return Groups.of_host(counts, self.asked.device)
+        """Rows of each expert."""
+        counts = [0] * self.probs_TE.shape[1]
+        for expert, own in self.copies.items():
+            counts[expert] = len(own)
+        return Groups.of_host(counts, self.expert_ids_TK.device)
 
     @cached_property
-    def copy_of(self) -> Tensor:
+    def rows(self) -> list[int]:
         """The copy that fills each row."""
-        order_N = self.asked.argsort(stable=True)  # padding behind all others
-        return order_N[: sum(self.groups.host)]
+        return [copy for own in self.copies.values() for copy in own]
 
 
 def are_few(logits_TE: Tensor, top_k: int, capacity: Capacity, rules: Rules) -> bool:
@@ -86,24 +90,34 @@ def decide_few(
 
 def dispatch_few(x_TD: Tensor, routing: FewTokens) -> Sequence[Tensor]:
     """Return the rows [n, D] of each expert that has any."""
-    counts = [count for count in routing.groups.host if count]
     if len(x_TD) == 1:  # no expert has two rows
-        return [x_TD] * len(counts)
-    return x_TD.index_select(0, token_of(routing.copy_of, routing.expert_ids_TK.shape[1])).split(
-        counts
-    )
+        return [x_TD] * len(routing.copies)
+    top_k = routing.expert_ids_TK.shape[1]
+    tokens = [copy // top_k for copy in routing.rows]
+    token_of_R = torch.tensor(tokens, dtype=torch.int64, device=x_TD.device)
+    return x_TD.index_select(0, token_of_R).split([len(own) for own in routing.copies.values()])
 
 
 def combine_few(outs: Sequence[Tensor], routing: FewTokens) -> Tensor:
     """Return every token's weighted sum [T, D] of what its experts gave for `dispatch_few`'s rows."""
     weights_TK = routing.weights_TK.to(outs[0].dtype)
     num_tokens, top_k = weights_TK.shape
-    if len(outs) == 1 and len(outs[0]) == num_tokens * top_k:
-        copies_ND = outs[0]  # in their order
-    else:  # zeros stay where padding is
-        copies_ND = outs[0].new_zeros(num_tokens * top_k, outs[0].shape[1])
-        copies_ND.index_copy_(0, routing.copy_of, torch.cat(tuple(outs)))
+    copies_ND = _in_order(outs, routing.rows, num_tokens * top_k)
     if top_k == 1:
         return copies_ND.mul_(weights_TK)
     copies_TKD = copies_ND.view(num_tokens, top_k, -1)
     return torch.bmm(weights_TK.unsqueeze(1), copies_TKD).squeeze(1)
+
+
+def _in_order(outs: Sequence[Tensor], rows: Sequence[int], num_copies: int) -> Tensor:
+    """Return what experts gave copy by copy [N, D]; zeros for padding."""
+    if len(outs) == 1 and len(rows) == num_copies:
+        return outs[0]
+    row_of_N = [len(rows)] * num_copies
+    for row, copy in enumerate(rows):
+        row_of_N[copy] = row
+    if len(outs) == num_copies:
+        return torch.cat([outs[row] for row in row_of_N])
+    padding = () if len(rows) == num_copies else (outs[0].new_zeros(1, outs[0].shape[1]),)
+    index_N = torch.tensor(row_of_N, device=outs[0].device)
+    return torch.cat((*outs, *padding)).index_select(0, index_N)
