@@ -101,7 +101,7 @@ def measured(models: dict[str, nn.Module], first_B: Tensor, tokens: int, rounds:
     for name, summary in timing.against(took, BASE).items():
         rate = len(first_B) * tokens / summary["seconds"]
         rows[name] |= {**summary, "rate": rate, "rate_unit": "tokens/s"}
-    if ALONE in took:
+    if {ALONE, "moe"} <= took.keys():
         over = timing.against(took, ALONE)["moe"]["ratio"]
         rows["moe"] |= {"over_products": over, "note": f"{over:.3f} of {ALONE}"}
     return list(rows.values())

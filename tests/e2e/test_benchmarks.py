@@ -93,7 +93,7 @@ def test_a_step_of_a_translation_model(tmp_path):
 def test_generation(tmp_path):
     found, _ = measured("generate", tmp_path / "out.json", "--batches", 1, 3)
     assert [each["sentences"] for each in found["configurations"].values()] == [1, 3]
-    assert [row["variant"] for row in found["rows"]] == 2 * ["dense", "moe"]
+    assert [row["variant"] for row in found["rows"]] == 2 * ["dense", "moe", "products alone"]
 
 
 @pytest.mark.long

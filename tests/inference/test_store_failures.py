@@ -133,7 +133,8 @@ def wait_for_ever(folder, pipe):
 
     def read(*arguments):
         pipe.send("waits")
-        time.sleep(1)
+        pipe.poll(60)  # until the interrupt was sent
+        time.sleep(0.5)
         return 0
 
     os.preadv = read
@@ -152,6 +153,7 @@ def test_ctrl_c_ends_a_wait_and_the_thread(tmp_path):
         assert here.poll(60) and here.recv() == "waits"
         time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
+        here.send("sent")
         assert here.poll(60) and here.recv() == "interrupted, 0 threads"
         process.join(60)
         assert process.exitcode == 0
