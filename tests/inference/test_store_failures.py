@@ -128,6 +128,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch,
 
 def wait_for_ever(folder, pipe):
     """Wait in a block for an expert that does not come; tell how that ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     store = ExpertStore()
     model = opened(FFN, store, source_of(folder))
 
