@@ -110,9 +110,7 @@ def build(case: Case, inputs: Inputs) -> Einsum:
     Raises:
         Unsupported: the masks do not fit.
     """
-    variant = _build(Einsum, case, inputs, inputs.busiest)
-    variant.note = f"dropless, C={inputs.busiest}"
-    return variant
+    return _dropless(Einsum, case, inputs)
 
 
 def build_of_modules(case: Case, inputs: Inputs) -> Einsum:
@@ -121,7 +119,11 @@ def build_of_modules(case: Case, inputs: Inputs) -> Einsum:
     Raises:
         Unsupported: the masks do not fit.
     """
-    variant = _build(EinsumOfModules, case, inputs, inputs.busiest)
+    return _dropless(EinsumOfModules, case, inputs)
+
+
+def _dropless(kind: type[Einsum], case: Case, inputs: Inputs) -> Einsum:
+    variant = _build(kind, case, inputs, inputs.busiest)
     variant.note = f"dropless, C={inputs.busiest}"
     return variant
 

@@ -307,10 +307,8 @@ class _InStore(Weights):
 
     def expect(self, stack: ExpertStack, groups: Groups) -> None:
         """Begin to fetch the experts with rows of this rank's tokens, under `pregated`."""
-        if (
-            self._store.policy != "pregated"
-        ):  # which would make the host wait for the counts, for nothing
-            return
+        if self._store.policy != "pregated":
+            return  # the host would wait for the counts for nothing
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.expect(self._index, [e for e, count in enumerate(counts) if count])
 
