@@ -1,9 +1,10 @@
 """Pre-gating: a layer's gate sees the input of the layer N before it, and all else stays.
 
 Covered: outputs, losses and every gradient against loops, N = 0, 1, 2, layers of different sizes,
-capacity, padding; every kind of gate, choice and policy against the two halves of a layer; chains that
-were left in the middle, copied, pickled or (-m long) compiled; what is refused; ranks that generate at
-paces of their own, in buffers of agreed sizes. Trainings on several ranks: tests/moe/test_rank_equality.py.
+capacity, padding; every kind of gate, choice and policy against the two halves of a layer; what weights
+are told, and when; chains that were left in the middle, copied, pickled or (-m long) compiled; what is
+refused; ranks that generate at paces of their own, in buffers of agreed sizes. Trainings on several ranks:
+tests/moe/test_rank_equality.py.
 """
 
 import copy
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fairseq_tutel import MoEConfig, MoELayer, make_topology, pregate
 from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.expert_stack import Weights
 
 D = 4
 CONFIG = MoEConfig(model_dim=D, hidden_dim=5, num_experts=4)
@@ -173,6 +175,37 @@ def test_a_forward_that_was_left_in_the_middle_leaves_nothing():
     pregate(layers, 0)
     conventional = stack(0, CONFIG, CONFIG, CONFIG, CONFIG)
     assert torch.equal(forward(layers, tokens(7))[0], forward(conventional, tokens(7))[0])
+
+
+class Told(Weights):
+    """A layer's own weights, and what it was told and asked for them."""
+
+    def __init__(self, block, events):
+        self.block, self.events = block, events
+
+    def expect(self, stack, groups):
+        self.events.append(("expects", self.block, list(groups.host)))
+
+    def of_groups(self, stack, groups):
+        self.events.append(("uses", self.block, list(groups.host)))
+        return super().of_groups(stack, groups)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "order"),
+    [
+        (1, ["expects 0", "expects 1", "uses 0", "expects 2", "uses 1", "uses 2"]),
+        (2, ["expects 0", "expects 2", "uses 0", "expects 1", "uses 1", "uses 2"]),
+    ],
+)
+def test_experts_are_said_to_be_asked_for_before_they_are(ahead, order):
+    layers, events = stack(ahead, CONFIG, CONFIG, CONFIG), []
+    for block, layer in enumerate(layers):
+        layer.experts.compute_with(Told(block, events))
+    forward(layers, tokens(7))
+    assert [f"{what} {block}" for what, block, _ in events] == order
+    told = {block: counts for what, block, counts in events if what == "expects"}
+    assert {block: counts for what, block, counts in events if what == "uses"} == told
 
 
 def _checkpointed(layers, reentrant, only):
