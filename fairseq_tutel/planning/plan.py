@@ -186,8 +186,8 @@ class Writer:
         self,
         rank: int,
         target: int,
-        src: Place,
-        dst: Place,
+        src: tuple[str, int],
+        dst: tuple[str, int],
         n: int = 1,
         *,
         lane: int = 0,
@@ -209,16 +209,25 @@ class Writer:
         """Let a rank wait until its puts to another one have read their sources."""
         self._add(rank, lane, Step("flush", self._channel(rank, target, tag)))
 
-    def copy(self, rank: int, src: Place, dst: Place, n: int = 1, *, lane: int = 0) -> None:
+    def copy(
+        self, rank: int, src: tuple[str, int], dst: tuple[str, int], n: int = 1, *, lane: int = 0
+    ) -> None:
         """Let a rank copy n chunks."""
         self._add(rank, lane, Step("copy", None, (Place(*src),), Place(*dst), n))
 
     def reduce(
-        self, rank: int, sources: Iterable[Place], dst: Place, n: int = 1, *, lane: int = 0
+        self,
+        rank: int,
+        sources: Iterable[tuple[str, int]],
+        dst: tuple[str, int],
+        n: int = 1,
+        *,
+        lane: int = 0,
     ) -> None:
-        """Let a rank add up n chunks of several places."""
+        """Let a rank add up n chunks of several places; of one alone, copy them."""
         places = tuple(Place(*source) for source in sources)
-        self._add(rank, lane, Step("reduce", None, places, Place(*dst), n))
+        op = "reduce" if len(places) > 1 else "copy"
+        self._add(rank, lane, Step(op, None, places, Place(*dst), n))
 
     def post(self, rank: int, semaphore: int, *, lane: int) -> None:
         """Let a lane tell another one of its rank."""

@@ -1,0 +1,210 @@
+"""Plans by name: they do what they are to do, in any order, and send what their docstrings say."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+from math import log2
+
+import pytest
+
+from fairseq_tutel.planning.plan import KINDS, Plan, from_json, to_json
+from fairseq_tutel.planning.schedule import GENERATORS, make
+
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+
+
+def plans(name: str, counts=RANKS):
+    """All that a generator makes."""
+    generator = GENERATORS[name]
+    for collective in generator.collectives:
+        for ranks in counts:
+            if name == "recursive_doubling" and ranks & (ranks - 1):
+                continue
+            for nodes in range(1, ranks + 1 if "nodes" in generator.options else 2):
+                if ranks % nodes == 0:
+                    for root in {0, ranks - 1} if "root" in generator.options else (0,):
+                        yield make(name, collective, ranks, nodes=nodes, root=root)
+
+
+def run(plan: Plan, seed: int) -> list[dict]:
+    """Run a plan in some order: each put happens at once, or when the other end needs it."""
+    dice = random.Random(seed)
+    cells = [{("in", c): ((r, c),) for c in range(plan.in_chunks)} for r in range(plan.ranks)]
+    left = [list(lanes[0]) for lanes in plan.programs]
+    asked, signals = {}, Counter()
+
+    def move(source: dict, target: dict, src, dst, n: int) -> None:
+        for i in range(n):
+            target[dst.buffer, dst.chunk + i] = source[src.buffer, src.chunk + i]
+
+    def land(channel: int) -> None:
+        for put in asked.pop(channel, ()):
+            move(*put)
+
+    while any(left):
+        ready = [
+            rank for rank, steps in enumerate(left)
+            if steps and not (steps[0].op == "wait" and not signals[steps[0].channel])
+        ]  # fmt: skip
+        assert ready, f"{plan.name} hangs"
+        rank = dice.choice(ready)
+        step = left[rank].pop(0)
+        own = cells[rank]
+        if step.op == "put":
+            target = cells[plan.channels[step.channel].target]
+            asked.setdefault(step.channel, []).append((own, target, step.src[0], step.dst, step.n))
+            if dice.random() < 0.5:
+                land(step.channel)
+        elif step.op == "signal":
+            signals[step.channel] += 1
+        elif step.op == "wait":
+            signals[step.channel] -= 1
+            land(step.channel)
+        elif step.op == "flush":
+            land(step.channel)
+        elif step.op == "copy":
+            move(own, own, step.src[0], step.dst, step.n)
+        else:
+            for i in range(step.n):
+                parts = [own[place.buffer, place.chunk + i] for place in step.src]
+                own[step.dst.buffer, step.dst.chunk + i] = tuple(parts)
+    return cells
+
+
+def leaves(value) -> list:
+    """The (rank, chunk)s of a sum."""
+    if isinstance(value[0], int):
+        return [value]
+    return sorted(leaf for part in value for leaf in leaves(part))
+
+
+def wanted(plan: Plan, rank: int, chunk: int) -> list:
+    """What `out` is to hold."""
+    everyone, C = range(plan.ranks), plan.chunks
+    other, c = divmod(chunk, C)
+    return {
+        "all_gather": [(other, c)],
+        "all_to_all": [(other, rank * C + c)],
+        "broadcast": [(plan.root, chunk)],
+        "reduce_scatter": [(g, rank * C + chunk) for g in everyone],
+        "all_reduce": [(g, chunk) for g in everyone],
+        "reduce": [(g, chunk) for g in everyone],
+    }[plan.collective]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_plan_ends_with_what_its_collective_says(name):
+    for plan in plans(name):
+        cells = run(plan, seed=plan.ranks)
+        for rank, held in enumerate(cells):
+            if plan.collective != "reduce" or rank == plan.root:
+                for chunk in range(plan.out_chunks):
+                    assert leaves(held["out", chunk]) == wanted(plan, rank, chunk), plan.name
+                    if plan.collective == "all_reduce":
+                        assert held["out", chunk] == cells[0]["out", chunk]
+            assert {c for b, c in held if b == "tmp"} <= set(range(plan.temporary))
+
+
+def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
+    """Messages that a rank sends, and what is in them in units of its `in`."""
+    of_rank = [s for r, _, _, s in plan.steps() if r == rank and s.channel is not None]
+    ours = [s for s in of_rank if to(plan.channels[s.channel].target)]
+    puts = Counter()
+    messages = 0
+    for step in ours:
+        if step.op == "put":
+            puts[step.channel] += step.n
+        elif step.op == "signal":
+            messages += bool(puts.pop(step.channel, 0))
+    chunks = sum(step.n for step in ours if step.op == "put")
+    return messages, Fraction(chunks, plan.in_chunks)
+
+
+def trips(plan: Plan) -> int:
+    """The most messages with data of which one waits for another."""
+    depth, arrived = [0] * plan.ranks, {}
+    left = [list(lanes[0]) for lanes in plan.programs]
+    while any(left):
+        for rank, steps in enumerate(left):
+            loaded = set()
+            while steps:
+                step = steps[0]
+                if step.op == "wait":
+                    if not arrived.get(step.channel):
+                        break
+                    depth[rank] = max(depth[rank], arrived[step.channel].pop(0))
+                elif step.op == "put":
+                    loaded.add(step.channel)
+                elif step.op == "signal":
+                    has_data = step.channel in loaded
+                    loaded.discard(step.channel)
+                    arrived.setdefault(step.channel, []).append(depth[rank] + has_data)
+                steps.pop(0)
+    return max(depth)
+
+
+@pytest.mark.parametrize(("name", "collective", "messages", "size", "depth"), [
+    ("ring", "all_gather", lambda N: N - 1, lambda N: N - 1, lambda N: N - 1),
+    ("ring", "reduce_scatter", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: N - 1),
+    ("ring", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2 * N - 2),
+    ("recursive_doubling", "all_gather", log2, lambda N: N - 1, log2),
+    ("recursive_doubling", "reduce_scatter", log2, lambda N: Fraction(N - 1, N), log2),
+    ("recursive_doubling", "all_reduce", log2, log2, log2),
+    ("one_phase", "all_gather", lambda N: N - 1, lambda N: N - 1, lambda N: 1),
+    ("one_phase", "reduce_scatter", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
+    ("one_phase", "all_reduce", lambda N: N - 1, lambda N: N - 1, lambda N: 1),
+    ("two_phase", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2),
+    ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
+])  # fmt: skip
+def test_every_rank_sends_what_the_table_says(name, collective, messages, size, depth):
+    for ranks in (2, 4, 8) if name == "recursive_doubling" else (2, 3, 5, 8):
+        plan = make(name, collective, ranks)
+        assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}
+        assert trips(plan) == depth(ranks)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2)])
+def test_plans_of_nodes_send_few_messages_across(nodes, local):
+    L, n = local, nodes
+    for name, within, across in (
+        ("hierarchical", (2 * (L - 1), Fraction(2 * (L - 1), L)), (n - 1, Fraction(n - 1, L))),
+        ("two_hops", (L - 1, Fraction(L - 1, L)), (n - 1, Fraction(n - 1, n))),
+    ):
+        plan = make(name, GENERATORS[name].collectives[0], n * L, nodes=n)
+        assert trips(plan) == {"hierarchical": 3, "two_hops": 2}[name]
+        for r in range(n * L):
+            assert sent(plan, r, lambda peer, r=r: peer // L == r // L) == within
+            assert sent(plan, r, lambda peer, r=r: peer // L != r // L) == across
+
+
+def test_a_tree_sends_to_each_rank_once():
+    for ranks in (2, 3, 7, 8):
+        for collective in ("broadcast", "reduce"):
+            plan = make("tree", collective, ranks, root=ranks - 1)
+            assert sum(sent(plan, r)[0] for r in range(ranks)) == ranks - 1
+            assert trips(plan) == int(log2(ranks))
+
+
+def test_what_cannot_be_made_is_refused():
+    for arguments, sentence in (
+        (("spiral", "all_reduce", 4), "no plan 'spiral'; known are ring"),
+        (("linear", "reduce", 4), "linear makes no 'reduce': it makes all_to_all"),
+        (("recursive_doubling", "all_gather", 6), "a power of two, not 6 ranks"),
+        (("ring", "all_gather", 0), "0 ranks cannot be shared out"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make(*arguments)
+    for options, sentence in (
+        ({"nodes": 3}, "4 ranks cannot be shared out over 3 nodes"),
+        ({"kind": "slow"}, "no channels of kind 'slow'; known are simple, ll"),
+        ({"root": 4}, "root 4 is none of 4 ranks"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make("hierarchical", "all_reduce", 4, **options)
+
+
+def test_a_kind_is_its_channels_and_a_file_holds_the_plan():
+    for kind in KINDS:
+        plan = make("two_phase", "all_reduce", 3, kind=kind)
+        assert {channel.kind for channel in plan.channels} == {kind}
+        assert from_json(to_json(plan)) == plan
