@@ -1,0 +1,377 @@
+"""Network: GPUs, switches and the links between them, from a file or by a name as `dgx_a100:2`.
+
+N ranks are vertices 0 .. N - 1, in the order of (host, local rank); switches follow. A link leads one way
+and has a whole number as bandwidth, of a unit that is the network's own. What a vertex can send it can
+also receive: `planning.forestcoll` needs that of switches, and no machine is otherwise.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = 1
+# Of what a name asks for.
+MOST = 512
+
+
+class Link(NamedTuple):
+    """One way from a vertex to another one.
+
+    Attributes:
+        source: its vertex.
+        target: its vertex.
+        bandwidth: in the network's unit.
+        latency_us: microseconds of a message, however small; 0 where nobody has said.
+    """
+
+    source: int
+    target: int
+    bandwidth: int
+    latency_us: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Ranks, switches and links.
+
+    Attributes:
+        name: for people.
+        places: (host, local rank) of every rank.
+        vertices: names of all vertices, the ranks' first.
+        links: at most one from a vertex to another.
+        unit: of bandwidths, for people.
+    """
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+    vertices: tuple[str, ...]
+    links: tuple[Link, ...]
+    unit: str = "GB/s"
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return len(self.places)
+
+    @property
+    def switches(self) -> range:
+        """Vertices that are no rank."""
+        return range(self.ranks, len(self.vertices))
+
+    @property
+    def hosts(self) -> dict[int, list[int]]:
+        """The ranks of every host."""
+        found: dict[int, list[int]] = {}
+        for rank, (host, _) in enumerate(self.places):
+            found.setdefault(host, []).append(rank)
+        return found
+
+    @cached_property
+    def matrix(self) -> list[list[int]]:
+        """Bandwidths by (source, target), 0 where there is no link; not to be written."""
+        matrix = [[0] * len(self.vertices) for _ in self.vertices]
+        for link in self.links:
+            matrix[link.source][link.target] = link.bandwidth
+        return matrix
+
+    @cached_property
+    def digest(self) -> str:
+        """What two networks have in common that differ in names alone: 16 hexadecimal digits."""
+        text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def reversed(self) -> "Network":
+        """The network with every link the other way."""
+        links = (link._replace(source=link.target, target=link.source) for link in self.links)
+        return replace(self, links=tuple(links))
+
+
+def find(text: str) -> Network:
+    """Return the network of a file's name, or of a name as `ring:8`.
+
+    Raises:
+        ValueError: it is none; the sentence says why.
+    """
+    if text.endswith(".json"):
+        return read(Path(text))
+    kind, _, given = text.partition(":")
+    if kind not in NETWORKS:
+        known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
+        raise ValueError(f"{text} is no network; give a FILE.json or one of {known}.")
+    usage, make = NETWORKS[kind]
+    sizes = re.split("[:x]", given)
+    is_right = len(sizes) == len(re.split("[:x]", usage)) and all(
+        re.fullmatch("[1-9][0-9]{0,4}", each) for each in sizes
+    )
+    if not is_right:
+        raise ValueError(f"{text} is no network; give it as {kind}:{usage}, of whole numbers.")
+    counts = [int(each) for each in sizes[: 1 + usage.partition(":")[0].count("x")]]
+    if (2 ** min(counts[0], 20) if kind == "hypercube" else math.prod(counts)) > MOST:
+        raise ValueError(f"{text} has too many GPUs; give no more than {MOST}.")
+    return checked(replace(make(*map(int, sizes)), name=text))
+
+
+def read(path: Path) -> Network:
+    """Read a network's file.
+
+    Raises:
+        ValueError: it can not be read, or is no network; the sentence says why.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can not be read as a network ({error}).") from error
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def to_json(network: Network) -> dict[str, Any]:
+    """Return what a network's file holds."""
+    names = network.vertices
+    gpus = zip(names, network.places, strict=False)
+    return {
+        "format": FORMAT,
+        "name": network.name,
+        "unit": network.unit,
+        "gpus": [{"name": name, "host": host, "local": local} for name, (host, local) in gpus],
+        "switches": list(names[network.ranks :]),
+        "links": [
+            [
+                names[x.source],
+                names[x.target],
+                x.bandwidth,
+                *([x.latency_us] if x.latency_us else []),
+            ]
+            for x in network.links
+        ],
+    }
+
+
+def from_json(data: Any) -> Network:
+    """Read what `to_json` wrote, or a hand.
+
+    Raises:
+        ValueError: it is no network; the sentence says why.
+    """
+    _demand(isinstance(data, Mapping), "it is no JSON object")
+    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
+    known = {"format", "name", "unit", "gpus", "switches", "links"}
+    _demand(data.keys() <= known, f"it has unknown fields: {sorted(data.keys() - known)}")
+    for key in ("gpus", "links"):
+        _demand(isinstance(data.get(key), list), f"it has no list of {key}")
+    switches = data.get("switches", [])
+    _demand(
+        isinstance(switches, list) and all(isinstance(name, str) for name in switches),
+        "its switches are no list of names",
+    )
+    gpus = sorted(_gpu_of(each) for each in data["gpus"])
+    names = [name for *_, name in gpus] + switches
+    index = {name: vertex for vertex, name in enumerate(names)}
+    network = Network(
+        name=str(data.get("name", "")),
+        places=tuple((host, local) for host, local, _ in gpus),
+        vertices=tuple(names),
+        links=tuple(_link_of(each, index) for each in data["links"]),
+        unit=str(data.get("unit", "GB/s")),
+    )
+    return checked(network)
+
+
+def checked(network: Network) -> Network:
+    """Return the network, if it is one over which collectives can run.
+
+    Raises:
+        ValueError: it is not; the sentence says why.
+    """
+    names = network.vertices
+    for twice in _repeated(names):
+        _demand(False, f"two vertices have the name {twice!r}")
+    for host, local in _repeated(network.places):
+        _demand(False, f"two GPUs are local rank {local} of host {host}")
+    for source, target in _repeated(link[:2] for link in network.links):
+        _demand(
+            False, f"two links lead from {names[source]} to {names[target]}; give one of their sum"
+        )
+    for vertex, name in enumerate(names):
+        received = sum(row[vertex] for row in network.matrix)
+        sent = sum(network.matrix[vertex])
+        _demand(
+            received == sent,
+            f"{name} receives {received} {network.unit} and sends {sent}; give it as much of both",
+        )
+    _demand(network.ranks > 1, "it has less than two GPUs")
+    # What is balanced and can be reached from one vertex can be reached from every vertex.
+    reached, new = {0}, [0]
+    while new:
+        row = network.matrix[new.pop()]
+        found = {target for target, bandwidth in enumerate(row) if bandwidth} - reached
+        reached |= found
+        new += found
+    for rank in range(network.ranks):
+        _demand(rank in reached, f"there is no way from {names[0]} to {names[rank]}")
+    return network
+
+
+def _gpu_of(data: Any) -> tuple[int, int, str]:
+    _demand(
+        isinstance(data, Mapping)
+        and data.keys() == {"name", "host", "local"}
+        and isinstance(data["name"], str)
+        and all(_is_whole(data[key]) and data[key] >= 0 for key in ("host", "local")),
+        f'{data!r} is no GPU, as {{"name": "gpu0", "host": 0, "local": 0}}',
+    )
+    return data["host"], data["local"], data["name"]
+
+
+def _link_of(data: Any, index: Mapping[str, int]) -> Link:
+    _demand(
+        isinstance(data, list)
+        and len(data) in (3, 4)
+        and all(isinstance(name, str) for name in data[:2]),
+        f"{data!r} is no link, as [from, to, bandwidth] or [from, to, bandwidth, latency in us]",
+    )
+    source, target, bandwidth = data[:3]
+    latency = data[3] if len(data) == 4 else 0.0
+    where = f"the link from {source} to {target}"
+    for name in (source, target):
+        _demand(name in index, f"{where} names {name!r}, which is no vertex")
+    _demand(source != target, f"{where} ends where it begins")
+    is_whole = _is_whole(bandwidth) and bandwidth > 0
+    _demand(is_whole, f"{where} has the bandwidth {bandwidth!r}, no whole number above 0")
+    is_time = isinstance(latency, int | float) and not isinstance(latency, bool) and latency >= 0
+    _demand(is_time, f"{where} has the latency {latency!r}, no microseconds from 0 on")
+    return Link(index[source], index[target], bandwidth, float(latency))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _repeated(values: Iterable[Any]) -> list[Any]:
+    return [value for value, times in Counter(values).items() if times > 1]
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(f"This is no network: {otherwise}.")
+
+
+# The functions below return networks as they are known or thought of. `both`: links in both directions.
+Both = Iterable[tuple[int, int, int]]
+
+
+def _made(hosts: int, local: int, switches: Iterable[str], both: Both, unit: str) -> Network:
+    places = tuple((host, rank) for host in range(hosts) for rank in range(local))
+    pairs = ((Link(a, b, width), Link(b, a, width)) for a, b, width in both)
+    return Network(
+        name="",
+        places=places,
+        vertices=(*(f"gpu{host}.{rank}" for host, rank in places), *switches),
+        links=tuple(link for pair in pairs for link in pair),
+        unit=unit,
+    )
+
+
+def _flat(ranks: int, both: Both, switches: Iterable[str] = ()) -> Network:
+    """Return ranks of one host with links of bandwidth 1."""
+    return _made(1, ranks, switches, both, "units")
+
+
+def boxes(number: int, local: int, inside: int, between: int, unit: str = "units") -> Network:
+    """Return boxes with a switch each, and one switch that every GPU reaches from its box.
+
+    Args:
+        number: of boxes.
+        local: GPUs of a box.
+        inside: bandwidth of a GPU within its box.
+        between: bandwidth of a GPU to other boxes.
+        unit: of both.
+    """
+    ranks = number * local
+    links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
+    switches = [f"switch{box}" for box in range(number)]
+    if number > 1:
+        links += [(rank, ranks + number, between) for rank in range(ranks)]
+        switches.append("network")
+    return _made(number, local, switches, links, unit)
+
+
+def cluster(nodes: int, local: int, inside: int, between: int) -> Network:
+    """Return nodes that have one link each to a bridge, which their ranks share; as benchmarks.cluster's.
+
+    The arguments are those of `boxes`; `between` is of a node.
+    """
+    ranks = nodes * local
+    links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
+    links += [(ranks + node, ranks + nodes, between) for node in range(nodes)]
+    names = [f"node{node}" for node in range(nodes)]
+    return _made(nodes, local, [*names, "bridge"], links, "units")
+
+
+# xGMI links between the 16 dies of a box of eight MI250 (Zhao et al. 2024): of a half, and between halves.
+_MI250_HALF = (
+    (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
+    (5, 6, 1), (5, 7, 1),
+)  # fmt: skip
+_MI250_ACROSS = ((0, 8), (1, 9), (1, 10), (2, 9), (2, 10), (3, 11))
+
+
+def _mi250(number: int) -> Network:
+    inside = [(8 * half + a, 8 * half + b, n) for half in (0, 1) for a, b, n in _MI250_HALF]
+    inside += [(a, b, 1) for a, b in _MI250_ACROSS]
+    links = [(16 * box + a, 16 * box + b, 50 * n) for box in range(number) for a, b, n in inside]
+    ranks = 16 * number
+    if number == 1:
+        return _made(1, 16, (), links, "GB/s")
+    links += [(rank, ranks, 16) for rank in range(ranks)]
+    return _made(number, 16, ["network"], links, "GB/s")
+
+
+def _grid(rows: int, columns: int, around: bool) -> Network:
+    def at(row: int, column: int) -> int:
+        return row % rows * columns + column % columns
+
+    ends = {
+        frozenset((at(row, column), at(*other)))
+        for row, column in product(range(rows), range(columns))
+        for other in ((row + 1, column), (row, column + 1))
+        if around or (other[0] < rows and other[1] < columns)
+    }
+    links = [(min(pair), max(pair), 1) for pair in ends if len(pair) == 2]
+    return _flat(rows * columns, sorted(links))
+
+
+def _hypercube(dimensions: int) -> Network:
+    ranks = range(2**dimensions)
+    ways = [(rank, rank ^ 1 << way) for rank in ranks for way in range(dimensions)]
+    return _flat(len(ranks), [(a, b, 1) for a, b in ways if a < b])
+
+
+# By name: what follows it, and what makes it.
+NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
+    # 8 A100, NVLink 3 at 300 GB/s and a 200 Gb/s adapter each; 8 H100 with NVLink 4 and 400 Gb/s.
+    "dgx_a100": ("BOXES", lambda number: boxes(number, 8, 300, 25, "GB/s")),
+    "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
+    # 16 dies, xGMI links of 50 GB/s; 16 GB/s of InfiniBand a die.
+    "mi250": ("BOXES", _mi250),
+    "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
+    "cluster": ("NODESxRANKS:INSIDE:BETWEEN", cluster),
+    "ring": ("RANKS", lambda ranks: _grid(1, ranks, True)),
+    "line": ("RANKS", lambda ranks: _grid(1, ranks, False)),
+    "mesh": ("ROWSxCOLUMNS", lambda rows, columns: _grid(rows, columns, False)),
+    "torus": ("ROWSxCOLUMNS", lambda rows, columns: _grid(rows, columns, True)),
+    "hypercube": ("DIMENSIONS", _hypercube),
+    "full": ("RANKS", lambda n: _flat(n, [(a, b, 1) for a, b in combinations(range(n), 2)])),
+    "star": ("RANKS", lambda n: _flat(n, [(rank, n, 1) for rank in range(n)], ["switch"])),
+}  # fmt: skip

@@ -1,0 +1,57 @@
+"""Networks that tests make up."""
+
+from fractions import Fraction
+from itertools import combinations
+
+from fairseq_tutel.planning.network import Link, Network, checked
+
+
+def network_of(ranks, links, hosts=1):
+    """A network of directed (source, target, bandwidth); vertices from `ranks` on are switches."""
+    size = 1 + max(max(source, target) for source, target, _ in links)
+    local = ranks // hosts
+    return checked(
+        Network(
+            name="made up",
+            places=tuple(divmod(rank, local) for rank in range(ranks)),
+            vertices=tuple(f"v{vertex}" for vertex in range(size)),
+            links=tuple(Link(*link) for link in links),
+        )
+    )
+
+
+def random_network(random, most=10, both=False):
+    """A sum of cycles through some vertices each, the first through all: what comes in goes out.
+
+    Args:
+        random: where it is from.
+        most: vertices.
+        both: links are alike in both directions.
+    """
+    size = random.randint(3, most)
+    ranks = random.randint(2, size)
+    widths = {}
+    for cycle in range(random.randint(1, 4)):
+        members = random.sample(range(size), size if cycle == 0 else random.randint(2, size))
+        width = random.randint(1, 5)
+        for source, target in zip(members, [*members[1:], members[0]], strict=True):
+            for pair in [(source, target), (target, source)] if both else [(source, target)]:
+                widths[pair] = widths.get(pair, 0) + width
+    return network_of(ranks, [(*pair, width) for pair, width in widths.items()])
+
+
+def widest_cut(network, roots):
+    """1/x by trying every set of vertices that does not hold all ranks."""
+    ranks, size = range(network.ranks), len(network.vertices)
+    best = Fraction(0)
+    for number in range(1, size):
+        for inside in map(set, combinations(range(size), number)):
+            shards = len(inside.intersection(roots))
+            if shards and not inside.issuperset(ranks):
+                leaving = sum(
+                    x.bandwidth
+                    for x in network.links
+                    if x.source in inside and x.target not in inside
+                )
+                best = max(best, Fraction(shards, leaving))
+    return best

@@ -1,0 +1,108 @@
+"""Networks: names and files of them, and what is refused."""
+
+import json
+
+import pytest
+
+from fairseq_tutel.planning.network import NETWORKS, find, from_json, read, to_json
+
+EXAMPLES = ("dgx_a100:2", "dgx_h100:1", "mi250:2", "boxes:2x4:10:1", "cluster:2x2:40:1", "ring:4", "line:3",
+            "mesh:2x4", "torus:4x4", "hypercube:3", "full:4", "star:4")  # fmt: skip
+
+
+def test_every_name_is_a_network_that_can_be_written_and_read(tmp_path):
+    assert {name.partition(":")[0] for name in EXAMPLES} == NETWORKS.keys()
+    for name in EXAMPLES:
+        network = find(name)
+        (tmp_path / "network.json").write_text(json.dumps(to_json(network)))
+        assert read(tmp_path / "network.json") == network, name
+    assert len({find(name).digest for name in EXAMPLES}) == len(EXAMPLES)
+
+
+def test_shapes_are_what_their_names_say():
+    def widths(name):
+        return sorted(link.bandwidth for link in find(name).links)
+
+    assert widths("ring:2") == widths("line:2") == [1] * 2
+    assert widths("torus:4x4") == [1] * 64
+    assert widths("hypercube:3") == [1] * 24
+    assert widths("mesh:2x4") == [1] * 20
+    assert widths("cluster:2x2:40:1") == [1] * 4 + [40] * 8
+    boxes = find("mi250:2")
+    assert boxes.hosts == {0: [*range(16)], 1: [*range(16, 32)]}
+    # Seven links of 50 GB/s a die, four of them to its neighbour, and InfiniBand.
+    assert all(sum(row) == 366 and max(row) == 200 for row in boxes.matrix[:32])
+
+
+def test_ranks_are_in_the_order_of_host_and_local_rank():
+    data = to_json(find("boxes:2x2:3:1"))
+    shuffled = from_json(data | {"gpus": data["gpus"][::-1], "links": data["links"][::-1]})
+    assert shuffled.digest == find("boxes:2x2:3:1").digest != find("boxes:2x2:3:2").digest
+    assert from_json(data | {"name": "other"}).digest == shuffled.digest
+    assert shuffled.reversed.reversed == shuffled
+
+
+GPU = {"name": "a", "host": 0, "local": 0}
+GPUS = [GPU, {"name": "b", "host": 0, "local": 1}]
+LINKS = [["a", "b", 1], ["b", "a", 1]]
+REFUSED = {
+    "no object": ([], "it is no JSON object"),
+    "format": ({"format": 2}, "its format is 2, not 1"),
+    "unknown": ({"speed": 1}, "it has unknown fields: ['speed']"),
+    "links": ({"links": None}, "it has no list of links"),
+    "switches": ({"switches": [1]}, "its switches are no list of names"),
+    "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is no GPU, as {"),
+    "names": ({"switches": ["a"]}, "two vertices have the name 'a'"),
+    "places": ({"gpus": [GPU, GPU | {"name": "b"}]}, "two GPUs are local rank 0 of host 0"),
+    "link": ({"links": [["a", "b"]]}, "['a', 'b'] is no link, as [from, to, bandwidth]"),
+    "end": ({"links": [["a", "c", 1]]}, "the link from a to c names 'c', which is no vertex"),
+    "loop": ({"links": [["a", "a", 1]]}, "the link from a to a ends where it begins"),
+    "width": (
+        {"links": [["a", "b", 0.5]]},
+        "the link from a to b has the bandwidth 0.5, no whole number above 0",
+    ),
+    "latency": (
+        {"links": [["a", "b", 1, -1]]},
+        "the link from a to b has the latency -1, no microseconds from 0 on",
+    ),
+    "twice": (
+        {"links": LINKS * 2},
+        "two links lead from a to b; give one of their sum",
+    ),
+    "unbalanced": (
+        {"links": [["a", "b", 2], ["b", "a", 1]]},
+        "a receives 1 GB/s and sends 2; give it as much of both",
+    ),
+    "one": ({"gpus": [GPU], "links": []}, "it has less than two GPUs"),
+    "apart": ({"links": []}, "there is no way from a to b"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_network_is_refused_in_one_sentence(case):
+    change, sentence = REFUSED[case]
+    good = {"format": 1, "gpus": GPUS, "links": LINKS}
+    assert from_json(good).ranks == 2
+    with pytest.raises(ValueError) as refused:
+        from_json(change if isinstance(change, list) else good | change)
+    message = str(refused.value)
+    assert message.startswith(f"This is no network: {sentence}")
+    assert message.endswith(".") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("dgx", "dgx is no network; give a FILE.json or one of dgx_a100:BOXES, "),
+        ("mesh:4", "mesh:4 is no network; give it as mesh:ROWSxCOLUMNS, of whole numbers."),
+        ("ring:-4", "ring:-4 is no network; give it as ring:RANKS"),
+        ("ring:99999", "ring:99999 has too many GPUs; give no more than 512."),
+        ("hypercube:99", "hypercube:99 has too many GPUs"),
+        ("ring:1", "This is no network: it has less than two GPUs"),
+        ("none.json", "none.json can not be read as a network ("),
+    ],
+)
+def test_names_of_none_are_refused(name, sentence):
+    with pytest.raises(ValueError) as refused:
+        find(name)
+    assert str(refused.value).startswith(sentence)
