@@ -1,7 +1,7 @@
 """One direction between folders, and who may import what from outside.
 
 Covered: a folder imports only those above it; fairseq at the edge alone, Triton in kernels/ alone, no torch
-in planning/; collectives in two files alone; nobody imports `kernels` by itself; the package works where
+in planning/; collectives in three files alone; nobody imports `kernels` by itself; the package works where
 neither fairseq nor Triton can be imported; what else it imports, a user's installation brings; nobody
 assigns an attribute of a layer, of its experts or of what the edge tells them.
 """
@@ -95,12 +95,12 @@ def test_planning_needs_no_torch():
 
 
 def test_collectives_have_one_door():
-    """Of tensors comm/collectives, of Python objects ranks/world."""
+    """Of tensors comm/collectives, and a plan's messages behind it; of Python objects ranks/world."""
     call = re.compile(
         r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)"
     )
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}
-    assert found == {"comm/collectives.py", "ranks/world.py"}
+    assert found == {"comm/collectives.py", "comm/plan_p2p.py", "ranks/world.py"}
 
 
 def test_nobody_imports_kernels_by_itself():
