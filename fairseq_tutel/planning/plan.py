@@ -16,14 +16,15 @@ What a rank starts and ends with (a shard is C chunks; so is the whole of an all
 | broadcast      | C of the root | C                | out[c] = in of the root [c]                         |
 | reduce         | C             | C on the root    | out[c] of the root = sum over g of in of rank g [c] |
 
-`in` is never written. `tmp`, S chunks, is another one in every second call, so that a rank that is ahead by
-one call does not write what a slower one still reads.
+`in` is never written. Between calls it and `out` are the caller's, on every rank. `tmp`, S chunks, is
+another one in every second call, so that a rank that is ahead by one call does not write what a slower one
+still reads.
 
 **Programs.** A rank has one or more lanes that run side by side, each a list of steps in order:
 
 - put: what `src` holds here goes to `dst` at the other end. It has only been asked for: it happens
-  at any time until the other end's wait for the next signal, or the next flush here, is over. Until then
-  its source may not be written, nor its destination read or written.
+  at any time until the other end's wait for the next signal is over. Until then its destination may not be
+  read or written, nor its source written, the latter only until the next flush here.
 - signal: after the earlier puts on this channel, add one to its count. It waits for nothing.
 - wait: until there is one more signal on this channel than waits before.
 - flush: until the earlier puts on this channel have read their sources.
@@ -31,7 +32,8 @@ one call does not write what a slower one still reads.
   to `dst`, here, which may be the first of them; half types are summed in fp32 and rounded once.
 - post, pend: as signal and wait, between lanes of one rank.
 
-A channel leads from one rank to another; puts and signals on it are of one lane, waits of one lane.
+A channel leads from one rank to another; puts, signals and flushes on it are of one lane, waits of one.
+There are as many waits as signals, and a signal after the last put.
 Kind `ll`: the same meaning, and data travels in packets with a flag each: twice the bytes, one trip less.
 
 Source: MSCCL++ (Shah et al. 2025), its channels and its plans; here they are small enough to be proved.
@@ -60,6 +62,10 @@ OPERATIONS = {
     "post": ("semaphore",),
     "pend": ("semaphore",),
 }
+
+
+class PlanError(ValueError):
+    """A plan is refused; one sentence says what is wrong and, of a step, which one."""
 
 
 class Place(NamedTuple):
@@ -292,7 +298,7 @@ def from_json(data: Any) -> Plan:
     Only that it can be read is seen to here; whether it is right, the checker says.
 
     Raises:
-        ValueError: something is missing, unknown or of another type; the sentence says where.
+        PlanError: something is missing, unknown or of another type; the sentence says where.
     """
     _demand(isinstance(data, Mapping), "the plan is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
@@ -381,4 +387,4 @@ def _number(value: Any, what: str, least: int = 0) -> int:
 
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise ValueError(f"This is no plan: {otherwise}.")
+        raise PlanError(f"This is no plan: {otherwise}.")

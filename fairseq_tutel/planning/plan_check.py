@@ -1,0 +1,108 @@
+"""Proves that a plan ends, does not race and gives the result that it is asked for, or says why not.
+
+In this order: shape (`plan_shape`), deadlock (`plan_order`), races (`plan_races`), data (`plan_data`). A
+plan that passes gives its result in every interleaving of its lanes and transfers, for any number of calls
+in a row, and of an all_reduce the same bits on every rank. What remains is how long it takes: the `Report`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fairseq_tutel.planning.plan import Plan, PlanError
+from fairseq_tutel.planning.plan_data import check_data
+from fairseq_tutel.planning.plan_order import Order, order_of
+from fairseq_tutel.planning.plan_races import check_races
+from fairseq_tutel.planning.plan_shape import check_shape
+
+__all__ = ["PlanError", "Report", "check"]
+
+Link = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan that is right does.
+
+    Attributes:
+        steps: of all ranks.
+        depth: signals on the longest chain of steps: trips from rank to rank, one after another.
+        rounds: of every step by rank, lane and index: of a put the round in which it travels in the
+            two-sided form, from 0 on, of others how many rounds are over before. Where ranks take a round's
+            steps in an order that waits, signals, posts and pends allow, then make its transfers at once,
+            every access has the order that the plan demands; a signal needs no message of its own.
+        loads: of every round, by (source, target), the bytes on that link as a fraction of a rank's `in`;
+            twice those of the data on channels of kind ll.
+    """
+
+    steps: int
+    depth: int
+    rounds: tuple[tuple[tuple[int, ...], ...], ...]
+    loads: tuple[Mapping[Link, Fraction], ...]
+
+    @property
+    def bytes_of_link(self) -> Mapping[Link, Fraction]:
+        """By (source, target), the bytes on that link as a fraction of a rank's `in`."""
+        total: dict[Link, Fraction] = {}
+        for load in self.loads:
+            for link, part in load.items():
+                total[link] = total.get(link, Fraction(0)) + part
+        return total
+
+    def predicted(
+        self, size: int, alpha: float, seconds_per_byte: float | Mapping[Link, float]
+    ) -> float:
+        """Return the seconds that the plan takes: its depth in alphas, and every round's slowest link.
+
+        Args:
+            size: bytes of a rank's `in`; of a broadcast of the root's.
+            alpha: seconds a trip.
+            seconds_per_byte: of every link, or by (source, target).
+        """
+
+        def slowness(link: Link) -> float:
+            return (
+                seconds_per_byte if isinstance(seconds_per_byte, float) else seconds_per_byte[link]
+            )
+
+        slowest = (
+            max(float(part) * size * slowness(link) for link, part in load.items())
+            for load in self.loads
+            if load
+        )
+        return self.depth * alpha + sum(slowest)
+
+
+def check(plan: Plan) -> Report:
+    """Return what a plan does.
+
+    Raises:
+        PlanError: it may hang, race or give another result, or makes no sense; a sentence names rank, lane
+            and step.
+    """
+    check_shape(plan)
+    order = order_of(plan)
+    check_races(plan, order)
+    check_data(plan, order)
+    return _report(plan, order)
+
+
+def _report(plan: Plan, order: Order) -> Report:
+    loads: list[dict[Link, Fraction]] = []
+    rounds = [[[0] * len(lane) for lane in lanes] for lanes in plan.programs]
+    for (rank, lane, index), step, level in zip(
+        order.sites, order.steps, order.rounds, strict=True
+    ):
+        rounds[rank][lane][index] = level
+        if step.op == "put" and step.channel is not None and step.n is not None:
+            loads += [{} for _ in range(level + 1 - len(loads))]
+            channel = plan.channels[step.channel]
+            part = Fraction(step.n * (1 + (channel.kind == "ll")), plan.in_chunks)
+            link = channel.source, channel.target
+            loads[level][link] = loads[level].get(link, Fraction(0)) + part
+    return Report(
+        steps=len(order.steps),
+        depth=order.depth,
+        rounds=tuple(tuple(tuple(lane) for lane in lanes) for lanes in rounds),
+        loads=tuple(loads),
+    )
