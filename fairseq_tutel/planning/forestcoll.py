@@ -117,11 +117,13 @@ def _share(network: Network, trees: int, numerator: int, denominator: int) -> Sh
 def is_enough(network: Network, roots: Sequence[int], share: Share) -> bool:
     """Return whether the trees find room: whether k |R| can flow to every rank (Edmonds)."""
     graph = with_source(share.capacities, roots, share.trees)
-    needed = share.trees * len(roots)
-    source = len(share.capacities)
-    return all(
-        graph.copy().push(source, rank, needed)[0] == needed for rank in range(network.ranks)
-    )
+    return reaches_all(graph, network.ranks, share.trees * len(roots))
+
+
+def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
+    """Return whether that much can flow from the last vertex to every rank."""
+    source = len(graph.out) - 1
+    return all(graph.copy().push(source, rank, needed)[0] == needed for rank in range(ranks))
 
 
 def with_source(capacities: Sequence[Sequence[int]], roots: Sequence[int], trees: int) -> Flow:
@@ -189,15 +191,28 @@ def _is_balanced(network: Network, share: Share) -> bool:
     )
 
 
-def default_share(network: Network, roots: Sequence[int], best: Optimum) -> Share:
-    """Return the share of the fewest trees that cost at most `TOLERANCE` over the optimum."""
+def default_share(
+    network: Network, roots: Sequence[int], best: Optimum, most_trees: int | None = None
+) -> Share:
+    """Return the share of the fewest trees that cost at most `TOLERANCE` over the optimum.
+
+    Args:
+        network: the links.
+        roots: R.
+        best: the optimum.
+        most_trees: k at most; where it is too few for that, the fastest share of them.
+    """
     optimal = optimal_share(network, best)
-    for trees in range(1, optimal.trees):
+    last = min(most_trees or optimal.trees, optimal.trees)
+    for trees in range(1, last + 1):
         most = best.seconds * trees * (1 + TOLERANCE)
-        share = fixed_share(network, roots, best, trees, most)
+        share = (
+            optimal if trees == optimal.trees else fixed_share(network, roots, best, trees, most)
+        )
         if share:
             return share
-    return optimal
+    shares = (fixed_share(network, roots, best, trees) for trees in range(1, last + 1))
+    return min(filter(None, shares), key=lambda share: share.seconds, default=optimal)
 
 
 def names(network: Network, vertices: int) -> list[str]:

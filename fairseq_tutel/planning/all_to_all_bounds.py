@@ -1,0 +1,115 @@
+"""All-to-all bounds: how long a network needs for one byte from every rank to every other, at least.
+
+A set S of vertices has |S and ranks| times |ranks not in S| bytes to let out over its links: a bound, which
+need not be reached. Exact is the linear program of all ways that bytes can go at once (maximum concurrent
+flow; Shahrokhi and Matula 1990), with one flow from a rank to all others instead of one for each of these.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from fairseq_tutel.planning.network import Network
+
+# All cuts of so many vertices are tried, in about a second; of more, those along which hosts stay whole.
+MOST = 20
+
+
+def cut_bound(network: Network) -> tuple[Fraction, int, bool]:
+    """Return the largest bound of a cut.
+
+    Returns:
+        Seconds, of bandwidths in bytes a second; the vertices on one side, as bits; and whether all cuts
+        were tried, or only those of single ranks and of whole hosts.
+    """
+    vertices = range(len(network.vertices))
+    if len(vertices) <= MOST:
+        return *_best_union(network, [[vertex] for vertex in vertices]), True
+    hosts = [*network.hosts.values(), *([switch] for switch in network.switches)]
+    alone = ([[rank], [v for v in vertices if v != rank]] for rank in range(network.ranks))
+    found = [_best_union(network, parts) for parts in (_with_switches(network, hosts), *alone)]
+    return *max(found), False
+
+
+def _with_switches(network: Network, parts: list[list[int]]) -> list[list[int]]:
+    """Return hosts with the switches that they alone have, and the other switches."""
+    hosts = [list(part) for part in parts[: len(network.hosts)]]
+    shared = []
+    for switch in network.switches:
+        near = {x.source for x in network.links if x.target == switch}
+        own = [host for host in hosts if near <= {*host, switch}]
+        if own:
+            own[0].append(switch)
+        else:
+            shared.append([switch])
+    return hosts + shared
+
+
+def _best_union(network: Network, parts: Sequence[Sequence[int]]) -> tuple[Fraction, int]:
+    """Return the largest bound of a set that is made of whole parts, the last of which it has not."""
+    ranks = network.ranks
+    owner = {vertex: index for index, part in enumerate(parts) for vertex in part}
+    between = [dict.fromkeys(range(len(parts)), 0) for _ in parts]
+    for link in network.links:
+        a, b = owner[link.source], owner[link.target]
+        if a != b:
+            between[a][b] += link.bandwidth
+            # Of both directions: in and out are the same for every set, so half of it leaves.
+            between[b][a] += link.bandwidth
+    near = [[(b, width) for b, width in row.items() if width] for row in between]
+    weight = [sum(vertex < ranks for vertex in part) for part in parts]
+    inside = [False] * len(parts)
+    shards, twice_leaving = 0, 0
+    most, least, best = 0, 1, 0
+    # In the order of Gray's code one part comes or goes at a time.
+    for code in range(1, 2 ** (len(parts) - 1)):
+        part = (code & -code).bit_length() - 1
+        sign = -1 if inside[part] else 1
+        inside[part] = not inside[part]
+        shards += sign * weight[part]
+        for other, width in near[part]:
+            twice_leaving += -sign * width if inside[other] else sign * width
+        pairs = 2 * shards * (ranks - shards)
+        if pairs * least > most * twice_leaving:
+            most, least, best = pairs, twice_leaving, code ^ code >> 1
+    members = sum(
+        1 << vertex for index, part in enumerate(parts) if best >> index & 1 for vertex in part
+    )
+    return Fraction(most, least), members
+
+
+def linear_program(network: Network) -> float:
+    """Return what an all-to-all takes that is routed in the best way, as `cut_bound`; needs scipy."""
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array
+
+    ranks, vertices, links = network.ranks, len(network.vertices), network.links
+    # A variable for every rank's flow over every link, the rank's side by side, and the seconds.
+    count = ranks * len(links) + 1
+    stays, wanted = [], []
+    for rank in range(ranks):
+        for index, link in enumerate(links):
+            column = rank * len(links) + index
+            stays += [(rank * vertices + link.target, column, 1)]
+            stays += [(rank * vertices + link.source, column, -1)]
+        wanted += [(vertex < ranks) - (vertex == rank) * ranks for vertex in range(vertices)]
+    fits = [
+        (index, rank * len(links) + index, 1)
+        for rank in range(ranks)
+        for index in range(len(links))
+    ]
+    fits += [(index, count - 1, -link.bandwidth) for index, link in enumerate(links)]
+
+    def matrix(entries: list[tuple[int, int, int]], rows: int) -> coo_array:
+        row, column, value = zip(*entries, strict=True)
+        return coo_array((value, (row, column)), shape=(rows, count)).tocsr()
+
+    found = linprog(
+        [0] * (count - 1) + [1],
+        A_ub=matrix(fits, len(links)),
+        b_ub=[0] * len(links),
+        A_eq=matrix(stays, ranks * vertices),
+        b_eq=wanted,
+        method="highs",
+    )
+    assert found.success, found.message
+    return float(found.fun)

@@ -1,0 +1,144 @@
+"""Forests: what their trees are and how fast they are, and plans over them, which the checker takes."""
+
+import time
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from networks import random_network
+from test_forestcoll import KNOWN
+
+from fairseq_tutel.planning.forest import grow, grow_for
+from fairseq_tutel.planning.forestcoll import optimal_share, optimum, roots_of
+from fairseq_tutel.planning.network import Network, find
+from fairseq_tutel.planning.plan_check import check
+from fairseq_tutel.planning.schedule.forest import forest as plan_of
+from fairseq_tutel.planning.traffic import busiest, routed, sent
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+
+
+def assert_is_a_forest(forest):
+    network, share = forest.network, forest.share
+    copies = Counter()
+    for tree, routes in zip(forest.trees, forest.routes, strict=True):
+        copies[tree.root] += tree.copies
+        reached = {tree.root}
+        for parent, child in tree.edges:
+            assert parent in reached and child not in reached
+            reached.add(child)
+            assert sum(width for _, width in routes[parent, child]) == tree.copies
+            for path, _ in routes[parent, child]:
+                assert (path[0], path[-1]) == (parent, child)
+                assert all(network.matrix[a][b] for a, b in pairwise(path))
+                assert all(vertex in network.switches for vertex in path[1:-1])
+        assert reached == set(range(network.ranks))
+    assert copies == dict.fromkeys(roots_of(network, forest.root), share.trees)
+    for (a, b), load in forest.loads.items():
+        assert load <= share.capacities[a][b] <= share.stretch * network.matrix[a][b]
+    # Not more than what it was allowed, and as nothing less is enough, as much.
+    assert forest.seconds == share.seconds >= forest.best.seconds
+
+
+def best_trees(network, root=None):
+    return optimal_share(network, optimum(network, root)).trees
+
+
+@pytest.mark.parametrize("network", KNOWN, ids=lambda n: n if isinstance(n, str) else None)
+def test_optimal_trees_take_as_long_as_the_cut_says(network):
+    network = network if isinstance(network, Network) else find(network)
+    for root in (None, network.ranks - 1) if network.ranks < 20 else (None,):
+        forest = grow(network, root, best_trees(network, root))
+        assert_is_a_forest(forest)
+        assert forest.seconds == forest.best.seconds
+
+
+@pytest.mark.parametrize("name", ["dgx_a100:4", "dgx_h100:2", "dgx_h100:4", "mi250:2"])
+def test_few_trees_are_nearly_as_fast(name):
+    forest = grow(find(name))
+    assert_is_a_forest(forest)
+    assert forest.seconds <= Fraction(21, 20) * forest.best.seconds
+    one = grow(find(name), most_trees=1)
+    assert one.share.trees == 1
+    assert_is_a_forest(one)
+
+
+def check_random(seed, most):
+    network = random_network(Random(seed), most=most)
+    for root in (None, 0):
+        forest = grow(network, root, best_trees(network, root))
+        assert_is_a_forest(forest)
+        assert forest.seconds == forest.best.seconds
+        assert_is_a_forest(grow(network, root))
+
+
+def test_trees_of_made_up_networks():
+    for seed in range(40):
+        check_random(seed, 8)
+
+
+@pytest.mark.long
+def test_trees_of_many_made_up_networks():
+    for seed in range(40, 1500):
+        check_random(seed, 10)
+
+
+def test_a_box_s_ranks_send_to_all_others_at_once():
+    """Not along chains, though these load links no more."""
+    depths = {name: grow(find(name)).depth for name in ("star:8", "dgx_a100:1", "dgx_a100:4")}
+    assert depths == {"star:8": 1, "dgx_a100:1": 1, "dgx_a100:4": 2}
+
+
+def test_numbers_of_trees_that_switches_can_not_share_are_refused():
+    network = random_network(Random(17), most=6)
+    with pytest.raises(ValueError, match=r"^made up has no 2 trees a root"):
+        grow(network, None, 2)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    "name", ["ring:4", "mesh:2x3", "boxes:2x2:3:1", "hypercube:3", "star:3", None]
+)
+def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, name):
+    network = find(name) if name else random_network(Random(5), most=7)
+    root = 1 if collective in ("broadcast", "reduce") else None
+    adding, handing = grow_for(network, collective, root)
+    plan = plan_of(collective, adding, handing)
+    report = check(plan)
+    assert (plan.network, plan.root) == (network.digest, root)
+    phases = [forest for forest in (adding, handing) if forest]
+    assert Fraction(plan.cut) == phases[0].best.seconds
+    # One trip more where ranks say first that they have begun.
+    ready = collective in ("all_gather", "broadcast", "reduce")
+    assert report.depth <= sum(forest.depth for forest in phases) + ready
+    messages = Counter()
+    for forest, is_sum in ((adding, True), (handing, False)):
+        for tree in forest.trees if forest else ():
+            for parent, child in tree.edges:
+                messages[(child, parent) if is_sum else (parent, child)] += tree.copies
+    assert sent(plan) == {pair: Fraction(n, plan.in_chunks) for pair, n in messages.items()}
+    if not network.switches:
+        took = busiest(network, routed(network, sent(plan)))
+        shards = network.ranks if collective in ("reduce_scatter", "all_reduce") else 1
+        assert took * shards == len(phases) * phases[0].seconds
+
+
+def test_plans_of_shipped_networks_are_right():
+    for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
+        report = check(plan_of("all_reduce", *grow_for(find(name), "all_reduce")))
+        assert report.depth < 25
+
+
+@pytest.mark.long
+def test_generation_takes_polynomial_time():
+    """With k = 1 over boxes, N = 8 to 64: as a power of N below 6, and a minute at most."""
+    seconds = {}
+    for boxes in (1, 2, 4, 8):
+        began = time.perf_counter()
+        grow(find(f"dgx_h100:{boxes}"))
+        seconds[8 * boxes] = time.perf_counter() - began
+    power, _ = np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)
+    assert power < 6 and seconds[64] < 60, (power, seconds)
