@@ -1,0 +1,144 @@
+"""plan-check: say what a collective's plan does and how long that takes, or why it is refused.
+
+The time is that of every round's slowest link, and of the trips one after another: docs/plans.md.
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel.planning.network import Network, find
+from fairseq_tutel.planning.plan import Plan, from_json
+from fairseq_tutel.planning.plan_check import Report, check
+
+# Of links with as many bytes, how many are named.
+SHOWN = 4
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser(
+        "plan-check", help="say what a collective's plan does, or why not", description=__doc__
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the plan, .json")
+    text = "of a rank's input, for the predicted time [1048576]"
+    parser.add_argument("--bytes", type=int, default=1 << 20, metavar="N", help=text)
+    text = "of a trip from rank to rank, microseconds [10]"
+    parser.add_argument("--alpha-us", type=float, default=10.0, metavar="X", help=text)
+    text = "of the link from a rank to another one, GB/s [10]"
+    parser.add_argument("--gb-s", type=float, metavar="X", help=text)
+    text = (
+        "instead of --gb-s: a network's FILE.json, or a name as dgx_a100:2; a transfer takes the "
+        "widest of the shortest ways"
+    )
+    parser.add_argument("--network", metavar="NET", help=text)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what the plan does."""
+    for flag, value in (("--bytes", arguments.bytes), ("--gb-s", arguments.gb_s)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag} is {value}; give a number above 0.")
+    if not arguments.alpha_us >= 0:
+        raise ValueError(f"--alpha-us is {arguments.alpha_us}; give a number from 0.")
+    if arguments.network and arguments.gb_s:
+        raise ValueError("--network and --gb-s say the same; give one of them.")
+    network = find(arguments.network) if arguments.network else None
+    plan = _read(arguments.file)
+    try:
+        report = check(plan)
+    except ValueError as error:
+        raise ValueError(f"{arguments.file}: {error}") from error
+    names: Mapping[int, str] = {rank: f"rank {rank}" for rank in range(plan.ranks)}
+    slowness: float | dict[tuple[int, int], float] = 1e-9 / (arguments.gb_s or 10.0)
+    unit = f"{arguments.gb_s or 10:g} GB/s a link"
+    if network:
+        report = _routed(report, plan, network)
+        names, unit = dict(enumerate(network.vertices)), network.name
+        if network.unit != "GB/s":
+            unit += f", 1 GB/s for 1 of its {network.unit}"
+        slowness = {link[:2]: 1e-9 / link.bandwidth for link in network.links}
+    print("\n".join(_lines(plan, report, names, arguments.bytes)))
+    seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, slowness)
+    conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a trip, {unit}"
+    print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")
+
+
+def _read(path: Path) -> Plan:
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can not be read as a plan ({error}).") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> list[str]:
+    operations = Counter(step.op for _, _, _, step in plan.steps())
+    listed = ", ".join(f"{count} {op}" for op, count in sorted(operations.items()))
+    kinds = Counter(channel.kind for channel in plan.channels)
+    lines = [
+        f"{plan.name}: {plan.collective} of {plan.ranks} ranks, {plan.chunks} chunks and "
+        f"{plan.temporary} temporary ones; digest {plan.digest}",
+        "right in every interleaving, for any number of calls in a row",
+        f"steps: {report.steps} ({listed})",
+        f"channels: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items())) or 0}",
+        f"depth: {report.depth} trips one after another; rounds: {len(report.loads)}",
+    ]
+    alike: dict[Fraction, list[str]] = defaultdict(list)
+    for (source, target), part in sorted(report.bytes_of_link.items()):
+        alike[part].append(f"{names[source]} -> {names[target]}")
+    for part, links in sorted(alike.items(), reverse=True):
+        more = f" and {len(links) - SHOWN} more" if len(links) > SHOWN else ""
+        share = f"{part} of a rank's input, {round(part * size)} bytes"
+        lines.append(f"{share}: {', '.join(links[:SHOWN])}{more}")
+    return lines
+
+
+def _routed(report: Report, plan: Plan, network: Network) -> Report:
+    """Return the report with loads on a network's links."""
+    if plan.network and plan.network != network.digest:
+        raise ValueError(
+            f"--network {network.name} is not the network {plan.network}, for which the plan is made; "
+            "give that one."
+        )
+    if network.ranks != plan.ranks:
+        raise ValueError(
+            f"--network {network.name} has {network.ranks} GPUs, and the plan {plan.ranks} ranks; give "
+            "the network for which it is made."
+        )
+    ways = {link: _way(network, *link) for link in report.bytes_of_link}
+    loads = []
+    for load in report.loads:
+        routed: dict[tuple[int, int], Fraction] = {}
+        for pair, part in load.items():
+            for link in ways[pair]:
+                routed[link] = routed.get(link, Fraction(0)) + part
+        loads.append(routed)
+    return replace(report, loads=tuple(loads))
+
+
+def _way(network: Network, source: int, target: int) -> list[tuple[int, int]]:
+    """Return the links of the widest of the shortest ways; `network.checked` has seen that there is one."""
+    before: dict[int, int] = {}
+    front: dict[int, float] = {source: float("inf")}  # how wide is the way there
+    seen = {source}
+    while target not in seen:
+        further: dict[int, float] = {}
+        for vertex, width in front.items():
+            for other, bandwidth in enumerate(network.matrix[vertex]):
+                if other not in seen and min(width, bandwidth) > further.get(other, 0):
+                    further[other], before[other] = min(width, bandwidth), vertex
+        seen |= further.keys()
+        front = further
+    way = []
+    while target != source:
+        way.append((before[target], target))
+        target = before[target]
+    return way

@@ -1,0 +1,76 @@
+"""`python -m fairseq_tutel plan-check`: what it says of a plan, how long it takes, and what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tool_in_process import refusal_of, tool
+
+from fairseq_tutel.planning.network import find
+from fairseq_tutel.planning.plan import to_json
+from fairseq_tutel.planning.schedule import make
+
+RING = make("ring", "all_gather", 4)
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(plan):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(to_json(plan)))
+        return path
+
+    return write
+
+
+def test_what_a_plan_does(written):
+    said = tool("plan-check", written(RING), "--bytes", 1000, "--alpha-us", 5, "--gb-s", 0.5)
+    assert said.splitlines() == [
+        f"ring all_gather: all_gather of 4 ranks, 1 chunks and 0 temporary ones; digest {RING.digest}",
+        "right in every interleaving, for any number of calls in a row",
+        "steps: 52 (4 copy, 4 flush, 12 put, 16 signal, 16 wait)",
+        "channels: 8 simple",
+        "depth: 4 trips one after another; rounds: 3",
+        "3 of a rank's input, 3000 bytes: "
+        + ", ".join(f"rank {rank} -> rank {(rank + 1) % 4}" for rank in range(4)),
+        # 4 trips of 5 us, 3 rounds of 2 us.
+        "predicted: 26.0 us (1000 bytes, 5 us a trip, 0.5 GB/s a link)",
+    ]
+    assert "channels: 0\n" in tool("plan-check", written(make("linear", "all_to_all", 1)))
+
+
+def test_loads_of_a_network(written):
+    plan = make("one_phase", "all_reduce", 16)
+    said = tool("plan-check", written(plan), "--network", "dgx_a100:2", "--alpha-us", 0)
+    # 7 to GPUs of its box by one switch, 8 to others; at 25 GB/s the latter take longest.
+    matrix, vertices = find("dgx_a100:2").matrix, find("dgx_a100:2").vertices
+    bandwidths = sorted(set(matrix[0]) - {0})
+    assert bandwidths == [25, 300] and "gpu0.0" in vertices
+    assert "\n8 of a rank's input, 8388608 bytes: gpu0.0 -> " in said
+    assert f"predicted: {8 * 2**20 / 25e3:.1f} us (1048576 bytes, 0 us a trip, dgx_a100:2)" in said
+    ring = tool("plan-check", written(RING), "--network", "ring:4")
+    assert "ring:4, 1 GB/s for 1 of its units)" in ring
+
+
+def test_what_is_refused(written, tmp_path):
+    bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
+    assert refusal_of("plan-check", bad).startswith(
+        f"{bad}: Plan 'ring all_gather' is malformed: rank "
+    )
+    bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
+    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is no plan: ranks is 0")
+    for content in (b"{", b"\xff", b"[" * 100000):
+        bad.write_bytes(content)
+        assert refusal_of("plan-check", bad).startswith(f"{bad} can not be read as a plan (")
+    assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
+    for option, value in (
+        ("--bytes", 0),
+        ("--gb-s", "nan"),
+        ("--alpha-us", -1),
+        ("--network", "web"),
+    ):
+        assert str(value) in refusal_of("plan-check", bad, option, value)
+    assert "give one of them" in refusal_of("plan-check", bad, "--gb-s", 1, "--network", "ring:4")
+    assert "has 8 GPUs" in refusal_of("plan-check", written(RING), "--network", "ring:8")
+    made = written(replace(RING, network="0123"))
+    assert "not the network 0123" in refusal_of("plan-check", made, "--network", "ring:4")
