@@ -151,12 +151,10 @@ def _scratch():
 
 def _child(command, argv, env, log, stdin):
     import atexit
-    import gc
     import importlib
 
     import torch
 
-    gc.freeze()  # what the server imported is no garbage: looking through it copies its pages
     torch.set_num_threads(1)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
