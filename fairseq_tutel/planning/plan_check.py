@@ -14,6 +14,7 @@ from fairseq_tutel.planning.plan_data import check_data
 from fairseq_tutel.planning.plan_order import Order, order_of
 from fairseq_tutel.planning.plan_races import check_races
 from fairseq_tutel.planning.plan_shape import check_shape
+from fairseq_tutel.planning.traffic import Load
 
 __all__ = ["PlanError", "Report", "check"]
 
@@ -38,10 +39,10 @@ class Report:
     steps: int
     depth: int
     rounds: tuple[tuple[tuple[int, ...], ...], ...]
-    loads: tuple[Mapping[Link, Fraction], ...]
+    loads: tuple[Load, ...]
 
     @property
-    def bytes_of_link(self) -> Mapping[Link, Fraction]:
+    def bytes_of_link(self) -> Load:
         """By (source, target), the bytes on that link as a fraction of a rank's `in`."""
         total: dict[Link, Fraction] = {}
         for load in self.loads:

@@ -15,6 +15,7 @@ from typing import Any
 from fairseq_tutel.planning.network import Network, find
 from fairseq_tutel.planning.plan import Plan, from_json
 from fairseq_tutel.planning.plan_check import Report, check
+from fairseq_tutel.planning.traffic import routed
 
 # Of links with as many bytes, how many are named.
 SHOWN = 4
@@ -33,8 +34,8 @@ def add_to(tools: Any) -> None:
     text = "of the link from a rank to another one, GB/s [10]"
     parser.add_argument("--gb-s", type=float, metavar="X", help=text)
     text = (
-        "instead of --gb-s: a network's FILE.json, or a name as dgx_a100:2; a transfer takes the "
-        "widest of the shortest ways"
+        "instead of --gb-s: a network's FILE.json, or a name as dgx_a100:2; a transfer takes the way "
+        "over which it alone would come first"
     )
     parser.add_argument("--network", metavar="NET", help=text)
     parser.set_defaults(run=run)
@@ -91,7 +92,7 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
         f"channels: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items())) or 0}",
         f"depth: {report.depth} trips one after another; rounds: {len(report.loads)}",
     ]
-    alike: dict[Fraction, list[str]] = defaultdict(list)
+    alike: dict[Fraction | int, list[str]] = defaultdict(list)
     for (source, target), part in sorted(report.bytes_of_link.items()):
         alike[part].append(f"{names[source]} -> {names[target]}")
     for part, links in sorted(alike.items(), reverse=True):
@@ -113,32 +114,4 @@ def _routed(report: Report, plan: Plan, network: Network) -> Report:
             f"--network {network.name} has {network.ranks} GPUs, and the plan {plan.ranks} ranks; give "
             "the network for which it is made."
         )
-    ways = {link: _way(network, *link) for link in report.bytes_of_link}
-    loads = []
-    for load in report.loads:
-        routed: dict[tuple[int, int], Fraction] = {}
-        for pair, part in load.items():
-            for link in ways[pair]:
-                routed[link] = routed.get(link, Fraction(0)) + part
-        loads.append(routed)
-    return replace(report, loads=tuple(loads))
-
-
-def _way(network: Network, source: int, target: int) -> list[tuple[int, int]]:
-    """Return the links of the widest of the shortest ways; `network.checked` has seen that there is one."""
-    before: dict[int, int] = {}
-    front: dict[int, float] = {source: float("inf")}  # how wide is the way there
-    seen = {source}
-    while target not in seen:
-        further: dict[int, float] = {}
-        for vertex, width in front.items():
-            for other, bandwidth in enumerate(network.matrix[vertex]):
-                if other not in seen and min(width, bandwidth) > further.get(other, 0):
-                    further[other], before[other] = min(width, bandwidth), vertex
-        seen |= further.keys()
-        front = further
-    way = []
-    while target != source:
-        way.append((before[target], target))
-        target = before[target]
-    return way
+    return replace(report, loads=tuple(routed(network, load) for load in report.loads))
