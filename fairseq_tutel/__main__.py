@@ -11,7 +11,7 @@ from fairseq_tutel import __version__
 # the parsed arguments that raises ValueError, with a sentence, where it cannot be done.
 TOOLS = (
     "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "report.page",
-    "tune",
+    "schedule", "tune",
 )  # fmt: skip
 
 
