@@ -4,7 +4,6 @@ The time is that of every round's slowest link, and of the trips one after anoth
 """
 
 import argparse
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,10 +11,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.planning.network import Network, find
-from fairseq_tutel.planning.plan import Plan, from_json
+from fairseq_tutel.planning.network import Network
+from fairseq_tutel.planning.network import find as network_of
+from fairseq_tutel.planning.plan import Plan
 from fairseq_tutel.planning.plan_check import Report, check
+from fairseq_tutel.planning.plan_files import NAMED, find, write
+from fairseq_tutel.planning.schedule import GENERATORS
 from fairseq_tutel.planning.traffic import routed
+from fairseq_tutel.tools.arguments import refuse_output, writing
 
 # Of links with as many bytes, how many are named.
 SHOWN = 4
@@ -26,7 +29,8 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser(
         "plan-check", help="say what a collective's plan does, or why not", description=__doc__
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the plan, .json")
+    text = f"a FILE.json, MSCCL's FILE.xml or {NAMED} with NAME one of {', '.join(GENERATORS)}"
+    parser.add_argument("plan", metavar="PLAN", help=text)
     text = "of a rank's input, for the predicted time [1048576]"
     parser.add_argument("--bytes", type=int, default=1 << 20, metavar="N", help=text)
     text = "of a trip from rank to rank, microseconds [10]"
@@ -38,6 +42,8 @@ def add_to(tools: Any) -> None:
         "over which it alone would come first"
     )
     parser.add_argument("--network", metavar="NET", help=text)
+    text = "write the plan here, if it is right: a FILE.json, or a FILE.xml for MSCCL"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=run)
 
 
@@ -50,12 +56,16 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--alpha-us is {arguments.alpha_us}; give a number from 0.")
     if arguments.network and arguments.gb_s:
         raise ValueError("--network and --gb-s say the same; give one of them.")
-    network = find(arguments.network) if arguments.network else None
-    plan = _read(arguments.file)
+    if arguments.output:
+        refuse_output(arguments.output)
+        if arguments.output.suffix not in (".json", ".xml"):
+            raise ValueError(f"--output is {arguments.output}; end it in .json or .xml.")
+    network = network_of(arguments.network) if arguments.network else None
+    plan = find(arguments.plan)
     try:
         report = check(plan)
     except ValueError as error:
-        raise ValueError(f"{arguments.file}: {error}") from error
+        raise ValueError(f"{arguments.plan}: {error}") from error
     names: Mapping[int, str] = {rank: f"rank {rank}" for rank in range(plan.ranks)}
     slowness: float | dict[tuple[int, int], float] = 1e-9 / (arguments.gb_s or 10.0)
     unit = f"{arguments.gb_s or 10:g} GB/s a link"
@@ -69,15 +79,10 @@ def run(arguments: argparse.Namespace) -> None:
     seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, slowness)
     conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a trip, {unit}"
     print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")
-
-
-def _read(path: Path) -> Plan:
-    try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can not be read as a plan ({error}).") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    if arguments.output:
+        with writing(arguments.output):
+            write(plan, arguments.output)
+        print(f"wrote {arguments.output}")
 
 
 def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> list[str]:

@@ -52,6 +52,37 @@ def test_loads_of_a_network(written):
     assert "ring:4, 1 GB/s for 1 of its units)" in ring
 
 
+def test_plans_by_name_and_files_of_msccl(tmp_path):
+    path, back = tmp_path / "plan.xml", tmp_path / "plan.json"
+    said = tool("plan-check", "two_hops:all_to_all:6:2", "--output", path)
+    assert said.endswith(f"wrote {path}\n") and 'coll="alltoall"' in path.read_text()
+    again = tool("plan-check", path, "--output", back)
+    assert (
+        said.splitlines()[4:-2]
+        == again.splitlines()[4:-2]
+        == tool("plan-check", back).splitlines()[4:-1]
+    )
+    assert "known are allgather" in refusal_of("plan-check", _with(path, "alltoall", "gather"))
+    assert "end it in .json or .xml" in refusal_of(
+        "plan-check", back, "--output", tmp_path / "plan"
+    )
+    for name, sentence in (
+        (
+            "ring",
+            "ring is no plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], of at most",
+        ),
+        ("ring:all_gather:9999", "at most 1024 ranks"),
+        ("ring:broadcast:4", "ring makes no 'broadcast'"),
+        ("hierarchical:all_reduce:4:3", "4 ranks cannot be shared out over 3 nodes"),
+    ):
+        assert sentence in refusal_of("plan-check", name)
+
+
+def _with(path, before, after):
+    path.write_text(path.read_text().replace(before, after))
+    return path
+
+
 def test_what_is_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
     assert refusal_of("plan-check", bad).startswith(
