@@ -8,8 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NoReturn
 
-from fairseq_tutel.planning.plan import COLLECTIVES, KINDS, OPERATIONS, Place, Plan, PlanError, Step
+from fairseq_tutel.planning.plan import (
+    BUFFERS,
+    COLLECTIVES,
+    KINDS,
+    OPERATIONS,
+    Place,
+    Plan,
+    PlanError,
+    Step,
+)
 
+# Of chunks of all buffers: more is a mistake.
+MOST = 1 << 24
 # Who does a step on a channel.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
 # The two operations of a pair, and the field that says which of one.
@@ -47,6 +58,11 @@ def _check_head(plan: Plan) -> None:
         _refuse(plan, f"the collective {plan.collective!r} is none of {', '.join(COLLECTIVES)}")
     if len(plan.programs) != plan.ranks:
         _refuse(plan, f"it has {len(plan.programs)} programs for {plan.ranks} ranks")
+    cells = plan.ranks * sum(map(plan.size_of, BUFFERS))
+    if cells > MOST:
+        _refuse(
+            plan, f"its ranks' buffers have {cells} chunks in all, of which {MOST} are the most"
+        )
     if plan.collective in ("broadcast", "reduce"):
         if plan.root is None or not 0 <= plan.root < plan.ranks:
             _refuse(plan, f"its root is {plan.root}, none of its {plan.ranks} ranks")

@@ -60,6 +60,10 @@ OWN = ("copy", 0, IN, OUT)
         # 1. shape
         (replace(ONE, collective="gather"), "the collective 'gather' is none of all_gather,"),
         (replace(ONE, ranks=3), "it has 2 programs for 3 ranks"),
+        (
+            replace(ONE, temporary=10**9),
+            "its ranks' buffers have 2000000004 chunks in all, of which",
+        ),
         (replace(ONE, root=0), "it has the root 0, which all_reduce has not"),
         (replace(two_lanes(), root=None), "its root is None, none of its 2 ranks"),
         (replace(ONE, min_bytes=9, max_bytes=8), "it is meant for 9 to 8 bytes, so for none"),
