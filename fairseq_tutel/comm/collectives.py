@@ -115,6 +115,24 @@ def all_to_all(
     return out
 
 
+def start_send(
+    tensor: Tensor, peer: int, operation: str, group: Group = None, tag: int = 0
+) -> Started:
+    """Begin to send a tensor to a rank of the group; it may not be written before it has left."""
+    with guarded(operation, group):
+        work: Any = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+        return Started(work, operation, group)
+
+
+def start_receive(
+    tensor: Tensor, peer: int, operation: str, group: Group = None, tag: int = 0
+) -> Started:
+    """Begin to receive a tensor from a rank of the group."""
+    with guarded(operation, group):
+        work: Any = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+        return Started(work, operation, group)
+
+
 def barrier() -> None:
     """Wait until all ranks have come."""
     if world.size() > 1:

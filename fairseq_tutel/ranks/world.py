@@ -31,17 +31,18 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def told_by_all(own: Any, operation: str) -> list[Any]:
-    """Return what every rank tells, by rank. Collective.
+def told_by_all(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what every rank of a group tells, by rank. Collective.
 
     Args:
         own: can be pickled.
         operation: as `guarded` takes it.
+        group: None for all ranks.
     """
-    told: list[Any] = [own] * size()
-    if size() > 1:
-        with guarded(operation):
-            dist.all_gather_object(told, own)
+    told: list[Any] = [own] * (size() if group is None else dist.get_world_size(group))
+    if len(told) > 1:
+        with guarded(operation, group):
+            dist.all_gather_object(told, own, group=group)
     return told
 
 

@@ -1,0 +1,276 @@
+"""Shared memory of ranks on one host: a file that all of them have mapped, and how they wait in it.
+
+N ranks. The file has words (int64, a cache line each, so that no two writers share one), each written by
+one rank, and a region of bytes for every rank, into which the others put. It has a name only until all have
+opened it, while it is empty, so that a rank that is killed leaves nothing. It is mapped as long as it may
+ever become; what is in use of it is allocated first, since a write to memory that is not there would end
+the process.
+
+Words need no lock, since x86 shows one processor's writes to the others in their order; elsewhere there is
+no shared memory. A rank holds a lock on its byte of the file, which the kernel takes from it when it ends:
+so those that wait for it learn that at once, and of one that is stopped after the time-out of groups.
+"""
+
+import fcntl
+import mmap
+import os
+import platform
+import struct
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
+
+FOLDER = "/dev/shm"
+ORDERED = ("x86_64", "AMD64", "i686")
+WORDS_OF_LINE = 8
+# How a wait goes on: so many looks, then giving others the processor, then sleeping.
+LOOKS = 40
+YIELD_SECONDS = 0.001
+SLEEP_SECONDS = (0.00005, 0.005)
+# A sleep is this part of what was waited before it: so much may a wait come to know too late.
+SLEEP_PART = 1 / 50
+# struct flock: type, whence, start, length, process.
+FLOCK = "hhqqi4x"
+
+
+class SharedMemoryError(OSError):
+    """Ranks cannot share memory; the sentence is the same on all of them."""
+
+
+class SharedMemory:
+    """What the ranks of a group share. Made by `meet`.
+
+    Attributes:
+        words: int64; word `line(i)` is the first of the i-th line of the caller's.
+        rank: of this process in the group.
+        ranks: N.
+        size: bytes in use of each region.
+    """
+
+    def __init__(
+        self, descriptor: int, group: dist.ProcessGroup | None, lines: int, region: int, size: int
+    ) -> None:
+        self.group, self.size = group, size
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._descriptor, self._region = descriptor, _whole_pages(region)
+        self._first, self._start, total = _measures(self.ranks, lines, region)
+        self._mapped = mmap.mmap(descriptor, total)
+        self.words = memoryview(self._mapped)[: self._start].cast("q")
+        self._meetings = self._generation = 0
+        # Not before the end: closing any descriptor of a file gives up a process's locks on it.
+        weakref.finalize(self, os.close, descriptor)
+
+    def line(self, index: int) -> int:
+        """Return which word begins a line of the caller's."""
+        return (self._first + index) * WORDS_OF_LINE
+
+    def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a rank's bytes, of which the first `size` are there."""
+        start = self._start + rank * self._region
+        return np.frombuffer(self._mapped, np.uint8, self._region, start)
+
+    def wait(self, word: int, least: int, source: int) -> None:
+        """Wait until a word that a rank writes is at least so much.
+
+        Raises:
+            DistBackendError: the rank has ended, or did not write within the time-out of groups.
+        """
+        if self.words[word] < least:
+            backoff = Backoff(self)
+            while self.words[word] < least:
+                backoff.pause([source])
+
+    def meet(self) -> None:
+        """Wait until all ranks have come. Collective, as all below."""
+        self._meetings += 1
+        self.words[self.rank * WORDS_OF_LINE] = self._meetings
+        for rank in range(self.ranks):
+            self.wait(rank * WORDS_OF_LINE, self._meetings, rank)
+
+    def exchange(self, own: Sequence[int]) -> list[list[int]]:
+        """Return every rank's N numbers."""
+        count = self.ranks
+        # Doubled: a rank that is ahead by one exchange does not write what a slower one reads.
+        start = (count + 1) * WORDS_OF_LINE + (self._meetings % 2) * count * count
+        for index, number in enumerate(own):
+            self.words[start + self.rank * count + index] = number
+        self.meet()
+        told = self.words[start : start + count * count].tolist()
+        return [told[row : row + count] for row in range(0, count * count, count)]
+
+    def grow(self, size: int) -> bool:
+        """Let regions have more bytes; return whether there were as many. Their contents are lost."""
+        self.meet()
+        self._generation += 1
+        word = self.ranks * WORDS_OF_LINE
+        if self.rank == 0:
+            grown = not self._allocate(size)
+            self.words[word] = 2 * self._generation + grown
+        self.wait(word, 2 * self._generation, 0)
+        grown = self.words[word] == 2 * self._generation + 1
+        self.size = size if grown else self.size
+        return grown
+
+    def _allocate(self, size: int) -> str:
+        starts = [self._start + rank * self._region for rank in range(self.ranks)]
+        return _allocate(self._descriptor, [(start, size) for start in starts])
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process, another one than this, is no more."""
+        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        told = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked)
+        return struct.unpack(FLOCK, told)[0] == fcntl.F_UNLCK
+
+
+class Backoff:
+    """One wait: looks again at once, then lets others run, then sleeps, and ends when it must.
+
+    Args:
+        memory: whose ranks are waited for.
+    """
+
+    __slots__ = ("_ended", "_looks", "_memory", "_start")
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory, self._looks, self._start = memory, 0, 0.0
+        self._ended: set[int] = set()
+
+    def pause(self, sources: Iterable[int]) -> None:
+        """Call between two looks.
+
+        Args:
+            sources: ranks of the group, without any of which this cannot go on.
+
+        Raises:
+            DistBackendError: one of them has ended, or the time-out of groups is over.
+        """
+        self._looks += 1
+        if self._looks < LOOKS:
+            return
+        now = time.perf_counter()
+        self._start = self._start or now
+        waited = now - self._start
+        if waited < YIELD_SECONDS:
+            os.sched_yield()
+            return
+        sources = [rank for rank in set(sources) if rank != self._memory.rank]
+        # Another look comes after a rank was seen to have ended: it may have written before.
+        if gone := self._ended.intersection(sources):
+            raise dist.DistBackendError(f"{self._names(gone)} ended")
+        self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
+        timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
+        if waited > timeout.total_seconds():
+            raise dist.DistBackendError(f"{self._names(sources)} did not write for {waited:.1f} s")
+        if not self._ended:
+            time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        group = self._memory.group
+        return name_ranks(
+            sorted(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
+        )
+
+
+def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
+    """Let a group's ranks share memory. Collective.
+
+    Args:
+        group: None for all ranks.
+        lines: words of the caller's, a cache line each.
+        region: the most bytes that a rank's region may ever have.
+        size: bytes that it has from the first.
+
+    Raises:
+        SharedMemoryError: they cannot, for the reason that it gives.
+        CommunicationError: a rank did not come.
+    """
+    operation = "the opening of shared memory"
+    ranks, path, problem, descriptor = dist.get_world_size(group), "", "", -1
+    if dist.get_rank(group) == 0:
+        path, descriptor, problem = _create()
+    try:
+        name = world.told_by_first(path, operation, group)
+        if name and not path:
+            descriptor, problem = _open(name)
+        if descriptor >= 0:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
+        problems = world.told_by_all(problem, operation, group)  # everyone's lock is there
+    finally:
+        if path:
+            os.unlink(path)
+    problem = next(
+        (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each), ""
+    )
+    if path and not problem:
+        _, start, total = _measures(ranks, lines, region)
+        os.ftruncate(descriptor, total)
+        starts = [start + rank * _whole_pages(region) for rank in range(ranks)]
+        problem = _allocate(descriptor, [(0, start), *((each, size) for each in starts)])
+    problem = world.told_by_first(problem, operation, group)
+    if problem:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise SharedMemoryError(f"The ranks cannot share memory: {problem}.")
+    return SharedMemory(descriptor, group, lines, region, size)
+
+
+def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
+    """Return the caller's first line, the first byte of the regions, and all bytes."""
+    # A line for each rank's meetings, one for what rank 0 allocated, and numbers, twice.
+    first = ranks + 1 + -(-2 * ranks * ranks // WORDS_OF_LINE)
+    start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
+    return first, start, start + ranks * _whole_pages(region)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _create() -> tuple[str, int, str]:
+    """Return the path of a new and empty file, its descriptor, and what is wrong."""
+    if problem := _unordered():
+        return "", -1, problem
+    path = f"{FOLDER}/fairseq_tutel-{uuid.uuid4().hex}"
+    try:
+        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), ""
+    except OSError as error:
+        return "", -1, f"{FOLDER} takes no file ({error.strerror})"
+
+
+def _open(path: str) -> tuple[int, str]:
+    if problem := _unordered():
+        return -1, problem
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW), ""
+    except FileNotFoundError:
+        return -1, f"{path} is not there, as on another host or in another container"
+    except OSError as error:
+        return -1, f"{path} cannot be opened ({error.strerror})"
+
+
+def _unordered() -> str:
+    machine = platform.machine()
+    return "" if machine in ORDERED else f"a {machine} does not show writes in their order"
+
+
+def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
+    """Let there be memory for (start, size) of a file; return what is wrong."""
+    try:
+        for start, size in ranges:
+            if size:
+                os.posix_fallocate(descriptor, start, size)
+    except OSError as error:
+        state = os.fstatvfs(descriptor)
+        free = state.f_bavail * state.f_frsize / 2**20
+        needed = sum(size for _, size in ranges) / 2**20
+        return f"{needed:.1f} MiB are needed and {free:.1f} are free ({error.strerror})"
+    return ""
