@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -81,6 +82,7 @@ def filled_in(text: str) -> str:
         "cluster": cluster_table(measured),
         "steps": steps_table(steps),
         "choices": choices_table(steps),
+        "schedule": schedule_table(json.loads((RESULTS / "schedule.json").read_text())),
         "scale": scale_table(
             *(json.loads((RESULTS / f"scale{which}.json").read_text()) for which in ("_before", ""))
         ),
@@ -236,6 +238,32 @@ def scale_table(before: dict[str, Any], after: dict[str, Any]) -> str:
         for part, variant in found[1]
     ]
     return page.table(rows, ["what", "ranks", "before", "now"])
+
+
+def schedule_table(content: dict[str, Any]) -> str:
+    """Return what networks allow an all-gather, and what its trees and other schedules take."""
+
+    def trees(found: dict[str, Any]) -> str:
+        return f"{found['trees']}; {found['shapes']}, {found['depth']}; {found['seconds']:.3f} s"
+
+    rows = []
+    for row in content["rows"]:
+        shards, bandwidth = row["cut"]
+        few, others = row["few"], row["others"]
+        rows.append(
+            [
+                f"`{row['network']}`",
+                row["ranks"],
+                f"{row['optimum']} = {shards} / {bandwidth}",
+                f"{row['ranks'] / float(Fraction(row['optimum'])):.6g} {row['unit']}",
+                trees(row["optimal"]),
+                trees(few),
+                *(f"{value:.3f}" for value in (few["over"], *others.values())),
+            ]
+        )
+    header = ["network", "N", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; made in",
+              "fewest within 5 %", "its T", "ring", "turned rings", "recursive doubling"]  # fmt: skip
+    return page.table(rows, header)
 
 
 def _shown(row: dict[str, Any]) -> str:

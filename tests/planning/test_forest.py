@@ -134,11 +134,11 @@ def test_plans_of_shipped_networks_are_right():
 
 @pytest.mark.long
 def test_generation_takes_polynomial_time():
-    """With k = 1 over boxes, N = 8 to 64: as a power of N below 6, and a minute at most."""
+    """With k = 1 over boxes, N = 8 to 64: as a power of N below 4 (2.7 measured), and a minute at most."""
     seconds = {}
     for boxes in (1, 2, 4, 8):
-        began = time.perf_counter()
+        began = time.process_time()
         grow(find(f"dgx_h100:{boxes}"))
-        seconds[8 * boxes] = time.perf_counter() - began
+        seconds[8 * boxes] = time.process_time() - began
     power, _ = np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)
-    assert power < 6 and seconds[64] < 60, (power, seconds)
+    assert power < 4 and seconds[64] < 60, (power, seconds)

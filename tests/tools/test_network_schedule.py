@@ -1,8 +1,10 @@
 """`schedule`: what it prints, writes, draws and refuses."""
 
 import builtins
+import importlib
 import json
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from tool_in_process import refusal_of, tool
@@ -10,6 +12,8 @@ from tool_in_process import refusal_of, tool
 from fairseq_tutel.planning.network import find
 from fairseq_tutel.planning.plan import from_json
 from fairseq_tutel.planning.plan_check import check
+
+ROOT = Path(__file__).parents[2]
 
 
 def ratios(text):
@@ -106,3 +110,16 @@ REFUSED = {
 def test_bad_values_are_refused_in_one_sentence(case):
     words, sentence = REFUSED[case]
     assert refusal_of("schedule", *words).startswith(sentence)
+
+
+def test_the_page_s_rows_are_what_the_benchmark_finds(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    row_of = importlib.import_module("benchmarks.schedule").row_of
+    stored = json.loads((ROOT / "benchmarks" / "results" / "schedule.json").read_text())["rows"]
+    known = {row["network"]: row for row in stored}
+    for name in ("dgx_a100:2", "hypercube:3"):
+        row = json.loads(json.dumps(row_of(name, 1)))
+        for made in ("few", "optimal"):
+            assert row[made].pop("seconds") > 0 < known[name][made].pop("seconds") < 10
+        assert row == known[name]
+    assert all(row["optimal"].get("seconds", 0) < 10 for row in stored)
