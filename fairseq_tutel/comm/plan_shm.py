@@ -39,9 +39,10 @@ from fairseq_tutel.comm.shared_memory import Backoff, meet
 from fairseq_tutel.planning.plan import Plan
 
 # Bytes of a slot: at first, how many times as many when more are needed, and at most.
-FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 18
+# 64 MiB take 4 ranks on 2 cores 1.4 to 1.6 times as long in slots of 256 KiB as of 1 MiB.
+FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
 # Bytes of `tmp`, once, where that leaves slots of so many.
-TMP_BYTES, LEAST_BYTES = 1 << 21, 1 << 12
+TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
 MOST_SIZES = 64  # for which a plan stays compiled
 FLAGS = 1 << 32
 # Others are moved as integers of their width.
@@ -246,14 +247,14 @@ class OneSided:
         return slot * (self._first_slot("packets", 0) + 4 * self._program.packets)
 
     def _grow(self, needed: int) -> None:
-        slot = self._slot
-        while slot < min(needed, self._most):
-            slot = min(GROWTH * slot, self._most)
-        if self.memory.grow(self._bytes(slot)):
-            self._slot = slot
-            self._of_shards.cache_clear()
-        else:
-            self._most = self._slot  # smaller slices do as well
+        slots = [self._slot]
+        while slots[-1] < min(needed, self._most):
+            slots.append(min(GROWTH * slots[-1], self._most))
+        while len(slots) > 1 and not self.memory.grow(self._bytes(slots[-1])):
+            slots.pop()
+            self._most = slots[-1]  # smaller slices do as well
+        self._slot = slots[-1]
+        self._of_shards.cache_clear()
 
     def _array(self, view: View, parity: int, dtype: torch.dtype) -> Array:
         region = self.memory.region(view.rank)

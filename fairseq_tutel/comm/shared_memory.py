@@ -108,21 +108,25 @@ class SharedMemory:
         return [told[row : row + count] for row in range(0, count * count, count)]
 
     def grow(self, size: int) -> bool:
-        """Let regions have more bytes; return whether there were as many. Their contents are lost."""
+        """Let regions have more bytes; return whether there were as many. Their contents are lost.
+
+        At least half of what the folder holds is left to others, such as the loaders of data.
+        """
         self.meet()
         self._generation += 1
         word = self.ranks * WORDS_OF_LINE
         if self.rank == 0:
-            grown = not self._allocate(size)
+            state = os.fstatvfs(self._descriptor)
+            left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
+            is_spare = left >= state.f_blocks * state.f_frsize / 2
+            starts = [self._start + rank * self._region for rank in range(self.ranks)]
+            ranges = [(start, size) for start in starts]
+            grown = is_spare and not _allocate(self._descriptor, ranges)
             self.words[word] = 2 * self._generation + grown
         self.wait(word, 2 * self._generation, 0)
         grown = self.words[word] == 2 * self._generation + 1
         self.size = size if grown else self.size
         return grown
-
-    def _allocate(self, size: int) -> str:
-        starts = [self._start + rank * self._region for rank in range(self.ranks)]
-        return _allocate(self._descriptor, [(start, size) for start in starts])
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process, another one than this, is no more."""
