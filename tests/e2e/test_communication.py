@@ -86,20 +86,24 @@ def test_a_narrow_wire_trains_nearly_the_same_experts(
     assert digit / 8 < (got - expected).norm() / expected.norm() < 2 * digit
 
 
-def test_a_tuner_changes_the_way_and_not_the_model(lm_data, tmp_path):
-    """At most 11 candidates of 4 updates and a run-off of 24: every r, d and algorithm is tried."""
+@pytest.mark.parametrize("updates", [28, pytest.param(72, marks=pytest.mark.long)])
+def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
+    """At most 11 candidates of 4 updates and a run-off of 24: at last every r, d and algorithm is tried."""
+    model = (*TWO_EXPERTS, "--disable-validation", "--save-interval", 100)
     flags = (*ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2)
-    train(lm_data, tmp_path / "plain", *TWO_EXPERTS, ranks=1, updates=72)
-    run = train(lm_data, tmp_path, *TWO_EXPERTS, *flags, updates=72)
+    train(lm_data, tmp_path / "plain", *model, ranks=1, updates=updates)
+    run = train(lm_data, tmp_path, *model, *flags, updates=updates)
     assert "tuned: all but the last two" in run.output
     expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], got["model"], adam=False)
     (bucket,) = json.loads((tmp_path / "moe_adaptive.json").read_text())["buckets"].values()
     ways = bucket["costs"]
-    assert {way["adaptive_r"] for way in ways} == {0, 1, 2}
-    pairs = {(way["overlap"], way["algorithm"]) for way in ways}
-    assert pairs == set(itertools.product((1, 2, 4, 8), ("linear", "2dh")))
+    tried = {(way["adaptive_r"], way["overlap"], way["algorithm"]) for way in ways}
+    if updates == 72:
+        assert {r for r, _, _ in tried} == {0, 1, 2}
+        assert {way[1:] for way in tried} == set(itertools.product((1, 2, 4, 8), ("linear", "2dh")))
+    assert len(tried) >= 4
 
 
 @pytest.mark.long

@@ -10,13 +10,19 @@ import sys
 
 import pytest
 import torch
-from cli import TIMEOUT_S, fairseq, refused
+from cli import ROOT, TIMEOUT_S, fairseq, refused
 from models import lm_args
 
 TINY = (
     "--moe-expert-count", 4, "--moe-capacity-factor", 0.8, "--max-update", 2,
     "--optimizer", "moe_sgd", "--lr", 0.5,
 )  # fmt: skip
+INTERPRETED = """
+import interpreter
+interpreter.interpret()
+from fairseq_cli.train import cli_main
+cli_main()
+"""
 
 
 def trained(data, save, *extra):
@@ -28,9 +34,10 @@ def trained(data, save, *extra):
 def interpreted(data, save, *extra):
     """Return the same of a process of its own: Triton decides at its import whether it interprets."""
     words = map(str, lm_args(data, save, *TINY, *extra))
+    path = os.pathsep.join([str(ROOT / "tests" / "kernels"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", "from fairseq_cli.train import cli_main; cli_main()", *words],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", INTERPRETED, *words],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         cwd=save.parent,
         capture_output=True,
         text=True,

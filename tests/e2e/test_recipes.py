@@ -4,6 +4,8 @@ Built on the meta device, so that ten billion parameters cost nothing; the tiny 
 """
 
 import argparse
+import copy
+import functools
 import os
 import re
 import shlex
@@ -59,6 +61,7 @@ def _words(recipe):
     return shlex.split((ARGS / f"{recipe}.args").read_text())
 
 
+@functools.cache
 def _from_args(recipe):
     parser = options.get_training_parser()
     return convert_namespace_to_omegaconf(
@@ -76,7 +79,7 @@ def _from_hydra(recipe):
 
 def _built(cfg, vocabulary):
     with torch.device("meta"):
-        return models.build_model(cfg.model, _Task(vocabulary))
+        return models.build_model(copy.deepcopy(cfg.model), _Task(vocabulary))
 
 
 def _shapes(model):
