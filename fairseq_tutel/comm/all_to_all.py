@@ -1,4 +1,4 @@
-"""All-to-all of rows, ragged or even: linear, where every rank sends to every other, and hierarchical.
+"""All-to-all of rows, ragged or even: linear, where every rank sends to every other, hierarchical, by plan.
 
 R rows, D model_dim, e local experts, P ranks of the group, which may be N nodes of L: rank = n * L + l.
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel import kernels
-from fairseq_tutel.comm.collectives import all_to_all
+from fairseq_tutel.comm.collectives import all_gather, all_to_all, all_to_all_by
 from fairseq_tutel.comm.regroup import regroup_maps
 from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
 from fairseq_tutel.comm.trip import Counts, Trip
@@ -123,6 +123,37 @@ class HierarchicalTrip(Trip):
         return exchange_rows(rows, send, receive, self.grid.rail_group, self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanTrip(Trip):
+    """Rows as a plan of an all_to_all moves them: its chunks are blocks of rows, each of its own size.
+
+    Attributes:
+        group: the ranks.
+        plan: by its name.
+        crossing_PP: rows from every rank to every rank: a plan may pass them through any.
+    """
+
+    group: dist.ProcessGroup
+    plan: str
+    crossing_PP: tuple[Splits, ...]
+
+    @classmethod
+    def of(cls, host: Counts, group: dist.ProcessGroup, plan: str, **options: Any) -> Self:
+        """Plan a trip by its counts on the host; the options are those of every trip."""
+        assert host.crossing_PPE is not None
+        rows = host.crossing_PPE.sum(2).tolist()
+        return cls(group=group, plan=plan, crossing_PP=tuple(map(tuple, rows)), **options)
+
+    def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
+        """Send and receive."""
+        sizes = tuple(zip(*self.crossing_PP, strict=True)) if homeward else self.crossing_PP
+
+        def move() -> Tensor:
+            return all_to_all_by(self.plan, wire_RX, self.name, self.group, sizes)
+
+        return move() if self.timer is None else self.timer.measure(wire_RX, move)
+
+
 def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
     """Return what moves rows of blocks in the order (a, b) to the order (b, a), and what moves them back.
 
@@ -164,7 +195,23 @@ def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, stamp: Stamp = NO
     passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), COUNTS, grid.node_group)
     came_NLX = all_to_all(passing_LNX.transpose(0, 1).contiguous(), COUNTS, grid.rail_group)
     came_PX = came_NLX.flatten(0, 1)
-    return Counts(counts_PE, came_PX[:, own], passing_LNX[..., own], came_PX[:, 0])
+    return Counts(counts_PE, came_PX[:, own], passing_LNX[..., own], stamps_P=came_PX[:, 0])
+
+
+def exchange_all_counts(
+    counts_PE: Tensor, group: dist.ProcessGroup, stamp: Stamp = NO_STAMP
+) -> Counts:
+    """Tell every rank how many rows go from and to all. Collective.
+
+    Args:
+        counts_PE: [P, e] int64, rows for each expert of each rank of the group.
+        group: the ranks.
+        stamp: of this call, which goes along.
+    """
+    came_PPX = all_gather(stamp.beside(counts_PE), COUNTS, group)
+    crossing_PPE = came_PPX[..., 1 : 1 + counts_PE.shape[1]]
+    arriving_PE = crossing_PPE[:, dist.get_rank(group)]
+    return Counts(counts_PE, arriving_PE, crossing_PPE=crossing_PPE, stamps_P=came_PPX[:, 0, 0])
 
 
 def exchange_rows(

@@ -4,16 +4,21 @@ Each is guarded: where a rank fails, the others' error names it and the operatio
 sentence "rank 1 could not finish …"; a group of None is all ranks, one where torch.distributed is not used.
 Tensors lie on the device of the group's backend: NCCL sees no host memory. G ranks of a group.
 
+A collective whose sizes may run by a plan says so; which one does, `plan_choice` decides. Plans are not
+for what is told once, such as checkpoints.
+
 What ranks tell each other in Python objects is in `ranks.world`, what they compare in the store beside in
 `ranks.agreement`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.comm import plan_choice
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
@@ -23,20 +28,51 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Started:
-    """A collective on its way."""
+class Work(Protocol):
+    """What torch or a plan has begun."""
 
-    def __init__(self, work: dist.Work, operation: str, group: Group) -> None:
+    def is_completed(self) -> bool:
+        """Whether `wait` would not wait for another rank."""
+
+    def wait(self) -> Any:
+        """Wait for it; on a GPU the stream does."""
+
+
+class Started:
+    """A collective on its way, and what is done with what came."""
+
+    def __init__(self, work: Work, operation: str, group: Group) -> None:
         self.work, self.operation, self.group = work, operation, group
+        self.arrived: Callable[[], Any] = lambda: None
+
+    def then(self, arrived: Callable[[], Any]) -> "Started":
+        """Let `wait` call this, once, after it has come; return self."""
+        self.arrived = arrived
+        return self
 
     def is_done(self) -> bool:
         """Whether `wait` would not wait for another rank."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait for it; on a GPU the stream does."""
+        """Wait for it, and do what is to be done then; on a GPU the stream does."""
         with guarded(self.operation, self.group):
             self.work.wait()
+        self.arrived()
+
+
+def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
+    """Begin to sum all ranks' tensors, by a plan or torch; return where the sum will be.
+
+    That is `own` itself, or a tensor of its shape.
+    """
+    with guarded(operation, group):
+        program = plan_choice.chosen("all_reduce", own, operation, group)
+        if program is None:
+            return Started(dist.all_reduce(own, group=group, async_op=True), operation, group), own
+        total = torch.empty_like(own)
+        call = program.start(own.view(-1), total.view(-1), own.numel())
+        return Started(call, operation, group), total
 
 
 def all_reduce(
@@ -53,32 +89,42 @@ def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
     """Return [G, ...], every rank's tensor [...]."""
     number = world.size() if group is None else dist.get_world_size(group)
     stacked = own.new_empty(number, *own.shape)
-    start_all_gather(stacked.view(-1), own.contiguous().view(-1), operation, group).wait()
+    with guarded(operation, group):
+        _all_gather(stacked.view(-1), own.contiguous().view(-1), group=group)
     return stacked
 
 
 def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = None) -> Started:
-    """Begin to bring every rank's `own` [m] to `whole` [G * m]."""
+    """Begin to bring every rank's `own` [m] to `whole` [G * m], by a plan or torch."""
     with guarded(operation, group):
+        program = plan_choice.chosen("all_gather", own, operation, group)
+        if program is not None:
+            return Started(program.start(own, whole, own.numel()), operation, group)
         return Started(_all_gather(whole, own, group=group, async_op=True), operation, group)
 
 
 def start_reduce_scatter(
-    own: Tensor, whole: Tensor | Sequence[Tensor], operation: str, group: Group = None
+    own: Tensor, whole: Tensor, operation: str, group: Group = None, as_list: bool = False
 ) -> Started:
-    """Begin to sum all ranks' `whole`, of which part g, for `own`, goes to rank g.
+    """Begin to sum all ranks' `whole`, of which part g, for `own`, goes to rank g; by a plan or torch.
 
     Args:
-        own: [m] or, of G tensors, the shape of one.
-        whole: [G * m], or G tensors, which gloo adds up in another order.
+        own: contiguous, m elements.
+        whole: contiguous, G * m elements.
         operation: see above.
         group: the ranks.
+        as_list: give torch a list of G tensors, which gloo adds up in another order.
     """
+    own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
-        if isinstance(whole, Tensor):
-            work = _reduce_scatter(own, whole, group=group, async_op=True)
+        program = plan_choice.chosen("reduce_scatter", whole, operation, group)
+        if program is not None:
+            work: Work = program.start(whole, own, own.numel())
+        elif as_list:
+            parts = list(whole.view(dist.get_world_size(group), own.numel()))
+            work = dist.reduce_scatter(own, parts, group=group, async_op=True)
         else:
-            work = dist.reduce_scatter(own, list(whole), group=group, async_op=True)
+            work = _reduce_scatter(own, whole, group=group, async_op=True)
         return Started(work, operation, group)
 
 
@@ -131,6 +177,29 @@ def start_receive(
     with guarded(operation, group):
         work: Any = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
         return Started(work, operation, group)
+
+
+def all_to_all_by(
+    plan: str,
+    rows: Tensor,
+    operation: str,
+    group: dist.ProcessGroup,
+    sizes_GG: tuple[tuple[int, ...], ...],
+) -> Tensor:
+    """As `all_to_all`, by the plan of a name.
+
+    Args:
+        plan: that `plan_choice.use` was given.
+        rows: contiguous; G blocks.
+        operation: see above.
+        group: the ranks.
+        sizes_GG: rows of every block by source and destination.
+    """
+    rank = dist.get_rank(group)
+    out = rows.new_empty(sum(row[rank] for row in sizes_GG), *rows.shape[1:])
+    with guarded(operation, group):
+        plan_choice.named(plan, group).start(rows, out, sizes_GG).wait()
+    return out
 
 
 def barrier() -> None:

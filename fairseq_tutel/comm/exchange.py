@@ -23,6 +23,8 @@ from torch import Tensor
 from fairseq_tutel.comm.all_to_all import (
     HierarchicalTrip,
     LinearTrip,
+    PlanTrip,
+    exchange_all_counts,
     exchange_counts,
     exchange_counts_in_two_hops,
 )
@@ -127,7 +129,9 @@ def _counts(counts_E: Tensor, capacity: int, options: ExchangeOptions) -> tuple[
         host = _even_counts(torch.full(counts_E.shape, capacity), options)
         return (_even_counts(counts_E, options) if counts_E.is_cuda else host), host
     leaving_PE = _leaving(counts_E, options)
-    if options.hops is None:
+    if options.strategy.plan:
+        device = exchange_all_counts(leaving_PE, options.group, options.stamp)
+    elif options.hops is None:
         device = exchange_counts(leaving_PE, options.group, options.stamp)
     else:
         device = exchange_counts_in_two_hops(leaving_PE, options.hops, options.stamp)
@@ -147,6 +151,9 @@ def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
     leaving_PE = _leaving(counts_E, options)
     rank = dist.get_rank(options.group)
     arriving_PE = leaving_PE[rank].expand_as(leaving_PE)
+    if options.strategy.plan:
+        crossing_PPE = leaving_PE.expand(len(leaving_PE), -1, -1)
+        return Counts(leaving_PE, arriving_PE, crossing_PPE=crossing_PPE)
     if options.hops is None:
         return Counts(leaving_PE, arriving_PE)
     nodes, local = options.hops.nodes, options.hops.local
@@ -157,6 +164,8 @@ def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
 def _trip(device: Counts, host: Counts, options: ExchangeOptions) -> Trip:
     assert options.group is not None
     common = {"wire": options.wire, "timer": options.timer, "name": options.operation}
+    if options.strategy.plan:
+        return PlanTrip.of(host, options.group, options.strategy.plan, **common)
     if options.hops is None:
         return LinearTrip.of(host, options.group, **common)
     return HierarchicalTrip.of(device, host, options.hops, options.backend, **common)

@@ -3,16 +3,23 @@
 After a backward, an expert's gradient is already the sum over the tokens of its expert group, while a
 dense parameter's is averaged over the W ranks. Summing the replicas and dividing by W puts both on
 one scale.
+
+By torch a parameter goes by itself: gloo's order of a sum depends on where in a tensor an element lies.
+By a plan parameters go in buckets. Not during the backward: nothing tells which one is an update's last,
+and under NCCL rows that ranks exchange meanwhile would meet sums in another order on each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.collectives import all_reduce
+from fairseq_tutel.comm import plan_choice
+from fairseq_tutel.comm.collectives import Group, Started, all_reduce, start_all_reduce
 from fairseq_tutel.ranks.groups import Topology
+
+BUCKET_BYTES = 25 * 2**20
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
@@ -43,16 +50,68 @@ def is_expert(parameter: Tensor) -> bool:
 
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
     """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
+    experts = [parameter for parameter in parameters if is_expert(parameter)]
+    _divide(experts, topology.world_size)
+    if topology.replica_group is not None:
+        _sum(experts, "the all-reduce of expert gradients", topology.replica_group)
+
+
+def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
+    """Average each other gradient over all ranks, in place. Collective."""
+    dense = [parameter for parameter in parameters if not is_expert(parameter)]
+    _divide(dense, world_size)
+    _sum(dense, "the all-reduce of dense gradients", None)
+
+
+def _divide(parameters: Iterable[nn.Parameter], world_size: int) -> None:
+    # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
     for parameter in parameters:
-        if not is_expert(parameter) or not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
-        parameter.grad.div_(topology.world_size)
-        if topology.replica_group is not None:
-            what = "the all-reduce of expert gradients"
-            all_reduce(parameter.grad, what, topology.replica_group)
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(world_size)
+
+
+def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
+    limit = BUCKET_BYTES if plan_choice.has("all_reduce", group) else 0
+    on_the_way: list[Started] = []
+    for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
+        on_the_way.append(_start_sum(bucket, operation, group))
+        # Two at once: the next is stacked while one is on the way.
+        if len(on_the_way) > 1:
+            on_the_way.pop(0).wait()
+    for started in on_the_way:
+        started.wait()
+
+
+def _start_sum(bucket: Sequence[nn.Parameter], operation: str, group: Group) -> Started:
+    first = bucket[0]
+    assert first.grad is not None
+    if len(bucket) == 1 and first.grad.is_contiguous():
+        own = first.grad
+    else:
+        own = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
+    started, total = start_all_reduce(own, operation, group)
+
+    def arrived() -> None:
+        parts = total.view(-1).split([parameter.numel() for parameter in bucket])
+        for parameter, part in zip(bucket, parts, strict=True):
+            parameter.grad = part.view(parameter.shape)
+
+    return started if total is first.grad else started.then(arrived)
+
+
+def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Return parameters of one dtype and device together, of so many bytes or as little more as can be."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = parameter.dtype, parameter.device
+        bucket = filling.setdefault(key, [])
+        bucket.append(parameter)
+        if sum(p.numel() * p.element_size() for p in bucket) >= limit:
+            full.append(filling.pop(key))
+    return [*full, *filling.values()]
 
 
 def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:

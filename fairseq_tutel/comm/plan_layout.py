@@ -6,24 +6,21 @@ one after another; a slot of `tmp` is as long as the longest chunk that ever lie
 
 How long a chunk in `tmp` is depends on what was brought there: `walk` goes through a plan once and
 finds out, for all sizes. So blocks of an all_to_all may pass through other ranks, whatever their sizes.
-
-It also gives the two-sided form: messages go in rounds, all ranks in step. What a rank puts on a channel
-until it signals or flushes is sent in the first round after all that came before it; a signal without
-puts costs no round, since a rank's steps and what it receives have one order here.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from fairseq_tutel.planning.plan import Place, Plan, Step
+from fairseq_tutel.planning.plan_order import order_of
+from fairseq_tutel.planning.plan_shape import size_on
 
 # Elements of a shard; of an all_to_all also of every block, by source and destination, 0 where this rank
 # need not know.
-Sizes = int | Sequence[Sequence[int]]
+Sizes = int | tuple[tuple[int, ...], ...]
 
 
 class Kind(NamedTuple):
@@ -65,7 +62,7 @@ class Move:
     step: Step
     target: int
     kinds: tuple[Kind, ...]
-    round: int = 0
+    round: int
 
 
 @dataclass(frozen=True)
@@ -92,78 +89,26 @@ def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
 
 
 def walk(plan: Plan) -> Walked:
-    """Go through a plan that the checker lets pass.
-
-    Raises:
-        ValueError: it waits for what never comes, or reads what nobody wrote.
-    """
+    """Go through a plan that the checker lets pass."""
+    order = order_of(plan)
     lies: dict[tuple[int, Place], Kind] = {}
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
-    held: dict[int, list[int]] = defaultdict(list)  # by channel, puts that are not sent yet
-    sent: dict[int, int] = defaultdict(int)  # by channel, the last round
-    signals: dict[tuple[int | None, ...], deque[int]] = defaultdict(deque)
-
-    def send(channel: int, over: int) -> None:
-        for number in held.pop(channel, ()):
-            moves[number] = replace(moves[number], round=over + 1)
-            sent[channel] = over + 1
-
-    def kinds_at(rank: int, lane: int, index: int, place: Place, n: int) -> tuple[Kind, ...]:
-        places = [Place(place.buffer, place.chunk + i) for i in range(n)]
-        if place.buffer == "in":
-            return tuple(kind_of(plan, rank, each) for each in places)
-        if any((rank, each) not in lies for each in places):
-            raise ValueError(f"rank {rank}, lane {lane}, step {index} reads what nobody wrote.")
-        return tuple(lies[rank, each] for each in places)
-
-    def move(rank: int, lane: int, index: int, step: Step, over: int) -> None:
+    for number in order.run:
+        (rank, lane, index), step = order.sites[number], order.steps[number]
+        if step.dst is None or step.n is None:
+            continue
+        buffer, first = step.src[0]
+        places = [Place(buffer, chunk) for chunk in range(first, first + step.n)]
+        is_in = buffer == "in"
+        kinds = tuple(kind_of(plan, rank, at) if is_in else lies[rank, at] for at in places)
         target = rank if step.channel is None else plan.channels[step.channel].target
-        dst, n = step.dst, step.n
-        assert dst is not None and n is not None
-        kinds, *others = [kinds_at(rank, lane, index, place, n) for place in step.src]
-        if any(other != kinds for other in others):
-            raise ValueError(f"rank {rank}, lane {lane}, step {index} adds up different chunks.")
-        for chunk, kind in enumerate(kinds, dst.chunk):
-            lies[target, Place(dst.buffer, chunk)] = kind
-            if dst.buffer == "tmp":
+        for chunk, kind in enumerate(kinds, step.dst.chunk):
+            lies[target, Place(step.dst.buffer, chunk)] = kind
+            if step.dst.buffer == "tmp":
                 ever[target, chunk].add(kind)
+        over = order.rounds[number] + (step.op == "put")
         moves.append(Move(rank, lane, index, step, target, kinds, over))
-
-    def take(rank: int, lane: int, index: int, step: Step, over: int) -> int | None:
-        """Take a step after so many rounds; return how many are over then, None where it must wait."""
-        channel = step.channel
-        key = (rank, step.semaphore) if channel is None else (channel,)
-        if step.op in ("wait", "pend"):
-            return max(over, signals[key].popleft()) if signals[key] else None
-        if step.op in ("put", "copy", "reduce"):
-            move(rank, lane, index, step, over)
-            if channel is not None:
-                held[channel].append(len(moves) - 1)
-            return over
-        if channel is None:
-            signals[key].append(over)
-            return over
-        send(channel, over)
-        if step.op == "flush":
-            return max(over, sent[channel])
-        signals[key].append(max(over, sent[channel]))
-        return over
-
-    left = [(rank, lane, 0, 0) for rank, p in enumerate(plan.programs) for lane in range(len(p))]
-    while left:
-        waiting = []
-        for rank, lane, start, over in left:
-            steps = plan.programs[rank][lane]
-            for index in range(start, len(steps)):
-                after = take(rank, lane, index, steps[index], over)
-                if after is None:
-                    waiting.append((rank, lane, index, over))
-                    break
-                over = after
-        if waiting == left:
-            raise ValueError("the plan waits for what never comes.")
-        left = waiting
     tmp_kinds = (
         tuple(frozenset(ever[rank, slot]) for slot in range(plan.temporary))
         for rank in range(plan.ranks)
@@ -198,7 +143,7 @@ class Layout:
                 slots = self.walked.tmp_kinds[rank]
                 lengths = [max(map(self.length, kinds), default=0) for kinds in slots]
             else:
-                places = (Place(buffer, chunk) for chunk in range(self.plan.size_of(buffer)))
+                places = (Place(buffer, chunk) for chunk in range(size_on(self.plan, rank, buffer)))
                 lengths = [self.length(kind_of(self.plan, rank, place)) for place in places]
             self._starts[key] = [0, *accumulate(lengths)]
         return self._starts[key]

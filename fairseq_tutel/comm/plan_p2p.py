@@ -22,7 +22,7 @@ from torch import Tensor
 from fairseq_tutel.comm.plan_layout import Layout, Move, Piece, Sizes, walk
 from fairseq_tutel.planning.plan import Plan
 
-MOST_SIZES = 256  # of shards, for which a plan stays compiled
+MOST_SIZES = 256  # for which a plan stays compiled
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # buffer, first element, how many
 
@@ -140,9 +140,9 @@ class TwoSided:
     name = "two-sided"
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
-        self.plan, self.group = plan, group
+        self.plan, self.group, self.is_new = plan, group, True
         self.walked, self.rank = walk(plan), dist.get_rank(group)
-        self._of_shards = lru_cache(MOST_SIZES)(self._compiled)
+        self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
         last = max((move.round for move in self.walked.moves), default=0)
         self._steps: list[list[Move]] = [[] for _ in range(last + 1)]
         self._messages: list[dict[tuple[int, int], list[Move]]]
@@ -161,8 +161,11 @@ class TwoSided:
             out: likewise, another one.
             sizes: elements of a shard, or of every block of an all_to_all.
         """
-        is_even = isinstance(sizes, int)
-        rounds, slots = self._of_shards(sizes) if is_even else self._compiled(sizes)
+        if self.is_new and own.is_cuda:
+            # NCCL wants all ranks in a group's first call, and a round may have no message for some.
+            dist.all_reduce(own.new_zeros(1), group=self.group)
+        self.is_new = False
+        rounds, slots = self._for_sizes(sizes)
         tmp = own.new_empty(slots, *own.shape[1:])
         return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
 

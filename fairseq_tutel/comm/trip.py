@@ -1,9 +1,9 @@
 """A trip: rows there and back over one group of ranks, their counts known, with autograd.
 
 R rows, D model_dim, P ranks, e experts of a rank. How rows go is the subclass's: `LinearTrip`,
-`HierarchicalTrip`. Each direction is the other's inverse, and its backward. What rows look like on the
-wire and how long they take is here, too: the narrow forms lose digits, the only place where results may
-depend on how a layer is computed.
+`HierarchicalTrip`, `PlanTrip`. Each direction is the other's inverse, and its backward. What rows look
+like on the wire and how long they take is here, too: the narrow forms lose digits, the only place where
+results may depend on how a layer is computed.
 """
 
 import time
@@ -30,24 +30,25 @@ class Counts(NamedTuple):
         arriving_PE: [P, e], from each rank for each expert here.
         passing_LNE: [L, N, e], from each rank of this node, for this local index of each node; only a
             hierarchical trip passes through.
+        crossing_PPE: [P, P, e], from each rank for each expert of each rank; only a plan asks for them.
         stamps_P: [P] int64 of each rank, where they travelled with the counts; see comm/stamp.py.
     """
 
     leaving_PE: Tensor
     arriving_PE: Tensor
     passing_LNE: Tensor | None = None
+    crossing_PPE: Tensor | None = None
     stamps_P: Tensor | None = None
 
     def chunk(self, index: int, number: int) -> "Counts":
         """Return the counts of chunk `index` of `number`: every block is cut alike by all ranks."""
         if number == 1:
             return self
-        passing = self.passing_LNE
-        return Counts(
-            chunk_of(self.leaving_PE, index, number),
-            chunk_of(self.arriving_PE, index, number),
-            None if passing is None else chunk_of(passing, index, number),
+        all_four = (self.leaving_PE, self.arriving_PE, self.passing_LNE, self.crossing_PPE)
+        chunks = (
+            None if counts is None else chunk_of(counts, index, number) for counts in all_four
         )
+        return Counts(*chunks)  # type: ignore[arg-type]
 
     def to_host(self) -> "Counts":
         """Return the same on the host, by one read."""

@@ -149,7 +149,7 @@ class _Gather(torch.autograd.Function):
         outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
         what = "the summing of experts' gradients"
         started = [
-            start_reduce_scatter(out, stack.contiguous().unbind(0), what, ctx.group)
+            start_reduce_scatter(out, stack.contiguous(), what, ctx.group, as_list=True)
             for out, stack in zip(outs, dstacks, strict=True)
         ]
         for one in started:

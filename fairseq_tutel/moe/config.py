@@ -40,7 +40,7 @@ from fairseq_tutel.moe.options import (
     refuse_excluded,
     whole,
 )
-from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of
+from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
 
 ACTIVATIONS = (
     "relu",
@@ -368,8 +368,12 @@ class MoEConfig:
         "linear",
         "how rows cross ranks: linear, every rank sends to every other; 2dh, 2-D hierarchical, within the "
         "node first: fewer, larger messages, which pays on many nodes and needs experts over several "
-        "whole ones; auto, what a model of the cluster expects to be faster; the result is the same",
-        choices=(*ALGORITHMS, "auto"),
+        "whole ones; auto, what a model of the cluster expects to be faster; plan:NAME, the plan of that "
+        "file of --moe-collective-plans; the result is the same",
+        rule=(
+            lambda v: v == "auto" or is_algorithm(v),
+            f"choose one of {', '.join(ALGORITHMS)}, auto, or plan:NAME",
+        ),
         idle=(
             ALL_HERE,
             because(
@@ -540,13 +544,16 @@ class TaskConfig:
     )
     moe_local_size: int = communication(
         0,
-        "ranks of a node, for --moe-a2a-algorithm; 0 takes what torchrun, OpenMPI or Slurm says",
+        "ranks of a node, for --moe-a2a-algorithm and --moe-collective-plans; 0 takes what torchrun, "
+        "OpenMPI or Slurm says",
         unit="ranks",
         rule=(AT_LEAST_0[0], "give the ranks of a node, or 0 for what the launcher says"),
         idle=(
             needs(
-                lambda f: f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto",
-                "--moe-a2a-algorithm 2dh or auto, or --moe-adaptive auto",
+                lambda f: (
+                    f.plans or f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto"
+                ),
+                "--moe-a2a-algorithm 2dh or auto, --moe-collective-plans or --moe-adaptive auto",
             ),
         ),
     )
@@ -556,6 +563,13 @@ class TaskConfig:
         "what `python -m fairseq_tutel tune` measured, for --moe-a2a-algorithm auto; empty: typical "
         "numbers of the device",
         idle=(needs(lambda f: f.layer.a2a_algorithm == "auto", "--moe-a2a-algorithm auto"),),
+    )
+    moe_collective_plans: str = communication(
+        "",
+        "plans of collectives (`python -m fairseq_tutel schedule` makes some), a FILE.json or a folder of "
+        "them, for gradients, ZeRO, gathered experts and --moe-a2a-algorithm plan:NAME; what no plan fits "
+        "runs by torch; empty: all does",
+        idle=(ONE_RANK,),
     )
     moe_adaptive_file: str = parallelism(
         "",

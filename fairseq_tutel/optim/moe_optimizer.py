@@ -6,6 +6,7 @@ to these methods, so every rank clips by, and overflows on, the same norm.
 
 from typing import Any
 
+from fairseq.distributed import LegacyDistributedDataParallel
 from fairseq.optim import (
     OPTIMIZER_DATACLASS_REGISTRY,
     OPTIMIZER_REGISTRY,
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import gather_to_first
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.comm import plan_choice
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
     is_expert,
+    reduce_dense_gradients,
     reduce_expert_gradients,
     rescale_expert_gradients,
     spread_overflow,
@@ -51,9 +54,12 @@ class MoEOptimizerMixin:
     _step_supports_amp_scaling: bool = True
 
     def all_reduce_grads(self, module: Any) -> None:
-        """Reduce dense gradients as the data-parallel wrapper does, then the experts' own."""
-        super().all_reduce_grads(module)  # type: ignore[misc]
+        """Reduce dense gradients as the data-parallel wrapper does, or by a plan, then the experts' own."""
         topology = groups.in_use()
+        if _reduces_here(module):
+            reduce_dense_gradients(module.parameters(), topology.world_size)
+        else:
+            super().all_reduce_grads(module)  # type: ignore[misc]
         if topology.expert_parallel_size > 1:
             reduce_expert_gradients(module.parameters(), topology)
         if topology.world_size > 1:
@@ -178,6 +184,15 @@ class MoEOptimizerMixin:
         params = list(self.params)
         for index, master in masters.items():
             params[index].data.copy_(master)
+
+
+def _reduces_here(module: Any) -> bool:
+    """Whether dense gradients are summed by a plan: torch's own wrapper sums them in the backward."""
+    while not isinstance(module, LegacyDistributedDataParallel):
+        module = getattr(module, "module", None)  # in fairseq's other wrappers
+        if module is None:
+            return False
+    return not module.accumulate_grads and plan_choice.has("all_reduce", None)
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:

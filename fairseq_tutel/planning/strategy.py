@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 ALGORITHMS = ("linear", "2dh")
+PLAN = "plan:"  # before the name of a plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,7 @@ class Strategy:
         adaptive_r: 0: every rank gathers all experts' weights, and no row travels; else every row goes to
             this many ranks of its expert, each with that part of its hidden dimension.
         overlap: chunks of rows whose exchange overlaps with the experts.
-        algorithm: of the all-to-all, linear or 2dh.
+        algorithm: of the all-to-all: linear, 2dh, or plan: and the name of one.
 
     Raises:
         ValueError: none of these.
@@ -29,9 +30,18 @@ class Strategy:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; give a whole number, at least {least}.")
-        if self.algorithm not in ALGORITHMS:
-            known = " or ".join(ALGORITHMS)
-            raise ValueError(f"algorithm is {self.algorithm!r}; give {known}.")
+        if not is_algorithm(self.algorithm):
+            raise ValueError(f"algorithm is {self.algorithm!r}; give linear, 2dh or plan:NAME.")
+
+    @property
+    def plan(self) -> str:
+        """The name of the plan by which rows travel, empty for none."""
+        return self.algorithm.removeprefix(PLAN) if self.algorithm.startswith(PLAN) else ""
+
+
+def is_algorithm(text: str) -> bool:
+    """Whether this names an all-to-all."""
+    return text in ALGORITHMS or (text.startswith(PLAN) and text != PLAN)
 
 
 def degree_of(parallel_type: str, slices: int) -> int | None:

@@ -45,6 +45,7 @@ class Facts:
         ranks_per_node: 0 where nobody says.
         half: the model computes in fp16 or bf16.
         gpu: there is one.
+        plans: collectives run by plans, which may be of a network.
         tuned: something of how layers run is left to the tuner.
         store: where experts are.
     """
@@ -59,6 +60,7 @@ class Facts:
     ranks_per_node: int = 0
     half: bool = False
     gpu: bool = False
+    plans: bool = False
     tuned: bool = False
     store: StoreConfig = field(default_factory=StoreConfig)
 
@@ -143,7 +145,7 @@ def announce_exchange(layers: Sequence[MoELayer]) -> None:
             _counts([layer.experts.part.slices for layer in layers]),
             _counts([layer.strategy.adaptive_r for layer in layers]),
             strategy.overlap,
-            strategy.algorithm if first.topology.grid is not None else "linear",
+            strategy.algorithm if strategy.plan or first.topology.grid is not None else "linear",
             config.exchange,
             config.a2a_dtype,
             {"auto": "all but the last two"}.get(config.adaptive)
@@ -175,6 +177,7 @@ def announce_idle(
         ranks_per_node=local,
         half=half,
         gpu=torch.cuda.is_available(),
+        plans=bool(read(TaskConfig, task_cfg).moe_collective_plans),
         tuned=is_tuned(first.config),
     )
     if first.topology.rank == 0:

@@ -48,6 +48,7 @@ from fairseq_tutel.plugin.opened_experts import (
     store_options,
 )
 from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
+from fairseq_tutel.plugin.plans import tuned_algorithms, use_plans
 from fairseq_tutel.plugin.resume import checkpoint_to_load, say_what_changed
 from fairseq_tutel.plugin.run_config import (
     complete,
@@ -143,6 +144,7 @@ def install_experts(
         talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
         sliced = any(topology.slices(count) > 1 for count in counts)
         refuse_run(root, model, topology, talks, sliced, ahead)
+        use_plans(task_cfg, topology, configs[0])
         complete(root)
         say_what_changed(checkpoint_to_load(root.checkpoint), cfg)
     else:
@@ -209,12 +211,7 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
         return
-    path, device = read(TaskConfig, task_cfg).moe_machine_file, device_of(root)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else None
-    try:
-        machine = Machine.from_json(Path(path)) if path else typical(name)
-    except ValueError as error:
-        raise ValueError(f"--moe-machine-file: {error}") from None
+    machine = _machine_of(task_cfg, root)
     tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
     strategies = [
         static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4)
@@ -227,6 +224,15 @@ def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     logger.info(
         "--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name
     )
+
+
+def _machine_of(task_cfg: Any, root: Any) -> Machine:
+    path, device = read(TaskConfig, task_cfg).moe_machine_file, device_of(root)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else None
+    try:
+        return Machine.from_json(Path(path)) if path else typical(name)
+    except ValueError as error:
+        raise ValueError(f"--moe-machine-file: {error}") from None
 
 
 def _tokens_of(root: Any, task_cfg: Any) -> int:
@@ -248,6 +254,12 @@ def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTun
     choices: dict[str, Any] = {}
     if first.config.adaptive != "auto":  # r alone
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
+    elif options.moe_collective_plans:
+        machine, size = _machine_of(task_cfg, root), _tokens_of(root, task_cfg)
+        size *= 4 * first.config.top_k * first.config.model_dim
+        algorithms = tuned_algorithms(first, task_cfg, machine, size)
+        # Another machine's file on one node must not let its ranks try others.
+        choices = {"algorithms": world.told_by_first(algorithms, "the agreement on all-to-alls")}
     common = root.common
     conditions = {
         "precision": [

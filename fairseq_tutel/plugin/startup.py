@@ -30,6 +30,7 @@ from torch import nn
 from fairseq_tutel import __version__
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import flag_of, read
+from fairseq_tutel.plugin.plans import plans_of
 from fairseq_tutel.plugin.run_config import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
@@ -223,6 +224,9 @@ def facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
     for side in ("source_dictionary", "target_dictionary"):
         words = getattr(getattr(task, side, None), "symbols", None)
         facts[f"the digest of the {side.replace('_', ' ')}"] = _digest(words)
+    if plans := plans_of(config_of(task)):
+        digests = [f"{each.name} {each.plan.digest}" for each in plans]
+        facts["the plans of --moe-collective-plans"] = digests
     facts["the kind of device"] = device_of(root).type
     facts["the version of fairseq_tutel"] = __version__
     facts["the version of fairseq"] = fairseq_version

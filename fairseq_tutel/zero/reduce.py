@@ -4,7 +4,7 @@ Gradients leave after the last backward (stage 1), or during each (stage 2).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +21,7 @@ from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.partition import Bucket, Partition
 
 
-class Transfer:
-    """A bucket's collective on its way, and what is done with what comes.
-
-    Args:
-        started: the collective.
-        arrived: called once, after it.
-    """
-
-    def __init__(self, started: Started, arrived: Callable[[], None]) -> None:
-        self.started, self.arrived = started, arrived
-
-    def is_done(self) -> bool:
-        """Whether `finish` would not wait for another rank."""
-        return self.started.is_done()
-
-    def finish(self) -> None:
-        """Wait for it and use what has come."""
-        self.started.wait()
-        self.arrived()
-
-
-def reduce_gradients(bucket: Bucket) -> Transfer:
+def reduce_gradients(bucket: Bucket) -> Started:
     """Send the gradients of a bucket to their owners and free them; what arrives is added to its own."""
     share = bucket.share
     stacked = bucket.take_gradients()
@@ -55,11 +34,11 @@ def reduce_gradients(bucket: Bucket) -> Transfer:
     def arrived() -> None:
         bucket.gradient = reduced if bucket.gradient is None else bucket.gradient.add_(reduced)
 
-    return Transfer(started, arrived)
+    return started.then(arrived)
 
 
 @torch.no_grad()
-def gather_weights(bucket: Bucket) -> Transfer | None:
+def gather_weights(bucket: Bucket) -> Started | None:
     """Bring every rank's updated weights to all; None where nothing has to travel."""
     share = bucket.share
     if share.size == 1:
@@ -75,7 +54,7 @@ def gather_weights(bucket: Bucket) -> Transfer | None:
         if not in_place:
             bucket.give_weights(whole)
 
-    return Transfer(started, arrived)
+    return started.then(arrived)
 
 
 @torch.no_grad()
@@ -108,7 +87,7 @@ class GradientReducer:
         self.world_size, self.eager = world_size, eager
         self.alone = [bucket for bucket in buckets if bucket.share.size == 1]
         self.shared = [bucket for bucket in buckets if bucket.share.size > 1]
-        self.on_the_way: list[Transfer] = []
+        self.on_the_way: list[Started] = []
         self.reset()
         if eager:
             for number, bucket in enumerate(self.shared):
@@ -169,14 +148,14 @@ class GradientReducer:
         return len(self.here[number]) == len(self.shared[number].partitions)
 
     def _send(self) -> None:
-        self._finish([t for t in self.on_the_way if t.is_done()])
+        self._finish([each for each in self.on_the_way if each.is_done()])
         self.on_the_way.append(reduce_gradients(self.shared[self.sent]))
         self.sent += 1
 
-    def _finish(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in list(transfers):
-            transfer.finish()
-            self.on_the_way.remove(transfer)
+    def _finish(self, several: Sequence[Started]) -> None:
+        for started in list(several):
+            started.wait()
+            self.on_the_way.remove(started)
 
 
 def partitioned_grad_norm(buckets: Sequence[Bucket], topology: Topology) -> Tensor:

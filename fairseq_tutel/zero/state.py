@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.collectives import Started
 from fairseq_tutel.comm.gradients import global_grad_norm
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.partition import Bucket, own_elements, partitions_of
 from fairseq_tutel.zero.reduce import (
     GradientReducer,
-    Transfer,
     gather_weights,
     partitioned_grad_norm,
     whole_of,
@@ -106,7 +106,7 @@ class ZeroState:
         # What an optimizer counts there (a step, the last rate) counts updates, not buckets.
         before = [dict(group) for group in groups]
         members = [{id(own) for own in values["params"]} for values in before]
-        on_the_way: Transfer | None = None
+        on_the_way: Started | None = None
         try:
             for bucket in self.buckets:
                 owned = _widen_gradients(bucket, self.factor)
@@ -117,9 +117,9 @@ class ZeroState:
                 bucket.free_gradients()
                 former, on_the_way = on_the_way, gather_weights(bucket)
                 if former is not None:
-                    former.finish()
+                    former.wait()
             if on_the_way is not None:
-                on_the_way.finish()
+                on_the_way.wait()
         finally:
             for group, values in zip(groups, before, strict=True):
                 group["params"] = values["params"]

@@ -91,6 +91,6 @@ def test_zero_s_gradients_and_norm_and_state_in_host_memory(calls):
     parameters[0].grad = torch.empty(5, device="meta")  # the other was not used
     GradientReducer([bucket], 4, eager=False).reduce()
     assert partitioned_grad_norm([bucket], TOPOLOGY).is_meta
-    gather_weights(bucket).finish()
+    gather_weights(bucket).wait()
     assert whole_of(torch.ones(2), bucket.partitions[0]).is_meta
     assert calls == ["reduce_scatter", "all_reduce", "all_gather", "all_gather"]

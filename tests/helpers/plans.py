@@ -1,111 +1,82 @@
-"""Plans written by hand, as small as they can be, for tests of what runs them."""
+"""Plans that tests of what runs them share, and what they are to give."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from fairseq_tutel.planning.plan import Place, Plan, Writer
+import torch
+from torch import Tensor
 
-
-def others(rank: int, ranks: int) -> list[int]:
-    return [(rank + i) % ranks for i in range(1, ranks)]
-
-
-def all_reduce(ranks: int, **fields) -> Plan:
-    """All put all they have to all others, who add up in the order of ranks."""
-    writer = Writer(ranks)
-    for rank in range(ranks):
-        for other in others(rank, ranks):
-            writer.put(rank, other, ("in", 0), ("tmp", rank))
-            writer.signal(rank, other)
-        for other in others(rank, ranks):
-            writer.wait(rank, other)
-        places = [Place("in", 0) if r == rank else Place("tmp", r) for r in range(ranks)]
-        writer.reduce(rank, places, ("out", 0))
-    return writer.plan("1pa", "all_reduce", 1, temporary=ranks, **fields)
+from fairseq_tutel.comm.plan_layout import Layout, Sizes, walk
+from fairseq_tutel.comm.plan_p2p import add_up
+from fairseq_tutel.planning.placed_plans import PlacedPlan
+from fairseq_tutel.planning.plan import Plan
+from fairseq_tutel.planning.plan_check import check
+from fairseq_tutel.planning.schedule import GENERATORS, make
 
 
-def reduce_scatter(ranks: int, **fields) -> Plan:
-    """As `all_reduce`, a shard each."""
-    writer = Writer(ranks)
-    for rank in range(ranks):
-        for other in others(rank, ranks):
-            writer.put(rank, other, ("in", other), ("tmp", rank))
-            writer.signal(rank, other)
-        for other in others(rank, ranks):
-            writer.wait(rank, other)
-        places = [Place("in", r) if r == rank else Place("tmp", r) for r in range(ranks)]
-        writer.reduce(rank, places, ("out", 0))
-    return writer.plan("direct", "reduce_scatter", 1, temporary=ranks, **fields)
+def of(ranks: int) -> list[Plan]:
+    """Every generator's plans of so many ranks, those that know nodes over two."""
+    return [
+        make(name, collective, ranks, nodes=2 if "nodes" in generator.options else 1)
+        for name, generator in GENERATORS.items()
+        for collective in generator.collectives
+        if not (ranks % 2 and "nodes" in generator.options)
+        and not (ranks & (ranks - 1) and name == "recursive_doubling")
+    ]
 
 
-def all_gather(ranks: int, chunks: int = 3, **fields) -> Plan:
-    """A ring, in shards of several chunks."""
-    writer = Writer(ranks)
-    for rank in range(ranks):
-        nxt, before = (rank + 1) % ranks, (rank - 1) % ranks
-        writer.copy(rank, ("in", 0), ("out", rank * chunks), chunks)
-        if ranks == 1:
-            continue
-        writer.put(rank, nxt, ("in", 0), ("tmp", 0), chunks)
-        for turn in range(ranks - 1):
-            at = (rank - 1 - turn) % ranks
-            writer.signal(rank, nxt)
-            writer.wait(rank, before)
-            if turn < ranks - 2:
-                writer.put(rank, nxt, ("tmp", turn * chunks), ("tmp", (turn + 1) * chunks), chunks)
-            writer.copy(rank, ("tmp", turn * chunks), ("out", at * chunks), chunks)
-    return writer.plan("ring", "all_gather", chunks, temporary=(ranks - 1) * chunks, **fields)
+def placed(*plans: Plan) -> list[PlacedPlan]:
+    """As read from files, `two_phase_all_reduce.json` say."""
+    return [PlacedPlan(plan.name.replace(" ", "_"), plan, check(plan)) for plan in plans]
 
 
-def all_to_all(ranks: int, **fields) -> Plan:
-    """Linear: every block in one hop."""
-    writer = Writer(ranks)
-    for rank in range(ranks):
-        writer.copy(rank, ("in", rank), ("out", rank))
-        for other in others(rank, ranks):
-            writer.put(rank, other, ("in", other), ("tmp", rank))
-            writer.signal(rank, other)
-        for other in others(rank, ranks):
-            writer.wait(rank, other)
-            writer.copy(rank, ("tmp", other), ("out", other))
-    return writer.plan("direct", "all_to_all", 1, temporary=ranks, **fields)
+def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
+    """Return every rank's `out`: the plan's moves one after another, in one process."""
+    layout, like = Layout(walk(plan), sizes), ins[0]
+    memory = [
+        {"in": own}
+        | {b: like.new_full((layout.size(rank, b), *like.shape[1:]), -1) for b in ("out", "tmp")}
+        for rank, own in enumerate(ins)
+    ]
+    for move in walk(plan).moves:
+        assert move.step.dst is not None
+        for src, dst, n in layout.pieces(move):
+            parts = [
+                memory[move.rank][place.buffer][at : at + n]
+                for place, at in zip(move.step.src, src, strict=True)
+            ]
+            add_up(parts, memory[move.target][move.step.dst.buffer][dst : dst + n])
+    return [each["out"] for each in memory]
 
 
-def all_to_all_in_two_hops(ranks: int, local: int = 2, **fields) -> Plan:
-    """Within nodes of `local` ranks, then between them; blocks pass through neighbours."""
-    writer, nodes = Writer(ranks), ranks // local
-    for rank in range(ranks):
-        node, here = divmod(rank, local)
-        for other in range(local):
-            for far in range(nodes):
-                src, dst = ("in", far * local + other), ("tmp", far * local + here)
-                if other == here:
-                    writer.copy(rank, src, dst)
-                else:
-                    writer.put(rank, node * local + other, src, dst)
-            if other != here:
-                writer.signal(rank, node * local + other)
-        for other in range(local):
-            if other != here:
-                writer.wait(rank, node * local + other)
-        for far in range(nodes):
-            # Slots after the first N * L, as they arrive: by the node that they are from.
-            src, dst = ("tmp", far * local), ("tmp", ranks + node * local)
-            if far == node:
-                writer.copy(rank, src, ("out", node * local), local)
-            else:
-                writer.put(rank, far * local + here, src, dst, local)
-                writer.signal(rank, far * local + here)
-        for far in range(nodes):
-            if far != node:
-                writer.wait(rank, far * local + here)
-                writer.copy(rank, ("tmp", ranks + far * local), ("out", far * local), local)
-    return writer.plan("2dh", "all_to_all", 1, temporary=2 * ranks, **fields)
+def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
+    """Return what the collective is to give on every rank, by its definition; sums in rank order."""
+    n, root = plan.ranks, plan.root or 0
+    if plan.collective == "all_gather":
+        return [torch.cat(list(ins))] * n
+    if plan.collective == "broadcast":
+        return [ins[root]] * n
+    if plan.collective in ("all_reduce", "reduce"):
+        total = torch.empty_like(ins[0])
+        add_up(ins, total)
+        return [
+            total if plan.collective == "all_reduce" or r == root else total[:0] for r in range(n)
+        ]
+    shards = [own.view(n, -1, *own.shape[1:]) for own in ins]
+    if plan.collective == "all_to_all":
+        return [torch.cat([shard[r] for shard in shards]) for r in range(n)]
+    outs = [torch.empty_like(shards[0][r]) for r in range(n)]
+    for r, out in enumerate(outs):
+        add_up([shard[r] for shard in shards], out)
+    return outs
 
 
-ALL: tuple[Callable[..., Plan], ...] = (
-    all_reduce,
-    reduce_scatter,
-    all_gather,
-    all_to_all,
-    all_to_all_in_two_hops,
-)
+def inputs(plan: Plan, m: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return every rank's `in`, of shards of m elements: random, and with no two alike."""
+    generator = torch.Generator().manual_seed(m)
+    shards = plan.in_chunks // plan.chunks
+    return [
+        (100 * torch.randn(shards * m, *shape, generator=generator)).to(dtype)
+        if plan.collective != "broadcast" or rank == plan.root
+        else torch.empty(0, *shape, dtype=dtype)
+        for rank in range(plan.ranks)
+    ]

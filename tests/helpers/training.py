@@ -1,13 +1,13 @@
 """A small training whose result must not depend on the number of ranks.
 
-Two MoE layers with a dense one between, in fp64. An update is four micro-batches, which W ranks share;
-dense gradients are averaged over the ranks by hand, as data parallel training does.
+Two MoE layers with a dense one between, in fp64. An update is four micro-batches, which W ranks share.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import plans
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_gathered, gather_experts
+from fairseq_tutel.comm import plan_choice
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
-    is_expert,
+    reduce_dense_gradients,
     reduce_expert_gradients,
 )
 from fairseq_tutel.inference.pregate import pregate
@@ -57,6 +58,8 @@ LAYOUTS = {
 }
 # Ranks of a node, 0 for no nodes; chunks.
 WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
+# The same, the all-to-all, and all other collectives by plans.
+PLANNED = {"plans": (0, 1, "linear"), "plans, chunks": (0, 3, "two_hops")}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
@@ -80,13 +83,13 @@ class Training:
     beside: str = "none"
     exchange: str = "ragged"
     layout: str = "four"  # see LAYOUTS
-    way: str = "plain"  # see WAYS
+    way: str = "plain"  # see WAYS and PLANNED
     recompute: str = "no"
     pregate: int = 0
 
     def options(self) -> dict[str, Any]:
         """Return the options of a layer."""
-        layout, (ranks_per_node, chunks) = LAYOUTS[self.layout], WAYS[self.way]
+        layout, (ranks_per_node, chunks, plan) = LAYOUTS[self.layout], self._way
         groups = self.choice == "groups"
         return {
             "num_experts": layout.experts,
@@ -103,7 +106,7 @@ class Training:
             "shared_experts": 1 if self.beside == "shared" else 0,
             "residual": self.beside == "residual",
             "exchange": self.exchange,
-            "a2a_algorithm": "2dh" if ranks_per_node > 0 else "linear",
+            "a2a_algorithm": plan or ("2dh" if ranks_per_node > 0 else "linear"),
             "adaptive_r": layout.degree,
             "a2a_ffn_overlap_degree": chunks,
         }
@@ -112,7 +115,15 @@ class Training:
         """Return this rank's place; collective."""
         layout = LAYOUTS[self.layout]
         world = dist.get_world_size() if dist.is_initialized() else 1
-        return make_topology([layout.experts], min(layout.ranks or world, world), WAYS[self.way][0])
+        plan_choice.use(plans.placed(*plans.of(2), *plans.of(4)) if self._way[2] else ())
+        return make_topology([layout.experts], min(layout.ranks or world, world), self._way[0])
+
+    @property
+    def _way(self) -> tuple[int, int, str]:
+        if self.way in WAYS:
+            return *WAYS[self.way], ""
+        ranks_per_node, chunks, plan = PLANNED[self.way]
+        return ranks_per_node, chunks, f"plan:{plan}_all_to_all"
 
 
 class Model(nn.Module):
@@ -165,16 +176,6 @@ def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, x.flip(1), mask
 
 
-def average_dense_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
-    """Average over all ranks whatever is no expert, in one all-reduce as data parallel does."""
-    dense = [parameter.grad for parameter in parameters if not is_expert(parameter)]
-    flat = torch.cat([grad.flatten() for grad in dense])
-    dist.all_reduce(flat)
-    parts = flat.div_(world_size).split([grad.numel() for grad in dense])
-    for grad, part in zip(dense, parts, strict=True):
-        grad.copy_(part.view_as(grad))
-
-
 def backward_update(
     model: Model, update: int, after_each: Callable[[], object] = lambda: None
 ) -> tuple[Tensor, Tensor]:
@@ -222,7 +223,7 @@ def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss_sum, tokens = backward_update(model, update)
         if world > 1:
-            average_dense_gradients(parameters, world)
+            reduce_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, topology)
         for parameter in parameters:
             parameter.grad *= world / tokens

@@ -105,7 +105,12 @@ BAD = [
     ),
     ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
-    ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto")),
+    (
+        "a2a_algorithm",
+        "ring",
+        ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto, or plan:"),
+    ),
+    ("a2a_algorithm", "plan:", ("--moe-a2a-algorithm", "'plan:'", "or plan:NAME")),
     ("a2a_dtype", "int8", ("--moe-a2a-dtype", "'int8'", "choose one of same, bf16, fp8")),
     ("a2a_ffn_overlap_degree", 0, ("--moe-a2a-ffn-overlap-degree", "is 0", "from 1 to 32")),
     ("a2a_ffn_overlap_degree", 33, ("--moe-a2a-ffn-overlap-degree", "is 33", "from 1 to 32")),

@@ -5,8 +5,8 @@ drop policies that draw no random numbers; linear and cosine gate; tokens, exper
 that choose; softmax and sigmoid; every normalisation; weights on inputs; the balance bias; shared and
 residual experts; several balance losses; ragged and padded exchange; experts over all ranks, over some
 (replicas), on each, in slices with every r; rows in one hop and in two, in one chunk and in several;
-activation checkpointing of both kinds; pre-gating. Pairs in which one value leaves the other nothing to
-do are left out. Losses, gradient norms, weights and biases are compared.
+activation checkpointing of both kinds; pre-gating; collectives by plans. Pairs in which one value leaves
+the other nothing to do are left out. Losses, gradient norms, weights and biases are compared.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ import itertools
 import pytest
 import torch
 from training import CLIP_NORM, LAYOUTS, UPDATES, WAYS, Model, Training, train
+
+from fairseq_tutel.comm.plan_p2p import TwoSided
 
 CHOICES = {
     "optimizer": ("sgd", "adamw"),
@@ -160,6 +162,52 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
             *(n for n in got if n.startswith(("dense.", "first.gate.", "first.b"))),
         ):
             assert torch.equal(other[name], got[name]), name
+
+
+def train_by_plans(case: Training) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Train, and say what ran by plans."""
+    ran, original = set(), TwoSided.start
+
+    def start(self, *arguments):
+        ran.add(self.plan.collective)
+        return original(self, *arguments)
+
+    TwoSided.start = start
+    try:
+        return train(case), ran
+    finally:
+        TwoSided.start = original
+
+
+@pytest.mark.parametrize(
+    "layout, way, world_size, what",
+    [
+        ("four, two replicas", "plans, chunks", 4, {"all_reduce", "all_to_all"}),
+        ("slices, r 1", "plans", 4, {"all_reduce", "all_to_all", "all_gather", "reduce_scatter"}),
+        pytest.param(
+            "four, gathered",
+            "plans",
+            4,
+            {"all_reduce", "all_gather", "reduce_scatter"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "slices, r 2", "plans, chunks", 4, {"all_reduce", "all_to_all"}, marks=pytest.mark.long
+        ),
+        pytest.param("four", "plans", 2, {"all_reduce", "all_to_all"}, marks=pytest.mark.long),
+        pytest.param("four on every rank", "plans", 2, {"all_reduce"}, marks=pytest.mark.long),
+    ],
+)
+def test_plans_train_the_same(ranks, layout, way, world_size, what):
+    padded = "padded" if way == "plans" else "ragged"
+    case = Training("adamw", 2, 0.5, layout=layout, way=way, exchange=padded)
+    expected = same_on_one_rank(case)
+    results = ranks(world_size).run(train_by_plans, case)
+    assert [ran for _, ran in results] == [what] * world_size
+    for name, tensor in expected.items():
+        torch.testing.assert_close(results[0][0][name], tensor, rtol=1e-10, atol=1e-10)
+    for other, _ in results:
+        assert torch.equal(other["norms"], results[0][0]["norms"])
 
 
 def test_the_training_trains_clips_and_drops():

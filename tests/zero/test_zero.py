@@ -1,11 +1,12 @@
 """ZeRO and offload in the core: partitions train as whole parameters do, and hold the bytes of the formula.
 
 Covered: fp64 trainings of experts and dense layers against one rank, stages 0 to 2, with and without
-offload, experts over all ranks, with replicas, on each, in slices; gradients scaled in fp16, fp32 masters
-of bf16; counts that an optimizer keeps for all; state whole, cut, and read from a file of any run; bytes
-of weights, gradients and state.
+offload, experts over all ranks, with replicas, on each, in slices; collectives by plans; gradients
+scaled in fp16, fp32 masters of bf16; counts that an optimizer keeps for all; state whole, cut, and read
+from a file of any run; bytes of weights, gradients and state.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -18,7 +19,6 @@ from training import (
     OPTIMIZERS,
     Model,
     Training,
-    average_dense_gradients,
     backward_update,
     outcome,
     place_in_world,
@@ -27,7 +27,11 @@ from training import (
 from uneven import backward, gradient_of, some_parameters
 
 from fairseq_tutel import make_topology
-from fairseq_tutel.comm.gradients import mark_expert, reduce_expert_gradients
+from fairseq_tutel.comm.gradients import (
+    mark_expert,
+    reduce_dense_gradients,
+    reduce_expert_gradients,
+)
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.planning.memory import Held, held_bytes
 from fairseq_tutel.ranks.groups import Topology
@@ -52,7 +56,7 @@ def train_in_partitions(training, stage, offload):
         if stage > 0:
             zero.reduce()
         elif world > 1:
-            average_dense_gradients(parameters, world)
+            reduce_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, place)
         zero.multiply(world / float(tokens))
         norms.append(zero.clip(CLIP_NORM))
@@ -75,6 +79,7 @@ TRAININGS = {
         "sgd", 2, 0.0, layout="slices, r 1", way="chunks", recompute="non-reentrant"
     ),
 }
+TRAININGS["planned"] = dataclasses.replace(TRAININGS["replicas"], way="plans")
 CASES = [
     ("four", 4, 1, False),
     ("four", 4, 2, True),
@@ -88,6 +93,9 @@ CASES = [
     ("each", 2, 1, False),
     ("slices", 4, 2, False),
     ("slices", 2, 1, True),
+    ("planned", 4, 2, False),
+    pytest.param("planned", 4, 1, False, marks=pytest.mark.long),
+    pytest.param("planned", 2, 2, True, marks=pytest.mark.long),
 ]  # fmt: skip
 
 

@@ -1,0 +1,111 @@
+"""Plans of a training's collectives: read, refused where they do not fit, told to who runs them."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fairseq_tutel.comm import plan_choice
+from fairseq_tutel.moe.config import MoEConfig, TaskConfig
+from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.options import read
+from fairseq_tutel.planning import placed_plans
+from fairseq_tutel.planning.links import exchange_seconds
+from fairseq_tutel.planning.machine import Machine
+from fairseq_tutel.planning.placed_plans import PlacedPlan
+from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
+from fairseq_tutel.planning.tuner import HOPELESS
+from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.rendezvous import ranks_per_node
+
+logger = logging.getLogger(__name__)
+
+
+def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
+    """Return the plans that a training is given.
+
+    Raises:
+        ValueError: one cannot be read, or is not right.
+    """
+    path = read(TaskConfig, task_cfg).moe_collective_plans
+    return placed_plans.read(path) if path else ()
+
+
+def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
+    """Let collectives run by a training's plans, or by none.
+
+    Args:
+        task_cfg: of the task.
+        topology: of this rank.
+        config: of the first MoE layer.
+
+    Raises:
+        ValueError: a plan that no group can run, or an --moe-a2a-algorithm without its plan.
+    """
+    plans = plans_of(task_cfg) if topology.world_size > 1 else ()
+    local = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
+    placed_plans.refuse_unused(plans, _groups(topology), local)
+    name = config.a2a_algorithm.removeprefix(PLAN)
+    size = topology.expert_parallel_size
+    known = [each.name for each in _all_to_alls(plans, topology, local)]
+    if name != config.a2a_algorithm and size > 1 and name not in known:
+        fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "give it that plan"
+        raise ValueError(
+            f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
+            f"all_to_all of the {size} ranks that share experts; {fix}, or linear."
+        )
+    plan_choice.use(plans, local)
+
+
+def tuned_algorithms(
+    layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float
+) -> tuple[str, ...]:
+    """Return the all-to-alls among which a tuner chooses: the plans that are not expected to be slow, too.
+
+    Args:
+        layer: the first.
+        task_cfg: of the task.
+        machine: whose links foretell a plan's time.
+        num_bytes: of a rank's rows.
+    """
+    topology = layer.topology
+    grid, size = topology.grid, topology.expert_parallel_size
+    nodes, local = (1, size) if grid is None else (grid.nodes, grid.local)
+    names = ALGORITHMS if grid is not None else ALGORITHMS[:1]
+    seconds = {name: exchange_seconds(num_bytes, machine, nodes, local, name) for name in names}
+    per_byte = {
+        (a, b): 1 / (machine.intra if a // local == b // local else machine.inter).bytes_per_s
+        for a in range(size)
+        for b in range(size)
+    }
+    alpha = (machine.intra if nodes == 1 else machine.inter).alpha_s
+    given = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
+    for each in _all_to_alls(plans_of(task_cfg), topology, given):
+        seconds[PLAN + each.name] = machine.launch_s + each.report.predicted(
+            int(num_bytes), alpha, per_byte
+        )
+    limit = HOPELESS * min(seconds.values())
+    kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
+    if len(kept) < len(seconds):
+        slow = ", ".join(name for name in seconds if name not in kept)
+        logger.info(
+            "adaptive: not tried, since the numbers of %s foretell it: %s", machine.name, slow
+        )
+    return tuple(kept)
+
+
+def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology, local: int) -> list[PlacedPlan]:
+    if topology.expert_group is None:
+        return []
+    ranks = dist.get_process_group_ranks(topology.expert_group)
+    return [
+        each for each in plans if each.plan.collective == "all_to_all" and each.fits(ranks, local)
+    ]
+
+
+def _groups(topology: Topology) -> list[Sequence[int]]:
+    """Return the ranks of every group of this rank's."""
+    made = (topology.expert_group, topology.replica_group, *topology.share_groups.values())
+    groups = [dist.get_process_group_ranks(group) for group in made if group is not None]
+    return [range(topology.world_size), *groups] if topology.world_size > 1 else []

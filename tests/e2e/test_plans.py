@@ -1,0 +1,102 @@
+"""A training by plans is one whose sums are made in a fixed order, bit for bit, and torch's to its digits.
+
+Covered: gradients of replicas and dense ones, ZeRO's, rows by a plan of their own, on 2 and 4 ranks; what
+the log says; a refusal before the training begins.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli import fairseq, refused
+from equality import facts_of, same_bits, same_weights
+from models import lm_args
+
+from fairseq_tutel.planning.plan import to_json
+from fairseq_tutel.planning.schedule import make
+
+FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
+UPDATES = 3
+# Which add up in the order of ranks.
+IN_ORDER = (
+    ("one_phase", "reduce_scatter"),
+    ("one_phase", "all_gather"),
+    ("two_phase", "all_reduce"),
+)
+
+
+def write(folder, ranks, *others):
+    """Write plans of so many ranks each, and an all_to_all of two."""
+    folder.mkdir(exist_ok=True)
+    plans = [make(name, collective, n) for name, collective in IN_ORDER for n in ranks]
+    for plan in (*plans, make("two_hops", "all_to_all", 2, nodes=2), *others):
+        name = plan.name.replace(" ", "_")
+        (folder / f"{name}_{plan.ranks}.json").write_text(json.dumps(to_json(plan)))
+    return folder
+
+
+def train(data, folder, *flags, ranks, check=True):
+    flags = ("--update-freq", 4 // ranks, "--moe-expert-parallel-size", 2, *flags)
+    command = fairseq if check else refused
+    return command("train", *lm_args(data, folder, *flags, updates=UPDATES), ranks=ranks)
+
+
+def loaded(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
+
+
+CASES = [
+    pytest.param(2, (), id="2"),
+    pytest.param(2, ("--moe-zero-stage", 2), id="zero 2 on 2", marks=pytest.mark.long),
+    pytest.param(4, (), id="4", marks=pytest.mark.long),
+    pytest.param(4, ("--moe-zero-stage", 1), id="zero 1 on 4", marks=pytest.mark.long),
+    pytest.param(4, ("--moe-zero-stage", 2), id="zero 2 on 4", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("ranks, flags", CASES)
+def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
+    ranks, flags, lm_data, tmp_path
+):
+    plans = write(tmp_path / "files", sorted({2, ranks}))
+    by_plans = (
+        "--moe-collective-plans", plans, "--moe-a2a-algorithm", "plan:two_hops_all_to_all_2"
+    )  # fmt: skip
+    run = train(lm_data, tmp_path / "plans", *flags, *by_plans, ranks=ranks)
+    train(lm_data, tmp_path / "fixed", *flags, "--user-dir", FIXED, ranks=ranks)
+    got, fixed = loaded(tmp_path / "plans"), loaded(tmp_path / "fixed")
+    same_bits(fixed["model"], got["model"])
+    same_bits(fixed["last_optimizer_state"]["state"], got["last_optimizer_state"]["state"])
+    if ranks > 2:  # where two are summed, torch's order is the same
+        train(lm_data, tmp_path / "torch", *flags, ranks=ranks)
+        plain = loaded(tmp_path / "torch")
+        assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-6, abs=1e-7)
+        same_weights(plain["model"], got["model"], adam=True)
+    said = [
+        "the exchange of rows runs by the plan two_hops_all_to_all_2 (two-sided, 2 ranks, digest "
+    ]
+    if flags:
+        said += [
+            f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "
+        ]
+        said += [
+            f"the all-gather of updated weights runs by the plan one_phase_all_gather_{ranks} "
+        ]
+    else:
+        said += [
+            f"the all-reduce of dense gradients runs by the plan two_phase_all_reduce_{ranks} "
+        ]
+    if ranks > 2 and not flags:
+        said += ["the all-reduce of expert gradients runs by the plan two_phase_all_reduce_2 "]
+    for sentence in said:
+        assert run.output.count(sentence) == 1, sentence
+
+
+def test_a_plan_of_other_ranks_is_refused_before_training(lm_data, tmp_path):
+    plans = write(tmp_path / "files", [2, 8])
+    output = train(lm_data, tmp_path, "--moe-collective-plans", plans, ranks=2, check=False)
+    sentence = (
+        "error: --moe-collective-plans: one_phase_all_gather_8 is for 8 ranks, and this run's "
+    )
+    assert f"{sentence}groups have 2; make it for one of these, or leave it out.\n" in output

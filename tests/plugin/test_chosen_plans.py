@@ -1,0 +1,43 @@
+"""Which all-to-alls a tuner tries: those that layers know, and plans that are not foretold to be slow."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import plans as written
+import pytest
+
+from fairseq_tutel.planning.machine import PRESETS
+from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plugin import plans
+from fairseq_tutel.plugin.plans import tuned_algorithms, use_plans
+from fairseq_tutel.ranks.groups import Topology
+
+TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
+
+
+@pytest.fixture(autouse=True)
+def given(monkeypatch):
+    """Let a run be given three plans for four ranks, one of which is slow."""
+    quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
+    slow = replace(quick[0], name="slow", report=SimpleNamespace(predicted=lambda *_: 1.0))
+    monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))
+    monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
+
+
+def test_a_tuner_tries_plans_that_are_not_foretold_to_be_slow(caplog):
+    layer = SimpleNamespace(topology=TOPOLOGY)
+    with caplog.at_level("INFO"):
+        found = tuned_algorithms(layer, None, PRESETS["a100"], 1e6)
+    assert found == ("linear", "plan:linear_all_to_all")
+    assert "adaptive: not tried, since the numbers of A100 foretell it: plan:slow" in caplog.text
+
+
+def test_an_all_to_all_without_its_plan_is_refused():
+    config = SimpleNamespace(a2a_algorithm="plan:ring_all_gather")
+    with pytest.raises(ValueError) as error:
+        use_plans(None, TOPOLOGY, config)
+    assert str(error.value) == (
+        "--moe-a2a-algorithm is plan:ring_all_gather, but --moe-collective-plans has no "
+        "ring_all_gather.json with an all_to_all of the 4 ranks that share experts; give "
+        "plan:linear_all_to_all or plan:slow, or linear."
+    )
