@@ -146,14 +146,13 @@ class _Splitting:
             if inside in (with_switch, with_both):
                 return 0
         # From u and t and the source to the switch and a rank; and the other way round.
-        for start, end, more in ((u, switch, [(u, t)]), (switch, t, [(u, t)])):
+        for start, end in ((u, switch), (switch, t)):
             if not most:
                 break
             graph = self.graph.copy()
             graph.add(start, self.source, self.endless)
-            for a, b in more:
-                if a != b:
-                    graph.add(a, b, self.endless)
+            if u != t:
+                graph.add(u, t, self.endless)
             most = self._least(graph, start, end, with_both if start == u else 0, most)
         return most
 

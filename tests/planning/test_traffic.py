@@ -48,6 +48,13 @@ def test_the_default_forest_is_at_least_as_fast_as_rings(name):
         assert forest <= busiest(network, routed(network, load))
 
 
+def test_messages_in_a_box_stay_in_it_where_that_is_faster():
+    network = find("mi250:2")
+    loads = routed(network, {(7, 8): 1})
+    # Over three links of 100, 50 and 50 GB/s or more instead of two of 16.
+    assert len(loads) > 2 and all(vertex < 16 for link in loads for vertex in link)
+
+
 # Seconds of a byte from everyone to everyone.
 ALL_TO_ALL = {
     "ring:4": 2, "ring:8": 8, "full:8": 1, "hypercube:3": 4, "star:4": 3, "mesh:2x4": 8, "torus:4x4": 8,
