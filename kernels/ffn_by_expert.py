@@ -6,7 +6,7 @@ no product is done for them at once. The same function as `ffn_by_products`, whi
 a source, D model_dim, H hidden_dim, E experts, R rows (n of one block), I and O what a map reads and gives.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch import Tensor
 from fairseq_tutel.kernels import team
 from fairseq_tutel.kernels.activations import ACTIVATIONS, Activation
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
 
 # Of a block's hidden rows, which stay in cache between the products that write and read them.
-BLOCK_BYTES = 2**21
+BLOCK_BYTES = 2**19
+# Of the rows of all blocks, up to which each has room of its own, and no view is made in the threads.
+SMALL_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
     return blocks
 
 
+@untraced
 def ffn_forward(
     x_ND: Tensor,
     index_R: Tensor | None,
@@ -77,6 +81,7 @@ def ffn_forward(
     return y_RD, kept
 
 
+@untraced
 def ffn_kept(
     x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
 ) -> Kept:
@@ -100,27 +105,34 @@ def _up(
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
     h_RH = x_ND.new_empty(num_rows, hidden_dim) if keep else None
     g_RH = x_ND.new_empty(num_rows, hidden_dim) if keep and w.is_glu else None
+    h_BnH, g_BnH, y_BnD = (_parts(rows, blocks) for rows in (h_RH, g_RH, y_RD))
+    of_each, make_reader = w.of_each(), _readers(x_ND, index_R, blocks)
 
-    def worker() -> Callable[[Block], None]:
-        x_of = _reader(x_ND, index_R, blocks)
+    def hidden(kept_nH: Tensor | None, x_nD: Tensor) -> Tensor:
+        return x_nD.new_empty(len(x_nD), hidden_dim) if kept_nH is None else kept_nH
 
-        def run(block: Block) -> None:
-            x_nD = x_of(block)
-            h_nH, g_nH, y_nD = (_part(rows, block) for rows in (h_RH, g_RH, y_RD))
-            a_nH = kind.forward(_linear(x_nD, w.fc1_weight, w.fc1_bias, block, h_nH))
-            if w.fc3_weight is not None:
-                a_nH = a_nH.mul_(_linear(x_nD, w.fc3_weight, w.fc3_bias, block, g_nH))
+    def worker() -> team.Worker:
+        x_of = make_reader()
+
+        def run(number: int) -> None:
+            x_nD, block, y_nD = x_of(number), blocks[number], y_BnD[number]
+            h_nH = hidden(h_BnH[number], x_nD)
+            a_nH = kind.forward(_linear(x_nD, of_each.fc1_weight, of_each.fc1_bias, block, h_nH))
+            if w.is_glu:
+                g_nH = hidden(g_BnH[number], x_nD)
+                a_nH.mul_(_linear(x_nD, of_each.fc3_weight, of_each.fc3_bias, block, g_nH))
             if y_nD is not None:
-                _linear(a_nH, w.fc2_weight, w.fc2_bias, block, y_nD)
+                _linear(a_nH, of_each.fc2_weight, of_each.fc2_bias, block, y_nD)
 
         return run
 
-    _for_each(worker, blocks, x_ND.shape[1] * hidden_dim)
+    team.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
     if w.is_glu or not kind.keeps_output:
         return Kept(h_RH=h_RH, g_RH=g_RH)
     return Kept(a_RH=h_RH)  # the activation was in place
 
 
+@untraced
 def ffn_backward(
     dy_ND: Tensor,
     x_ND: Tensor,
@@ -140,44 +152,49 @@ def ffn_backward(
     grads = FFNGradients.empty_like(w, num_rows, gate_R, needs_dx, needs_weights)
     outs = grads.weights
     hidden_dim = w.fc1_weight.shape[1]
+    a_BnH, h_BnH, g_BnH = (_parts(t, blocks) for t in (kept.a_RH, kept.h_RH, kept.g_RH))
+    dgate_Bn, dx_BnD = (_parts(t, blocks) for t in (grads.gate_R, grads.x_RD))
+    of_each, douts = w.of_each(), None if outs is None else outs.of_each()
+    dy_reader, x_reader = (_readers(rows, index_R, blocks) for rows in (dy_ND, x_ND))
+    make_places = _places(dy_ND, hidden_dim, blocks)
+    gate_Bn1 = _parts(None if gate_R is None else gate_R.unsqueeze(1).to(dy_ND.dtype), blocks)
 
-    def worker() -> Callable[[Block], None]:
-        dy_of, x_of = _reader(dy_ND, index_R, blocks), _reader(x_ND, index_R, blocks)
-        place_RH = dy_ND.new_empty(_most_rows(blocks), hidden_dim)
+    def worker() -> team.Worker:
+        dy_of, x_of = dy_reader(), x_reader()
+        place_of = make_places()
 
-        def run(block: Block) -> None:
-            dy_nD, x_nD = dy_of(block), x_of(block)
-            a_nH, h_nH, g_nH = _hidden(kind, kept, block)
-            da_nH = _times(dy_nD, w.fc2_weight, block, place_RH[: len(dy_nD)])
-            gate_n, dgate_n, dx_nD = (_part(t, block) for t in (gate_R, grads.gate_R, grads.x_RD))
-            if gate_n is not None:
-                dgate_n.copy_(torch.linalg.vecdot(da_nH, a_nH))
-                if w.fc2_bias is not None:
+        def run(number: int) -> None:
+            dy_nD, x_nD, block = dy_of(number), x_of(number), blocks[number]
+            h_nH, g_nH, dx_nD = h_BnH[number], g_BnH[number], dx_BnD[number]
+            a_nH = _activated(kind, h_nH, g_nH) if a_BnH[number] is None else a_BnH[number]
+            da_nH = _times(dy_nD, of_each.fc2_weight, block, place_of(number))
+            if gate_R is not None:
+                dgate_n = dgate_Bn[number].copy_(torch.linalg.vecdot(da_nH, a_nH))
+                if of_each.fc2_bias is not None:
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
-                        dgate += dy @ w.fc2_bias[e]
-                gate_n1 = gate_n.unsqueeze(1).to(dy_nD.dtype)
-                da_nH.mul_(gate_n1)
-                dy_nD.mul_(gate_n1)  # a gathered copy, as gates come with an index
-            if outs is not None:
-                _outer(dy_nD, a_nH, outs.fc2_weight, outs.fc2_bias, block)
+                        dgate += dy @ of_each.fc2_bias[e]
+                da_nH.mul_(gate_Bn1[number])
+                dy_nD.mul_(gate_Bn1[number])  # a gathered copy, as gates come with an index
+            if douts is not None:
+                _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
             if g_nH is not None:
                 dg_nH = F.silu(h_nH).mul_(da_nH)
                 da_nH.mul_(g_nH)
             dh_nH = kind.backward(da_nH, a_nH if h_nH is None else h_nH)
-            if outs is not None:
-                _outer(dh_nH, x_nD, outs.fc1_weight, outs.fc1_bias, block)
+            if douts is not None:
+                _outer(dh_nH, x_nD, douts.fc1_weight, douts.fc1_bias, block)
                 if dg_nH is not None:
-                    _outer(dg_nH, x_nD, outs.fc3_weight, outs.fc3_bias, block)
+                    _outer(dg_nH, x_nD, douts.fc3_weight, douts.fc3_bias, block)
             if dx_nD is not None:
-                _times(dh_nH, w.fc1_weight, block, dx_nD)
-                if dg_nH is not None and w.fc3_weight is not None:
+                _times(dh_nH, of_each.fc1_weight, block, dx_nD)
+                if dg_nH is not None:
                     for e, dg, dx in _by_expert(block, dg_nH, dx_nD):
-                        dx.addmm_(dg, w.fc3_weight[e])
+                        dx.addmm_(dg, of_each.fc3_weight[e])
 
         return run
 
-    _for_each(worker, blocks, x_ND.shape[1] * hidden_dim)
+    team.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
     if outs is not None:
         _clear(outs, groups.host)
     if grads.x_RD is not None:
@@ -185,44 +202,36 @@ def ffn_backward(
     return grads
 
 
-def _hidden(kind: Activation, kept: Kept, block: Block) -> tuple[Tensor, Any, Tensor | None]:
-    """Return (a, h, g) of a block, with a made of the others where it was not kept."""
-    a_nH, h_nH, g_nH = (_part(rows, block) for rows in (kept.a_RH, kept.h_RH, kept.g_RH))
-    if a_nH is None:
-        a_nH = kind.forward(h_nH)
-        if g_nH is not None:
-            a_nH = a_nH.mul_(g_nH)
-    return a_nH, h_nH, g_nH
+def _activated(kind: Activation, h_nH: Tensor, g_nH: Tensor | None) -> Tensor:
+    """Return what the activation of a block gave, where it was not kept."""
+    a_nH = kind.forward(h_nH)
+    return a_nH if g_nH is None else a_nH.mul_(g_nH)
 
 
-def _linear(
-    rows_nI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, block: Block, out_nO: Tensor | None
-) -> Tensor:
-    """Return rows @ weight.T + bias, of each row's own expert; written into `out_nO` if that is given."""
-    if out_nO is None:
-        out_nO = rows_nI.new_empty(len(rows_nI), weight_EOI.shape[1])
+def _linear(rows_nI: Tensor, weight_EOI: Any, bias_EO: Any, block: Block, out_nO: Tensor) -> Tensor:
+    """Write rows @ weight.T + bias, of each row's own expert, into `out_nO` and return it."""
     for e, rows, out in _by_expert(block, rows_nI, out_nO):
         linear(rows, weight_EOI[e], None if bias_EO is None else bias_EO[e], out)
     return out_nO
 
 
-def _times(dout_nO: Tensor, weight_EOI: Tensor, block: Block, out_nI: Tensor) -> Tensor:
+def _times(dout_nO: Tensor, weight_EOI: Any, block: Block, out_nI: Tensor) -> Tensor:
     """Write dout @ weight of every row's own expert into `out_nI` and return it."""
     for e, dout, out in _by_expert(block, dout_nO, out_nI):
         torch.mm(dout, weight_EOI[e], out=out)
     return out_nI
 
 
-def _outer(
-    dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Tensor | None, block: Block
-) -> None:
+def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, block: Block) -> None:
     """Write the gradient of each expert's weight, and of its bias."""
     for e, dout, rows in _by_expert(block, dout_nO, rows_nI):
         weight_grad(dout, rows, dweight_EOI[e], None if dbias_EO is None else dbias_EO[e])
 
 
-def _by_expert(block: Block, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield each expert of a block with its rows."""
+def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
+    """Return each expert of a block with its rows."""
+    if len(block.experts) == 1:
+        return ((block.experts[0], *rows),)
     return zip(block.experts, *(each.split(block.counts) for each in rows), strict=True)
 
 
@@ -232,41 +241,54 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
 
-def _for_each(
-    make_worker: Callable[[], Callable[[Block], None]], blocks: Sequence[Block], row_work: int
-) -> None:
-    """Call a worker once for every block; see `team.for_each`."""
-
-    def by_number() -> team.Worker:
-        worker = make_worker()
-        return lambda number: worker(blocks[number])
-
-    team.for_each(by_number, [sum(block.counts) for block in blocks], row_work)
+def _sizes(blocks: Sequence[Block]) -> list[int]:
+    """Return the rows of every block."""
+    return [sum(block.counts) for block in blocks]
 
 
-def _most_rows(blocks: Sequence[Block]) -> int:
-    return max((sum(block.counts) for block in blocks), default=0)
+def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
+    """Return the rows of every block, or None for each where there are none.
+
+    Of all blocks at once: views cost a microsecond each, and several threads take turns to make them.
+    """
+    if rows is None or not blocks:
+        return [None] * len(blocks)
+    return rows[: blocks[-1].rows.stop].split(_sizes(blocks))
 
 
-def _reader(
+def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
-) -> Callable[[Block], Tensor]:
-    """Return what reads the rows of a block, each time into the same place, which is in cache."""
+) -> Callable[[], Callable[[int], Tensor]]:
+    """Return what makes, for a thread, what reads the rows of a block into the same place, in cache."""
     if index_R is None:
-        return lambda block: x_ND[block.rows]
-    place_RD = x_ND.new_empty(_most_rows(blocks), x_ND.shape[1])
-    index: Tensor = index_R
+        x_BnD = _parts(x_ND, blocks)
+        return lambda: lambda number: x_BnD[number]
+    index_Bn, make_places = _parts(index_R, blocks), _places(x_ND, x_ND.shape[1], blocks)
 
-    def read(block: Block) -> Tensor:
-        index_n = index[block.rows]
-        return torch.index_select(x_ND, 0, index_n, out=place_RD[: len(index_n)])
+    def reader() -> Callable[[int], Tensor]:
+        place_of = make_places()
+        return lambda number: torch.index_select(x_ND, 0, index_Bn[number], out=place_of(number))
 
-    return read
+    return reader
 
 
-def _part(rows: Tensor | None, block: Block) -> Any:
-    """Return the block's rows; None where there are none."""
-    return None if rows is None else rows[block.rows]
+def _places(
+    rows: Tensor, width: int, blocks: Sequence[Block]
+) -> Callable[[], Callable[[int], Tensor]]:
+    """Return what makes, for a thread, what returns room for the rows of a block.
+
+    It is the same for all blocks, so that it stays in cache, where they do not all fit.
+    """
+    sizes = _sizes(blocks)
+    if sum(sizes) * width * rows.itemsize <= SMALL_BYTES:
+        parts = _parts(rows.new_empty(sum(sizes), width), blocks)
+        return lambda: parts.__getitem__
+
+    def places() -> Callable[[int], Tensor]:
+        place = rows.new_empty(max(sizes), width)
+        return lambda number: place[: sizes[number]]
+
+    return places
 
 
 def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:

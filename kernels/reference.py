@@ -73,6 +73,11 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
 
 def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Return gather_sum on a CPU: reads rows and adds them up in one pass, in fp32 for half dtypes."""
+    # A compiled graph would be cut where the host reads.
+    is_read = len(row_of_TK) > 0 and not torch.compiler.is_compiling()
+    if is_read and row_of_TK.amin() >= 0:  # nothing is dropped: bags of K each
+        weights_TK = None if weights_TK is None else weights_TK.to(rows_RD.dtype)
+        return F.embedding_bag(row_of_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
     kept_TK = row_of_TK >= 0
     ends_T = kept_TK.sum(dim=1).cumsum(0)
     weights_N = None if weights_TK is None else weights_TK.to(rows_RD.dtype)[kept_TK]

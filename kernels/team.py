@@ -9,7 +9,6 @@ until the last expert.
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,20 +37,6 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
     Raises:
         BaseException: what a worker raised; other experts may then be done or not.
     """
-    _untraced("torch._dynamo" in sys.modules)(make_worker, counts, row_work)
-
-
-# Counts are other ones in every micro-batch. What torch.compiler.disable sets, without its import.
-for_each._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _untraced(has_dynamo: bool) -> Callable[..., None]:
-    """Return `_for_each`, whose workers torch.compile leaves alone, too, where that may be about."""
-    return torch.compiler.disable(_for_each) if has_dynamo else _for_each
-
-
-def _for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work: int) -> None:
     together, apart = _shares(counts, row_work)
     if together:
         worker = make_worker()

@@ -74,6 +74,10 @@ class FFNWeights:
         """Return the weights of tensors in the order of NAMES."""
         return cls(*tensors)
 
+    def of_each(self) -> Any:
+        """Return the same by name, each a list of every expert's tensor; None where there is none."""
+        return FFNWeights.of([None if t is None else t.unbind(0) for t in self.tensors()])
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors in the order of NAMES."""
         return tuple(getattr(self, name) for name in NAMES)
