@@ -198,7 +198,7 @@ def all_to_all_by(
     rank = dist.get_rank(group)
     out = rows.new_empty(sum(row[rank] for row in sizes_GG), *rows.shape[1:])
     with guarded(operation, group):
-        plan_choice.named(plan, group).start(rows, out, sizes_GG).wait()
+        plan_choice.named(plan, rows, group).start(rows, out, sizes_GG).wait()
     return out
 
 

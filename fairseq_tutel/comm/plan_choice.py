@@ -1,20 +1,25 @@
 """Which collective runs by which plan: by its kind, ranks, bytes and dtype; torch runs the others.
 
+On a CPU, ranks of one host run a plan in shared memory, others by messages, as all do on a GPU.
+
 What runs by a plan, and where one was there but could not be taken, is logged once. All ranks choose
 alike: what a choice depends on is the same on all, and plans are compared before (`plugin.startup`).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.comm.plan_layout import Sizes
 from fairseq_tutel.comm.plan_p2p import TwoSided
+from fairseq_tutel.comm.plan_shm import OneSided
+from fairseq_tutel.comm.shared_memory import SharedMemoryError
 from fairseq_tutel.planning.placed_plans import PlacedPlan
-from fairseq_tutel.planning.plan import REDUCING
+from fairseq_tutel.planning.plan import REDUCING, Plan
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
@@ -26,6 +31,49 @@ SUMMED = {
 }
 
 
+class _InMemory:
+    """A plan in shared memory where the group's ranks can have some, else by messages.
+
+    A call runs when it is waited for: in shared memory it ends only when all ranks have come, and some may
+    begin theirs in the middle of a backward in which others need them for something else first.
+    """
+
+    def __init__(self, name: str, plan: Plan, group: Group) -> None:
+        self.name, self.plan, self.group = name, plan, group
+        self.program: OneSided | TwoSided | None = None
+
+    def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> "_Later":
+        return _Later(lambda: self._run(own, out, sizes))
+
+    def _run(self, own: Tensor, out: Tensor, sizes: Sizes) -> None:
+        if self.program is None:
+            try:
+                self.program = OneSided(self.plan, self.group)
+                _say(f"the plan {self.name} runs in shared memory")
+            except SharedMemoryError as error:
+                self.program = TwoSided(self.plan, self.group)
+                _say(f"the plan {self.name} runs by messages: {error}")
+        self.program.start(own, out, sizes).wait()
+
+
+class _Later:
+    """What `_InMemory` has begun, as a `dist.Work` is."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run: Callable[[], None] | None = run
+
+    def is_completed(self) -> bool:
+        return self.run is None
+
+    def wait(self) -> None:
+        if self.run is not None:
+            self.run()
+            self.run = None
+
+
+Program = _InMemory | TwoSided
+
+
 class _State:
     """The plans of this process."""
 
@@ -34,7 +82,9 @@ class _State:
 
 
 # By group and digest, made at the first use.
-_programs: WeakKeyDictionary[dist.ProcessGroup, dict[str, TwoSided]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Program]] = (
+    WeakKeyDictionary()
+)
 _said: set[str] = set()
 
 
@@ -55,7 +105,7 @@ def has(collective: str, group: Group) -> bool:
     return bool(_State.plans) and bool(_fitting(collective, group))
 
 
-def chosen(collective: str, own: Tensor, operation: str, group: Group) -> TwoSided | None:
+def chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
     """Return what runs a collective, None for torch.
 
     Args:
@@ -73,16 +123,16 @@ def chosen(collective: str, own: Tensor, operation: str, group: Group) -> TwoSid
     for placed in plans:
         least, most = placed.plan.min_bytes, placed.plan.max_bytes
         if least <= num_bytes and (most is None or num_bytes <= most):
-            return _program(placed, operation, group)
+            return _program(placed, own, operation, group)
     _say(f"{operation} runs by torch where no plan of {collective} is meant for its bytes")
     return None
 
 
-def named(name: str, group: Group) -> TwoSided:
+def named(name: str, rows: Tensor, group: Group) -> Program:
     """Return what runs the all_to_all of a name, which `use` was given."""
     for placed in _fitting("all_to_all", group):
         if placed.name == name:
-            return _program(placed, "the exchange of rows", group)
+            return _program(placed, rows, "the exchange of rows", group)
     raise ValueError(
         f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but no plan of this name makes an all_to_all "
         f"of {dist.get_world_size(group)} ranks; give one to plan_choice.use (--moe-collective-plans)."
@@ -98,14 +148,13 @@ def _fitting(collective: str, group: Group) -> list[PlacedPlan]:
     ]
 
 
-def _program(placed: PlacedPlan, operation: str, group: Group) -> TwoSided:
+def _program(placed: PlacedPlan, own: Tensor, operation: str, group: Group) -> Program:
     plan, made = placed.plan, _programs.setdefault(group or _world(), {})
-    if plan.digest not in made:
-        made[plan.digest] = TwoSided(plan, group)
-    program = made[plan.digest]
-    facts = f"{program.name}, {plan.ranks} ranks, digest {plan.digest}"
-    _say(f"{operation} runs by the plan {placed.name} ({facts})")
-    return program
+    key = plan.digest, own.is_cpu
+    if key not in made:
+        made[key] = _InMemory(placed.name, plan, group) if own.is_cpu else TwoSided(plan, group)
+    _say(f"{operation} runs by the plan {placed.name} ({plan.ranks} ranks, digest {plan.digest})")
+    return made[key]
 
 
 def _world() -> dist.ProcessGroup:

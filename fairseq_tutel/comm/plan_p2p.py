@@ -137,8 +137,6 @@ class TwoSided:
         group: None for all ranks.
     """
 
-    name = "two-sided"
-
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
         self.plan, self.group, self.is_new = plan, group, True
         self.walked, self.rank = walk(plan), dist.get_rank(group)

@@ -73,9 +73,7 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
         plain = loaded(tmp_path / "torch")
         assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-6, abs=1e-7)
         same_weights(plain["model"], got["model"], adam=True)
-    said = [
-        "the exchange of rows runs by the plan two_hops_all_to_all_2 (two-sided, 2 ranks, digest "
-    ]
+    said = ["the exchange of rows runs by the plan two_hops_all_to_all_2 (2 ranks, digest "]
     if flags:
         said += [
             f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "
