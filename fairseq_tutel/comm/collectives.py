@@ -166,7 +166,7 @@ def start_send(
 ) -> Started:
     """Begin to send a tensor to a rank of the group; it may not be written before it has left."""
     with guarded(operation, group):
-        work: Any = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+        work: Any = dist.isend(tensor, world.rank_in_job(peer, group), group, tag)
         return Started(work, operation, group)
 
 
@@ -175,7 +175,7 @@ def start_receive(
 ) -> Started:
     """Begin to receive a tensor from a rank of the group."""
     with guarded(operation, group):
-        work: Any = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+        work: Any = dist.irecv(tensor, world.rank_in_job(peer, group), group, tag)
         return Started(work, operation, group)
 
 

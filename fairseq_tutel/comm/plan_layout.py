@@ -18,8 +18,7 @@ from fairseq_tutel.planning.plan import Place, Plan, Step
 from fairseq_tutel.planning.plan_order import order_of
 from fairseq_tutel.planning.plan_shape import size_on
 
-# Elements of a shard; of an all_to_all also of every block, by source and destination, 0 where this rank
-# need not know.
+# Elements of a shard; of an all_to_all also of every block, by source and destination.
 Sizes = int | tuple[tuple[int, ...], ...]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fairseq_tutel.comm.plan_layout import Layout, Move, Piece, Sizes, walk
 from fairseq_tutel.planning.plan import Plan
+from fairseq_tutel.ranks import world
 
 MOST_SIZES = 256  # for which a plan stays compiled
 HALF = (torch.float16, torch.bfloat16)
@@ -105,8 +106,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _operation(self, direction: Any, tensor: Tensor, rank: int) -> dist.P2POp:
-        peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
-        return dist.P2POp(direction, tensor, peer, self.group)
+        return dist.P2POp(direction, tensor, world.rank_in_job(rank, self.group), self.group)
 
     def _view(self, run: Run) -> Tensor:
         buffer, start, length = run

@@ -4,13 +4,11 @@ C chunks of a shard. Calls are cut into slices of every chunk, each the plan run
 stays small, and in the processor's caches. An element belongs to the same chunk in any slice, so that
 sums have one order, whatever the size. What a rank does in a slice is a list for each lane (`plan_steps`),
 made once for a size. Lanes take turns: one that would wait lets another go on.
-
-Blocks of unequal sizes (an all_to_all's) are told to all ranks first: whoever forwards needs to know.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,13 +56,14 @@ class Slice(NamedTuple):
     Attributes:
         offset: from the first slice, in elements of each chunk.
         steps: what this rank does.
-        regions: by parity, the views that are not the caller's, for numpy and for torch.
+        regions: by parity, when it first comes, the views that are not the caller's, for numpy and for
+            torch.
         callers: the others.
     """
 
     offset: int
     steps: Steps
-    regions: list[tuple[list[Array], list[Tensor | None]]]
+    regions: dict[int, tuple[list[Array], list[Tensor | None]]]
     callers: list[View]
 
 
@@ -114,7 +113,7 @@ class OneSided:
         self._sent, self._taken = [0] * channels, [0] * channels
         self._posted: dict[int, int] = defaultdict(int)
         self._calls = 0
-        self._of_shards = lru_cache(MOST_SIZES)(self._compiled)
+        self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Done:
         """Run the plan, which is over then.
@@ -122,22 +121,18 @@ class OneSided:
         Args:
             own: `in`, contiguous, elements along its first dimension; not written.
             out: likewise, another one.
-            sizes: elements of a shard, or of every block of an all_to_all, 0 where this rank need not
-                know.
+            sizes: elements of a shard, or of every block of an all_to_all; the same on all ranks.
 
         Raises:
             DistBackendError: a rank has ended, or did not come within the time-out of groups.
-            ValueError: tensors, or what other ranks send, do not fit the sizes.
+            ValueError: tensors do not fit the sizes.
         """
         shape = own.shape if own.dim() > 1 else out.shape
         width = shape[1:].numel() if len(shape) > 1 else 1
-        is_even = isinstance(sizes, int)
-        sizes = sizes if isinstance(sizes, int) else self._agreed(sizes)
-        longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
-        needed = -(-longest // self.plan.chunks) * width * own.element_size()
+        needed = self._longest(sizes) * width * own.element_size()
         if self._slot < min(needed, self._most):
             self._grow(needed)
-        compiled = (self._of_shards if is_even else self._compiled)(sizes, width, own.dtype)
+        compiled = self._for_sizes(sizes, width, own.dtype)
         flat = {"in": _flat(own), "out": _flat(out)}
         for buffer, elements in compiled.elements.items():
             if flat[buffer].numel() != elements:
@@ -158,20 +153,18 @@ class OneSided:
                 total[rank] += elements * dtype.itemsize
         return dict(total)
 
-    def _agreed(self, sizes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        told = self.memory.exchange(sizes[self.rank])
-        for source, row in enumerate(told):
-            if row[self.rank] != sizes[source][self.rank]:
-                raise ValueError(
-                    f"Rank {self.rank} of the group expects {sizes[source][self.rank]} elements of "
-                    f"rank {source}, which sends {row[self.rank]}."
-                )
-        return tuple(map(tuple, told))
+    def _longest(self, sizes: Sizes) -> int:
+        """Return the elements of the longest chunk of all ranks, which so take as many slices."""
+        longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
+        return -(-longest // self.plan.chunks)
 
     def _run(self, each: Slice, flat: dict[str, Tensor], moved: dict[str, Array]) -> None:
         self._calls += 1
         steps = each.steps
-        inner_arrays, inner_tensors = each.regions[self._calls % 2]
+        parity = self._calls % 2
+        if parity not in each.regions:
+            each.regions[parity] = self._region(steps, parity, flat["in"].dtype)
+        inner_arrays, inner_tensors = each.regions[parity]
         arrays, tensors = inner_arrays.copy(), inner_tensors.copy()
         for number, (buffer, _, start, length) in enumerate(each.callers, len(arrays)):
             first = start + each.offset
@@ -254,7 +247,7 @@ class OneSided:
             slots.pop()
             self._most = slots[-1]  # smaller slices do as well
         self._slot = slots[-1]
-        self._of_shards.cache_clear()
+        self._for_sizes.cache_clear()
 
     def _array(self, view: View, parity: int, dtype: torch.dtype) -> Array:
         region = self.memory.region(view.rank)
@@ -272,7 +265,7 @@ class OneSided:
             buffer: [width * start for start in layout.starts(self.rank, buffer)]
             for buffer in ("in", "out")
         }
-        longest, window = max(lengths.values(), default=0), self._slot // dtype.itemsize
+        longest, window = self._longest(sizes) * width, self._slot // dtype.itemsize
         made: dict[tuple[int, ...], Slice] = {}
         slices = []
         for offset in range(0, longest, window):
@@ -280,22 +273,20 @@ class OneSided:
             key = tuple(cut.values())
             if key not in made:
                 steps = self._program.steps(cut, starts, min(longest, window))
-                made[key] = self._slice(steps, dtype)
+                callers = [view for view in steps.views if view.is_callers]
+                made[key] = Slice(0, steps, {}, callers)
             slices.append(made[key]._replace(offset=offset))
         used = {view.buffer for each in slices for view in each.callers}
         return Compiled(slices, {buffer: starts[buffer][-1] for buffer in sorted(used)})
 
-    def _slice(self, steps: Steps, dtype: torch.dtype) -> Slice:
-        inner = [view for view in steps.views if not view.is_callers]
-        regions = []
-        for parity in (0, 1):
-            arrays = [self._array(view, parity, dtype) for view in inner]
-            tensors = [
-                torch.from_numpy(array).view(dtype) if number in steps.summed else None
-                for number, array in enumerate(arrays)
-            ]
-            regions.append((arrays, tensors))
-        return Slice(0, steps, regions, steps.views[len(inner) :])
+    def _region(
+        self, steps: Steps, parity: int, dtype: torch.dtype
+    ) -> tuple[list[Array], list[Tensor | None]]:
+        arrays = [self._array(view, parity, dtype) for view in steps.views if not view.is_callers]
+        return arrays, [
+            torch.from_numpy(array).view(dtype) if number in steps.summed else None
+            for number, array in enumerate(arrays)
+        ]
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -307,5 +298,6 @@ def _for_numpy(flat: Tensor) -> Array:
     return (flat if flat.dtype in OF_NUMPY else flat.view(INTEGERS[flat.itemsize])).numpy()
 
 
+@cache
 def _type_of_numpy(dtype: torch.dtype) -> Any:
     return _for_numpy(torch.empty(0, dtype=dtype)).dtype

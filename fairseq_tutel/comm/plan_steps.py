@@ -69,7 +69,7 @@ class Program:
         rank: whose program.
 
     Attributes:
-        kinds: of all chunks that are moved, on all ranks.
+        kinds: of all chunks that this rank moves, or that others put here.
         staged: slots of `staged`.
         packets: chunks of packets that a region holds, once.
         lanes: of each its steps, and what they move.
@@ -80,7 +80,8 @@ class Program:
 
     def __init__(self, walked: Walked, rank: int) -> None:
         self.plan, self.rank = walked.plan, rank
-        self.kinds = sorted({kind for move in walked.moves for kind in move.kinds})
+        ours = (move for move in walked.moves if rank in (move.rank, move.target))
+        self.kinds = sorted({kind for move in ours for kind in move.kinds})
         at = {(move.rank, move.lane, move.index): move for move in walked.moves}
         self.lanes = [
             [(step, at.get((rank, lane, index))) for index, step in enumerate(steps)]

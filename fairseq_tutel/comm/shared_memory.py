@@ -96,17 +96,6 @@ class SharedMemory:
         for rank in range(self.ranks):
             self.wait(rank * WORDS_OF_LINE, self._meetings, rank)
 
-    def exchange(self, own: Sequence[int]) -> list[list[int]]:
-        """Return every rank's N numbers."""
-        count = self.ranks
-        # Doubled: a rank that is ahead by one exchange does not write what a slower one reads.
-        start = (count + 1) * WORDS_OF_LINE + (self._meetings % 2) * count * count
-        for index, number in enumerate(own):
-            self.words[start + self.rank * count + index] = number
-        self.meet()
-        told = self.words[start : start + count * count].tolist()
-        return [told[row : row + count] for row in range(0, count * count, count)]
-
     def grow(self, size: int) -> bool:
         """Let regions have more bytes; return whether there were as many. Their contents are lost.
 
@@ -179,9 +168,7 @@ class Backoff:
 
     def _names(self, ranks: Iterable[int]) -> str:
         group = self._memory.group
-        return name_ranks(
-            sorted(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
-        )
+        return name_ranks(sorted(world.rank_in_job(rank, group) for rank in ranks))
 
 
 def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
@@ -229,8 +216,7 @@ def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) ->
 
 def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
     """Return the caller's first line, the first byte of the regions, and all bytes."""
-    # A line for each rank's meetings, one for what rank 0 allocated, and numbers, twice.
-    first = ranks + 1 + -(-2 * ranks * ranks // WORDS_OF_LINE)
+    first = ranks + 1  # a line for each rank's meetings, and one for what rank 0 allocated
     start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
     return first, start, start + ranks * _whole_pages(region)
 

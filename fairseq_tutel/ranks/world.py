@@ -31,6 +31,11 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
+    """Return which rank of the job a rank of a group is; a group of None is all ranks."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
 def told_by_all(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what every rank of a group tells, by rank. Collective.
 
@@ -50,9 +55,8 @@ def told_by_first(own: Any, operation: str, group: dist.ProcessGroup | None = No
     """Return what the first rank of a group tells, None for all ranks. Collective; see `told_by_all`."""
     told = [own]
     if size() > 1:
-        source = 0 if group is None else dist.get_global_rank(group, 0)
         with guarded(operation, group):
-            dist.broadcast_object_list(told, src=source, group=group)
+            dist.broadcast_object_list(told, src=rank_in_job(0, group), group=group)
     return told[0]
 
 

@@ -94,25 +94,6 @@ def test_blocks_of_any_size_cross_as_torch_brings_them(ranks, seed):
     assert ranks(4).run(ragged, seed) == [[True, True]] * 4
 
 
-def own_blocks_alone():
-    """A direct plan where a rank knows what it sends and gets, and no more."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    sizes = tuple(
-        tuple((s + 2 * d) % 3 if rank in (s, d) else 0 for d in range(n)) for s in range(n)
-    )
-    rows = data(rank, sum(sizes[rank]))
-    receive = [row[rank] for row in sizes]
-    wanted = rows.new_empty(sum(receive))
-    dist.all_to_all_single(wanted, rows, receive, list(sizes[rank]))
-    return torch.equal(
-        run(TwoSided(make("linear", "all_to_all", n), None), rows, len(wanted), sizes), wanted
-    )
-
-
-def test_who_sends_directly_need_not_know_the_blocks_of_others(ranks):
-    assert ranks(4).run(own_blocks_alone) == [True] * 4
-
-
 def bytes_sent(m):
     """Return of every plan the bytes from this rank to others, and the most messages of a round."""
     found, original = [], dist.batch_isend_irecv
