@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from benchmarks.cluster import network, ranks
@@ -21,7 +22,7 @@ def main() -> int:
     """Measure; return 0 also where nothing may be measured, which is said."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster",
-        description="Measure the MoE layer on an emulated cluster of network namespaces.",
+        description="Measure the MoE layer, or collectives, on an emulated cluster of network namespaces.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_options(parser)
@@ -29,6 +30,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         settings = settings_of(arguments)
+        if settings.collectives is not None:
+            _wiring().networks(settings.collectives)
         _refuse_unwritable(arguments.json)
     except ValueError as error:
         parser.error(str(error))
@@ -42,12 +45,13 @@ def main() -> int:
 
 
 def _measure(settings: Settings, path: Path | None) -> int:
-    begin, trouble = time.monotonic(), ""
+    begin, trouble, rows = time.monotonic(), "", []
     try:
-        with network.network(settings.nodes, settings.rate_mbit):
-            rows = ranks.run(settings)
+        for found in _runs(settings):
+            rows += found
     except ranks.RankError as error:
-        rows, trouble = error.rows, str(error)
+        rows += error.rows
+        trouble = str(error)
     config = _config(settings, time.monotonic() - begin)
     print(", ".join(f"{name} {value}" for name, value in config.items()))
     print(report(rows))
@@ -57,6 +61,25 @@ def _measure(settings: Settings, path: Path | None) -> int:
     if path is not None:
         path.write_text(json.dumps(_by_section(config, rows), indent=1) + "\n")
     return 0
+
+
+def _runs(settings: Settings) -> Iterator[list[ranks.Row]]:
+    """Yield what is measured in each network."""
+    if settings.collectives is None:
+        with network.network(settings.nodes, settings.rate_mbit):
+            yield ranks.run(settings)
+        return
+    wiring = _wiring()
+    for topology in wiring.networks(settings.collectives):
+        with wiring.wired(topology, settings.unit_mbit):
+            yield ranks.run(wiring.within(settings, topology))
+
+
+def _wiring() -> ModuleType:
+    # It imports torch with the package, which what else is done here goes without.
+    from benchmarks.cluster import wiring
+
+    return wiring
 
 
 def _by_section(config: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Nodes of the emulated cluster: network namespaces on a bridge, every link limited both ways.
+"""The emulated cluster: network namespaces whose links are limited both ways.
 
-The bridge is in a namespace of its own, so that nothing of it is in the machine's network, and removing
-the namespaces removes it all. Names hold the process that made them: what a killed run leaves
-behind is found, and removed by the next one.
+Nodes hang on a bridge (other networks: `benchmarks.cluster.wiring`). It is in a namespace of its own, so
+that nothing of it is in the machine's network, and removing the namespaces removes it all. Names hold the
+process that made them: what a killed run leaves behind is found, and removed by the next one.
 """
 
 import atexit
@@ -18,6 +18,7 @@ from tempfile import gettempdir
 
 PREFIX = "moe-cluster"
 INTERFACE = "eth0"
+MOST_NODES = 200  # which one subnet holds
 # Jumbo frames: a fifth of the packets for the same bytes, on cores that the ranks need.
 MTU = 9000
 # The bucket is small against a message, which would else leave at once; it holds two frames at least.
@@ -59,16 +60,23 @@ def network(nodes: int, rate_mbit: float) -> Iterator[None]:
     Raises:
         CalledProcessError: a command of ip or tc failed; its stderr says why.
     """
+    with removed_in_the_end():
+        switch = f"{PREFIX}-{os.getpid()}-switch"
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "mtu", str(MTU), "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for node in range(nodes):
+            _add_node(node, switch, rate_mbit)
+        yield
+
+
+@contextmanager
+def removed_in_the_end() -> Iterator[None]:
+    """Remove what runs that are no more have left, now, and what this one has made, in the end."""
     sweep()
     # Should a second signal cut the removal below short.
     atexit.register(_remove)
     try:
-        switch = f"{PREFIX}-{os.getpid()}-switch"
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "bridge", "mtu", str(MTU), "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
-        for node in range(nodes):
-            _add_node(node, switch, rate_mbit)
         yield
     finally:
         _remove()
@@ -90,24 +98,25 @@ def _is_left_over(name: str) -> bool:
 
 def _add_node(node: int, switch: str, rate_mbit: float) -> None:
     name, port = namespace(node), f"port{node}"
-    _ip("netns", "add", name)
+    ip("netns", "add", name)
     ours = ["name", INTERFACE, "netns", name, "mtu", str(MTU)]
     theirs = ["name", port, "netns", switch, "mtu", str(MTU)]
-    _ip("link", "add", *ours, "type", "veth", "peer", *theirs)
-    _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-    _ip("-n", name, "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
+    ip("link", "add", *ours, "type", "veth", "peer", *theirs)
+    ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+    ip("-n", name, "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
     for link in ("lo", INTERFACE):
-        _ip("-n", name, "link", "set", link, "up")
+        ip("-n", name, "link", "set", link, "up")
     # Outward at the node, inward at the bridge's port: several senders to one node share its link.
-    _limit(name, INTERFACE, rate_mbit)
-    _limit(switch, port, rate_mbit)
+    limit(name, INTERFACE, rate_mbit)
+    limit(switch, port, rate_mbit)
 
 
-def _limit(where: str, interface: str, rate_mbit: float) -> None:
+def limit(where: str, interface: str, rate_mbit: float) -> None:
+    """Limit what a namespace sends over an interface."""
     bits = round(rate_mbit * 1e6)
     burst = max(SMALLEST_BURST, round(bits / 8 * BURST_SECONDS))
     limits = ["rate", f"{bits}bit", "burst", str(burst), "limit", str(QUEUE_BYTES)]
-    _run("tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
+    run("tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
 
 
 def _remove() -> None:
@@ -130,9 +139,11 @@ def _namespaces() -> list[str]:
     return list(chain.from_iterable(line.split()[:1] for line in listed.splitlines()))
 
 
-def _ip(*words: str) -> None:
-    _run("ip", *words)
+def ip(*words: str) -> None:
+    """Run `ip`."""
+    run("ip", *words)
 
 
-def _run(*words: str) -> None:
+def run(*words: str) -> None:
+    """Run a command, of which nothing is seen but why it failed."""
     subprocess.run(words, check=True, capture_output=True, text=True)

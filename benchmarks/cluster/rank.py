@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.cluster.collectives import collectives
 from benchmarks.cluster.delay import delayed_messages
 from benchmarks.cluster.messages import all_to_alls, links
 from benchmarks.cluster.overlap import overlaps
@@ -22,6 +23,7 @@ SECTIONS = {
     "overlap": overlaps,
     "tuner": tuning,
     "training": training,
+    "collectives": collectives,
 }
 
 

@@ -4,11 +4,14 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 
+from benchmarks.cluster.network import MOST_NODES
+
 SECTIONS = ("links", "a2a", "overlap", "tuner")
 NEEDS_FAIRSEQ = ("training",)  # and takes longer: asked for by name
+NETWORKS = ("boxes:2x4:10:1", "cluster:2x4:10:1", "benchmarks/cluster/line.json")
 AT_LEAST_1 = (
     *("local", "rate_mbit", "sizes_kib", "repeats", "experts", "model_dim", "hidden_dim", "tokens"),
-    *("overlaps", "overlap_tokens", "overlap_hidden_dim", "limit_s"),
+    *("overlaps", "overlap_tokens", "overlap_hidden_dim", "limit_s", "unit_mbit", "shard_kib"),
 )
 
 
@@ -32,6 +35,9 @@ class Settings:
     repeats: int
     limit_s: float
     sections: tuple[str, ...]
+    collectives: tuple[str, ...] | None
+    unit_mbit: float
+    shard_kib: int
 
     @property
     def world_size(self) -> int:
@@ -122,6 +128,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=list(SECTIONS),
         help="what to measure",
     )
+    add(
+        "--collectives",
+        nargs="*",
+        metavar="NETWORK",
+        help="measure, instead, collectives by a forest, a ring and gloo itself over each of these "
+        f"networks, a name or a FILE.json; without one, {', '.join(NETWORKS)}",
+    )
+    add("--unit-mbit", type=float, default=16, help="of their links of bandwidth 1, in Mbit/s")
+    add(
+        "--shard-kib",
+        type=int,
+        default=512,
+        help="of a rank in an all-gather; in an all-reduce of N ranks it has N of them",
+    )
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -138,8 +158,10 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         _at_least(settings, name, 0)
     for name in AT_LEAST_1:
         _at_least(settings, name, 1)
-    if settings.nodes > 200:
-        raise ValueError(f"--nodes is {settings.nodes}; give at most 200, which one subnet holds.")
+    if settings.nodes > MOST_NODES:
+        raise ValueError(
+            f"--nodes is {settings.nodes}; give at most {MOST_NODES}, which one subnet holds."
+        )
     if settings.world_size % settings.experts and settings.experts % settings.world_size:
         raise ValueError(
             f"--experts is {settings.experts}, which gives {settings.world_size} ranks unequal parts; give "

@@ -153,6 +153,26 @@ def _trainings(rows: list[Row]) -> str:
     )
 
 
+def _collectives(rows: list[Row]) -> str:
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["network"], row["collective"]), {})[row["by"]] = row
+    return _table(
+        {
+            "network": [network for network, _ in cells],
+            "collective": [collective for _, collective in cells],
+            "KiB a shard": [row["forest"]["shard_bytes"] // 1024 for row in cells.values()],
+            **{
+                f"{by}: predicted, measured, ms": [
+                    f"{1e3 * row[by]['predicted']:.0f}, {_ms(row[by])}" for row in cells.values()
+                ]
+                for by in ("forest", "ring")
+            },
+            "gloo": [_ms(row["gloo"]) for row in cells.values()],
+        }
+    )
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "links": ("Links, every pair of ranks at once", _links),
     "a2a": ("All-to-all", _all_to_alls),
@@ -160,6 +180,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "static": ("Static choices: a step by r, d and algorithm", _static),
     "tuner": ("Tuner", _tuners),
     "training": ("An update of a language model by fairseq's Trainer", _trainings),
+    "collectives": ("Collectives over a network's links", _collectives),
 }
 
 

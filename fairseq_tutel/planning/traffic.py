@@ -50,7 +50,7 @@ def turned_rings(network: Network) -> Load:
 def routed(network: Network, messages: Load) -> Load:
     """Return what every link has to carry of messages between ranks."""
     loads: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
-    before = {source: _ways(network, source) for source in {source for source, _ in messages}}
+    before = {source: ways(network, source) for source in {source for source, _ in messages}}
     for (source, target), amount in messages.items():
         vertex = target
         while vertex != source:
@@ -59,7 +59,7 @@ def routed(network: Network, messages: Load) -> Load:
     return loads
 
 
-def _ways(network: Network, source: int) -> dict[int, int]:
+def ways(network: Network, source: int) -> dict[int, int]:
     """Return for every vertex the one before it on the way from a source (Dijkstra)."""
     before: dict[int, int] = {}
     found = [(Fraction(0), 0, source, source)]

@@ -2,8 +2,9 @@
 
 Covered: the tables and the file of a small run, and that links limit what crosses nodes; no namespace
 after a run that ends, is asked to end, loses a rank, or takes too long; the ranks of a killed run end,
-and the next run removes its namespaces; a delay, by its messages; which choices are compared last; options
-that no cluster can have; no right to make namespaces, which also skips these tests, with the reason.
+and the next run removes its namespaces; a delay, by its messages; which choices are compared last;
+collectives over a network's links take what they can, and the ways of the forest; options that no cluster
+can have; no right to make namespaces, which also skips these tests, with the reason.
 """
 
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from fairseq_tutel.planning.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.cluster"]
+COLLECTIVES = ("all_gather", "all_reduce")
 SMALL = [
     *("--repeats", "1", "--model-dim", "16", "--tokens", "8"),
     *("--hidden-dim", "16", "--overlap-hidden-dim", "16", "--overlap-tokens", "8"),
@@ -176,6 +179,58 @@ def test_a_delay_is_paid_for_every_message_and_a_killed_run_is_swept(started, tm
         assert row["seconds_min"] >= {"linear": 0.1, "2dh": 0.05}[row["algorithm"]]
 
 
+@pytest.mark.long
+def test_collectives_take_what_their_links_allow(tmp_path):
+    words = ("--collectives", "benchmarks/cluster/line.json", "--shard-kib", "128")
+    code, output, errors = run(*words, "--json", str(tmp_path / "out.json"))
+    assert code == 0, errors
+    rows = json.loads((tmp_path / "out.json").read_text())["collectives"]
+    assert [(row["collective"], row["by"]) for row in rows] == [
+        (collective, by) for collective in COLLECTIVES for by in ("forest", "ring", "gloo")
+    ]
+    for row in rows:
+        # At 16 Mbit/s; what a link lets through at once after a pause is a tenth of a message at most.
+        least = {"all_gather": 2, "all_reduce": 3}[row["collective"]] * 128 * 1024 / 2e6
+        assert row["seconds"] > 0.9 * least
+    assert "line of 3" in output
+
+
+def test_collectives_are_foretold_over_the_ways_that_they_take(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.cluster.collectives import foretold, plans_of
+    from benchmarks.cluster.settings import NETWORKS
+    from benchmarks.cluster.wiring import networks, next_hops
+    from fairseq_tutel.planning.forest import grow
+
+    with pytest.raises(ValueError, match="star:200 has 201 GPUs and switches; give a network of"):
+        networks(["star:200"])
+    monkeypatch.chdir(ROOT)
+    found = {}
+    for name, network in zip(NETWORKS, networks([]), strict=True):
+        hops = next_hops(network)
+        paths = [
+            path
+            for routes in grow(network).routes
+            for pieces in routes.values()
+            for path, _ in pieces
+        ]
+        assert paths and all(hops[a, path[-1]] == b for path in paths for a, b in pairwise(path))
+        # A shard of 1 MB over links of 1 MB/s for each unit, and a second for 1000 trips.
+        for by, plan in plans_of(network, "all_gather").items():
+            told = foretold(network, plan, 1_000_000, 8, 1e-3)
+            found[name, by] = told["busiest"], round(told["predicted"], 6)
+    boxes, cluster, line = NETWORKS
+    assert found == {
+        # In a box 3 messages at once, then 3 of what has come from the other box.
+        (boxes, "forest"): (1, 1.303),
+        (boxes, "ring"): (7, 7.008),
+        (cluster, "forest"): (4, 4.303),
+        (cluster, "ring"): (7, 7.008),
+        (line, "forest"): (2, 2.003),
+        (line, "ring"): (2, 2.003),
+    }
+
+
 def test_the_last_comparison_is_of_all_that_may_be_the_best(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.cluster.tuning import close_to_best, repeats_of
@@ -197,6 +252,7 @@ def test_the_last_comparison_is_of_all_that_may_be_the_best(monkeypatch):
         (["--experts", "3"], "--experts is 3, which gives 4 ranks unequal parts"),
         (["--experts", "1", "--hidden-dim", "6"], "--hidden-dim is 6, which 4 ranks"),
         (["--overlaps", "2"], "--overlaps is 2; give 1 too"),
+        (["--collectives", "nowhere:2"], "nowhere:2 is no network"),
         (["--json", "no/such/folder/out.json"], "which cannot be written"),
     ],
 )

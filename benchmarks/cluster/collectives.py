@@ -1,0 +1,133 @@
+"""Collectives by a forest, by a ring and by gloo itself, over links that bind, beside what is predicted.
+
+Forest and ring are plans, run over two-sided messages. Predicted is depth times alpha, and the busiest link
+of every round (docs/plans.md). Beside it the busiest link of all rounds together, which is what there would
+be if all links could always work: of the forest of an all-gather T*, below which no schedule is.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.cluster.settings import Settings
+from benchmarks.cluster.timing import Step, interleaved, summary
+from fairseq_tutel.comm.plan_p2p import TwoSided
+from fairseq_tutel.planning.forest import grow_for
+from fairseq_tutel.planning.network import Network, from_json
+from fairseq_tutel.planning.plan import Plan
+from fairseq_tutel.planning.plan_check import check
+from fairseq_tutel.planning.schedule.forest import forest
+from fairseq_tutel.planning.schedule.ring import ring
+from fairseq_tutel.planning.traffic import busiest, routed, sent
+
+COLLECTIVES = ("all_gather", "all_reduce")
+FLOAT_BYTES = 4
+Form = Callable[[Tensor, Tensor], object]
+
+
+def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield the time of every collective by every way."""
+    assert settings.collectives, "a rank gets the network that it is in"
+    network = from_json(json.loads(settings.collectives[0]))
+    shard_bytes = 1024 * settings.shard_kib
+    alpha = alpha_of(network.ranks, settings.more_repeats)
+    for collective in COLLECTIVES:
+        plans = plans_of(network, collective)
+        forms = {name: _by_plan(plan) for name, plan in plans.items()} | {"gloo": GLOO[collective]}
+        for name, times in measured(collective, shard_bytes, forms, settings.repeats).items():
+            row = {
+                "section": "collectives",
+                "network": network.name,
+                "collective": collective,
+                "shard_bytes": shard_bytes,
+                "by": name,
+                "alpha": alpha,
+                **summary(times),
+            }
+            if name in plans:
+                row |= foretold(network, plans[name], shard_bytes, settings.unit_mbit, alpha)
+            yield row
+
+
+def plans_of(network: Network, collective: str) -> dict[str, Plan]:
+    """Return the plans that are compared."""
+    return {
+        "forest": forest(collective, *grow_for(network, collective)),
+        "ring": ring(collective, network.ranks),
+    }
+
+
+def foretold(
+    network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float
+) -> dict[str, Any]:
+    """Return the seconds of a plan by rounds, and by the busiest link alone.
+
+    Args:
+        network: the links.
+        plan: of its ranks.
+        shard_bytes: of a rank, before an all-gather.
+        unit_mbit: of a link of bandwidth 1.
+        alpha: seconds of a trip.
+    """
+    size = shard_bytes * (network.ranks if plan.collective == "all_reduce" else 1)
+    unit = 1e6 * unit_mbit / 8
+    report = check(plan)
+    loads = tuple(routed(network, load) for load in report.loads)
+    slowness = {link[:2]: 1 / (unit * link.bandwidth) for link in network.links}
+    return {
+        "predicted": replace(report, loads=loads).predicted(size, alpha, slowness),
+        "busiest": float(busiest(network, routed(network, sent(plan)))) * size / unit,
+        "depth": report.depth,
+    }
+
+
+def alpha_of(ranks: int, repeats: int) -> float:
+    """Return the seconds of a trip: of an all-gather of a float a rank by the ring, over its depth."""
+    forms = {"ring": _by_plan(ring("all_gather", ranks))}
+    return median(measured("all_gather", FLOAT_BYTES, forms, repeats)["ring"]) / ranks
+
+
+def measured(
+    collective: str, shard_bytes: int, forms: dict[str, Form], repeats: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every form.
+
+    Raises:
+        RuntimeError: one has given a wrong result.
+    """
+    ranks, rank, shard = dist.get_world_size(), dist.get_rank(), shard_bytes // FLOAT_BYTES
+    owners = torch.arange(ranks, dtype=torch.float32).repeat_interleave(shard)
+    if collective == "all_gather":
+        own, right = torch.full((shard,), float(rank)), owners
+    else:
+        own, right = owners + rank, ranks * owners + sum(range(ranks))
+    outs = {name: torch.empty_like(right) for name in forms}
+    steps: dict[str, Step] = {name: partial(form, own, outs[name]) for name, form in forms.items()}
+    times = interleaved(steps, repeats)
+    for name, out in outs.items():
+        if not torch.equal(out, right):
+            raise RuntimeError(f"{collective} by {name} gave a wrong result on rank {rank}.")
+    return times
+
+
+def _by_plan(plan: Plan) -> Form:
+    program = TwoSided(plan, None)
+    return lambda own, out: program.start(own, out, own.numel()).wait()
+
+
+def _all_reduce(own: Tensor, out: Tensor) -> None:
+    out.copy_(own)
+    dist.all_reduce(out)
+
+
+GLOO: dict[str, Form] = {
+    "all_gather": lambda own, out: dist.all_gather_into_tensor(out, own),
+    "all_reduce": _all_reduce,
+}
