@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = 1
-# Of what a name asks for.
+# GPUs that a name may ask for.
 MOST = 512
+# A link's bandwidth, of bytes a second, too.
+WIDEST = 10**15
 
 
 class Link(NamedTuple):
@@ -29,13 +31,11 @@ class Link(NamedTuple):
         source: its vertex.
         target: its vertex.
         bandwidth: in the network's unit.
-        latency_us: microseconds of a message, however small; 0 where nobody has said.
     """
 
     source: int
     target: int
     bandwidth: int
-    latency_us: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def read(path: Path) -> Network:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{path} can not be read as a network ({error}).") from error
     try:
         return from_json(data)
@@ -146,15 +146,7 @@ def to_json(network: Network) -> dict[str, Any]:
         "unit": network.unit,
         "gpus": [{"name": name, "host": host, "local": local} for name, (host, local) in gpus],
         "switches": list(names[network.ranks :]),
-        "links": [
-            [
-                names[x.source],
-                names[x.target],
-                x.bandwidth,
-                *([x.latency_us] if x.latency_us else []),
-            ]
-            for x in network.links
-        ],
+        "links": [[names[x.source], names[x.target], x.bandwidth] for x in network.links],
     }
 
 
@@ -237,21 +229,20 @@ def _gpu_of(data: Any) -> tuple[int, int, str]:
 def _link_of(data: Any, index: Mapping[str, int]) -> Link:
     _demand(
         isinstance(data, list)
-        and len(data) in (3, 4)
+        and len(data) == 3
         and all(isinstance(name, str) for name in data[:2]),
-        f"{data!r} is no link, as [from, to, bandwidth] or [from, to, bandwidth, latency in us]",
+        f"{data!r} is no link, as [from, to, bandwidth]",
     )
-    source, target, bandwidth = data[:3]
-    latency = data[3] if len(data) == 4 else 0.0
+    source, target, bandwidth = data
     where = f"the link from {source} to {target}"
     for name in (source, target):
         _demand(name in index, f"{where} names {name!r}, which is no vertex")
     _demand(source != target, f"{where} ends where it begins")
-    is_whole = _is_whole(bandwidth) and bandwidth > 0
-    _demand(is_whole, f"{where} has the bandwidth {bandwidth!r}, no whole number above 0")
-    is_time = isinstance(latency, int | float) and not isinstance(latency, bool) and latency >= 0
-    _demand(is_time, f"{where} has the latency {latency!r}, no microseconds from 0 on")
-    return Link(index[source], index[target], bandwidth, float(latency))
+    is_width = _is_whole(bandwidth) and 0 < bandwidth <= WIDEST
+    _demand(
+        is_width, f"{where} has the bandwidth {bandwidth!r:.40}, no whole number from 1 to {WIDEST}"
+    )
+    return Link(index[source], index[target], bandwidth)
 
 
 def _is_whole(value: Any) -> bool:
@@ -319,7 +310,9 @@ def cluster(nodes: int, local: int, inside: int, between: int) -> Network:
     return _made(nodes, local, [*names, "bridge"], links, "units")
 
 
-# xGMI links between the 16 dies of a box of eight MI250 (Zhao et al. 2024): of a half, and between halves.
+# xGMI links between the 16 dies of a box of eight MI250, of a half, and between halves: as ForestColl's
+# authors have them in their public repository (github.com/liangyuRain/ForestColl, mi250_topology) and in the
+# paper (Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
     (5, 6, 1), (5, 7, 1),

@@ -352,7 +352,8 @@ def _program_of(data: Any, rank: int) -> tuple[Lane, ...]:
 def _step_of(data: Any, where: str) -> Step:
     _demand(isinstance(data, Mapping), f"{where} is no JSON object")
     op = data.get("op")
-    _demand(op in OPERATIONS, f"{where} has the unknown operation {op!r}")
+    known = isinstance(op, str) and op in OPERATIONS
+    _demand(known, f"{where} has the unknown operation {op!r}")
     wanted = {"op", *OPERATIONS[op]}
     _demand(
         set(data) == wanted, f"{where}, a {op}, has the fields {sorted(data)}, not {sorted(wanted)}"
@@ -380,8 +381,8 @@ def _is_list(data: Any) -> bool:
 
 
 def _number(value: Any, what: str, least: int = 0) -> int:
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _demand(is_number, f"{what} is {value!r}, no whole number from {least} on")
+    is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62
+    _demand(is_number, f"{what} is {value!r:.40}, no whole number from {least} to 2^62")
     return int(value)
 
 
