@@ -146,6 +146,7 @@ class _Splitting:
             if inside in (with_switch, with_both):
                 return 0
         # From u and t and the source to the switch and a rank; and the other way round.
+        narrowest = 0
         for start, end in ((u, switch), (switch, t)):
             if not most:
                 break
@@ -153,29 +154,34 @@ class _Splitting:
             graph.add(start, self.source, self.endless)
             if u != t:
                 graph.add(u, t, self.endless)
-            most = self._least(graph, start, end, with_both if start == u else 0, most)
+            without = with_both if start == u else 0
+            most, narrowest = self._least(graph, start, end, without, most, narrowest)
+        # Another one that was narrow keeps some room: only this one will be full.
+        if narrowest:
+            self.full.append(narrowest)
         return most
 
-    def _least(self, graph: Flow, start: int, end: int, without: int, most: int) -> int:
-        """Return the least room of sets with the end and a rank, and without the start; at most `most`."""
+    def _least(
+        self, graph: Flow, start: int, end: int, without: int, most: int, narrowest: int
+    ) -> tuple[int, int]:
+        """Return the least room of sets with the end and a rank, and without the start, and such a set.
+
+        If none has less than `most`, return that, and `narrowest`.
+        """
         limit = self.needed + most
         sent, beyond = graph.push(start, end, limit)
         ranks = self.ranks & ~without
         if sent == limit:
-            return most
-        if ranks & ~beyond or ranks >> end & 1:
-            self.full.append(self._inside(beyond))
-            return sent - self.needed
-        found = None
+            return most, narrowest
+        if ranks & ~beyond:
+            return sent - self.needed, self._inside(beyond)
         for rank in members(ranks):
             trial = graph.copy()
             trial.add(rank, end, self.endless)
             more, beyond = trial.push(start, end, limit - sent)
             if sent + more < limit:
-                limit, found = sent + more, self._inside(beyond)
-        if found is not None:
-            self.full.append(found)
-        return limit - self.needed
+                limit, narrowest = sent + more, self._inside(beyond)
+        return limit - self.needed, narrowest
 
     def _inside(self, beyond: int) -> int:
         return ((1 << self.source) - 1) & ~beyond

@@ -15,6 +15,7 @@ from fairseq_tutel.planning.forestcoll import (
     Share,
     default_share,
     fixed_share,
+    optimal_share,
     optimum,
     roots_of,
 )
@@ -119,4 +120,10 @@ def grow_for(
     back = network.reversed
     if there and sorted(back.links) == sorted(network.links):
         return there, there
-    return grow(back, root, there.share.trees if there else trees, most_trees), there
+    if not there:
+        return grow(back, root, trees, most_trees), None
+    # Both have as many, at the latest those of the optimum, which is that of the other direction, too.
+    if trees is None and not fixed_share(back, roots_of(back, root), there.best, there.share.trees):
+        trees = optimal_share(network, there.best).trees
+        there = grow(network, root, trees)
+    return grow(back, root, there.share.trees), there

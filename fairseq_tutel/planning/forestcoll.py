@@ -20,6 +20,8 @@ from fairseq_tutel.planning.network import Network
 
 # A default number of trees may cost this much over the optimum.
 TOLERANCE = Fraction(1, 20)
+# Numbers of trees that are tried for that: of more, messages are too small to be worth it.
+TRIED = 200
 
 
 @dataclass(frozen=True)
@@ -163,23 +165,19 @@ def fixed_share(
             most *= 2
     elif not is_enough(network, roots, at(most)):
         return None
-    # U where a link gets one more.
-    widths = {link.bandwidth for link in network.links}
-    steps = sorted(
-        {
-            Fraction(whole, width)
-            for width in widths
-            for whole in range(math.ceil(least * width), math.floor(most * width) + 1)
-        }
-    )
-    low, high = 0, len(steps) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(network, roots, at(steps[middle])):
-            high = middle
-        else:
-            low = middle + 1
-    found = at(steps[high])
+    # The least U is one where a link gets one more: a whole number over its width.
+    too_low = Fraction(0)
+    for width in {link.bandwidth for link in network.links}:
+        first = max(math.ceil(least * width), math.floor(too_low * width) + 1)
+        last = math.floor(most * width)
+        while first <= last:
+            middle = (first + last) // 2
+            stretch = Fraction(middle, width)
+            if is_enough(network, roots, at(stretch)):
+                most, last = stretch, middle - 1
+            else:
+                too_low, first = stretch, middle + 1
+    found = at(most)
     return found if _is_balanced(network, found) else None
 
 
@@ -203,7 +201,7 @@ def default_share(
         most_trees: k at most; where it is too few for that, the fastest share of them.
     """
     optimal = optimal_share(network, best)
-    last = min(most_trees or optimal.trees, optimal.trees)
+    last = min(most_trees or optimal.trees, optimal.trees, TRIED)
     for trees in range(1, last + 1):
         most = best.seconds * trees * (1 + TOLERANCE)
         share = (

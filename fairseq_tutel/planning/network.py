@@ -310,8 +310,8 @@ def cluster(nodes: int, local: int, inside: int, between: int) -> Network:
     return _made(nodes, local, [*names, "bridge"], links, "units")
 
 
-# xGMI links between the 16 dies of a box of eight MI250, of a half, and between halves: as ForestColl's
-# authors have them in their public repository (github.com/liangyuRain/ForestColl, mi250_topology) and in the
+# xGMI links between the 16 dies of a box of eight MI250, of a half, and between halves: facts from the
+# public repository of ForestColl's authors (github.com/liangyuRain/ForestColl, topologies.py) and from the
 # paper (Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),

@@ -116,7 +116,7 @@ class _Packing:
         for index, tree in enumerate(others):
             graph.add(size, size + 1 + index, tree.copies)
             for vertex in tree.depths:
-                graph.add(size + 1 + index, vertex, 10**9)
+                graph.add(size + 1 + index, vertex, tree.copies)
         return graph
 
     def _most(
@@ -127,7 +127,7 @@ class _Packing:
         demand = sum(tree.copies for tree in others)
         most = min(copies, self.links.left[source][target])
         graph = graph.copy()
-        graph.add(size, source, 10**9)
+        graph.add(size, source, demand + most)
         sent, beyond = graph.push(size, target, demand + most)
         if sent < demand + most:
             self.full.append(self.everyone & ~beyond)

@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from random import Random
 
 import numpy as np
 import pytest
-from networks import random_network
+from networks import network_of, random_network
 from test_forestcoll import KNOWN
 
 from fairseq_tutel.planning.forest import grow, grow_for
@@ -83,6 +84,28 @@ def test_trees_of_made_up_networks():
 def test_trees_of_many_made_up_networks():
     for seed in range(40, 1500):
         check_random(seed, 10)
+
+
+def test_a_set_is_full_only_if_nothing_else_was_narrower():
+    links = [(3, 2, 3), (2, 1, 3), (1, 4, 3), (4, 5, 3), (5, 0, 3), (0, 3, 3), (3, 1, 2), (1, 0, 2),
+             (0, 2, 2), (2, 4, 2), (4, 3, 4), (3, 4, 2)]  # fmt: skip
+    network = replace(network_of(3, links), places=((0, 0), (0, 1), (1, 0)))
+    for each in (network, network.reversed):
+        for root in (None, 0, 1, 2):
+            assert_is_a_forest(grow(each, root))
+
+
+def test_an_all_reduce_has_as_many_trees_in_both_directions():
+    network = random_network(Random(324), most=7)
+    assert grow(network).share.trees == 3 and optimal_share(network, optimum(network)).trees == 11
+    assert [each.share.trees for each in grow_for(network, "all_reduce")] == [11, 11]
+    with pytest.raises(ValueError, match=r"has no 3 trees a root"):
+        grow_for(network, "all_reduce", trees=3)
+
+
+def test_absurd_numbers_of_trees_take_no_time():
+    assert grow(find("dgx_a100:1"), trees=10**10).share.trees == 10**10
+    assert grow(find("boxes:2x2:99991:7")).share.trees < 10
 
 
 def test_a_box_s_ranks_send_to_all_others_at_once():
