@@ -4,14 +4,17 @@ An alpha-beta model; N nodes of L ranks. The fit is by least squares of the rela
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NotRequired, TypedDict
 
 import numpy as np
 
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.planning.strategy import ALGORITHMS
+from fairseq_tutel.planning.traffic import Load
 
 _ROUNDS = 30
 
@@ -51,6 +54,33 @@ def exchange_seconds(
         + machine.inter.seconds(nodes - 1, sent_across)
         + 2 * regroup_seconds(bytes_per_rank, machine)
     )
+
+
+def plan_seconds(
+    loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int
+) -> float:
+    """Return the time of a plan's rounds; of a linear all-to-all it is what `exchange_seconds` says.
+
+    Args:
+        loads: of every round, parts of `bytes_per_rank` by (source, target).
+        bytes_per_rank: of a rank's `in`.
+        machine: the links.
+        local: L, ranks of a node.
+    """
+    total = machine.launch_s
+    for load in loads:
+        slowest = 0.0
+        for link, is_across in ((machine.intra, False), (machine.inter, True)):
+            messages: Counter[int] = Counter()
+            parts: dict[int, Fraction] = defaultdict(Fraction)
+            for (source, target), part in load.items():
+                if (source // local != target // local) == is_across:
+                    messages[source] += 1
+                    parts[source // local if is_across and machine.inter_shared else source] += part
+            most = float(max(parts.values(), default=0)) * bytes_per_rank
+            slowest = max(slowest, link.seconds(max(messages.values(), default=0), most))
+        total += slowest
+    return total
 
 
 def regroup_seconds(bytes_per_rank: float, machine: Machine) -> float:

@@ -11,7 +11,7 @@ from fairseq_tutel.moe.config import MoEConfig, TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.planning import placed_plans
-from fairseq_tutel.planning.links import exchange_seconds
+from fairseq_tutel.planning.links import exchange_seconds, plan_seconds
 from fairseq_tutel.planning.machine import Machine
 from fairseq_tutel.planning.placed_plans import PlacedPlan
 from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
@@ -74,17 +74,9 @@ def tuned_algorithms(
     nodes, local = (1, size) if grid is None else (grid.nodes, grid.local)
     names = ALGORITHMS if grid is not None else ALGORITHMS[:1]
     seconds = {name: exchange_seconds(num_bytes, machine, nodes, local, name) for name in names}
-    per_byte = {
-        (a, b): 1 / (machine.intra if a // local == b // local else machine.inter).bytes_per_s
-        for a in range(size)
-        for b in range(size)
-    }
-    alpha = (machine.intra if nodes == 1 else machine.inter).alpha_s
     given = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
     for each in _all_to_alls(plans_of(task_cfg), topology, given):
-        seconds[PLAN + each.name] = machine.launch_s + each.report.predicted(
-            int(num_bytes), alpha, per_byte
-        )
+        seconds[PLAN + each.name] = plan_seconds(each.report.loads, num_bytes, machine, local)
     limit = HOPELESS * min(seconds.values())
     kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
     if len(kept) < len(seconds):

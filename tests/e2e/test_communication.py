@@ -17,6 +17,8 @@ from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
 from fairseq_tutel.planning.machine import typical
+from fairseq_tutel.planning.plan_files import write
+from fairseq_tutel.planning.schedule import make
 
 TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)
@@ -86,11 +88,16 @@ def test_a_narrow_wire_trains_nearly_the_same_experts(
     assert digit / 8 < (got - expected).norm() / expected.norm() < 2 * digit
 
 
-@pytest.mark.parametrize("updates", [28, pytest.param(72, marks=pytest.mark.long)])
+@pytest.mark.parametrize("updates", [28, pytest.param(96, marks=pytest.mark.long)])
 def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
-    """At most 11 candidates of 4 updates and a run-off of 24: at last every r, d and algorithm is tried."""
+    """At most 15 candidates of 4 updates and a run-off of 30: at last every r, d and algorithm is tried."""
+    plan = tmp_path / "hops.json"
+    write(make("two_hops", "all_to_all", 4, nodes=2), plan)
     model = (*TWO_EXPERTS, "--disable-validation", "--save-interval", 100)
-    flags = (*ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2)
+    flags = (
+        *(*ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2),
+        *("--moe-collective-plans", plan),
+    )
     train(lm_data, tmp_path / "plain", *model, ranks=1, updates=updates)
     run = train(lm_data, tmp_path, *model, *flags, updates=updates)
     assert "tuned: all but the last two" in run.output
@@ -100,10 +107,11 @@ def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     (bucket,) = json.loads((tmp_path / "moe_adaptive.json").read_text())["buckets"].values()
     ways = bucket["costs"]
     tried = {(way["adaptive_r"], way["overlap"], way["algorithm"]) for way in ways}
-    if updates == 72:
+    algorithms = ("linear", "2dh", "plan:hops")
+    if updates == 96:
         assert {r for r, _, _ in tried} == {0, 1, 2}
-        assert {way[1:] for way in tried} == set(itertools.product((1, 2, 4, 8), ("linear", "2dh")))
-    assert len(tried) >= 4
+        assert {way[1:] for way in tried} == set(itertools.product((1, 2, 4, 8), algorithms))
+    assert {algorithm for _, _, algorithm in tried} == set(algorithms)
 
 
 @pytest.mark.long

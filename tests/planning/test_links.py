@@ -18,10 +18,13 @@ from fairseq_tutel.planning.links import (
     faster_algorithm,
     fit,
     fit_machine,
+    plan_seconds,
     predicted,
     relative_errors,
 )
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.planning.plan_check import check
+from fairseq_tutel.planning.schedule import make
 
 A100 = PRESETS["a100"]
 
@@ -40,6 +43,17 @@ def test_2dh_is_one_leg_after_the_other_and_two_gathers():
     gathers = 2 * 2 * 640 / 1000
     found = exchange_seconds(640, ROUND, 4, 2, "2dh")
     assert found == pytest.approx(2 * 0.5 + within + across + gathers)
+
+
+@pytest.mark.parametrize("machine", [ROUND, replace(ROUND, inter_shared=True)])
+def test_plans_of_the_same_messages_take_as_long(machine):
+    linear, two_hops = (check(make(n, "all_to_all", 8, nodes=4)) for n in ("linear", "two_hops"))
+    for size in (640, 6400):
+        found = plan_seconds(linear.loads, size, machine, 2)
+        assert found == pytest.approx(exchange_seconds(size, machine, 4, 2, "linear"))
+        gathers = 0.5 + 2 * 2 * size / 1000  # and another launch
+        found = plan_seconds(two_hops.loads, size, machine, 2)
+        assert found == pytest.approx(exchange_seconds(size, machine, 4, 2, "2dh") - gathers)
 
 
 def test_2dh_loses_on_small_clusters_and_wins_on_large_ones_with_small_messages():

@@ -19,7 +19,7 @@ TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 def given(monkeypatch):
     """Let a run be given three plans for four ranks, one of which is slow."""
     quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
-    slow = replace(quick[0], name="slow", report=SimpleNamespace(predicted=lambda *_: 1.0))
+    slow = replace(quick[0], name="slow", report=SimpleNamespace(loads=[{(0, 1): 1000}]))
     monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))
     monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
 
