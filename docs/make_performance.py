@@ -16,7 +16,7 @@ import page
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-BENCHMARKS = ("layer", "ops", "step", "generate")
+BENCHMARKS = ("layer", "ops", "step", "generate", "collectives")
 COMPILED = "compiled.md"
 OURS = "ours/auto"
 
@@ -85,6 +85,10 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
         "step": (step_table(step), by_hand.format("step --top-k 1 2 --profile", "step_cpu")),
         "profile": (profile_table(step), by_hand.format("step --profile", "step_cpu")),
         "generate": (generate_table(generate), by_hand.format("generate", "generate_cpu")),
+        "collectives": (
+            collectives_table(of("collectives")),
+            by_hand.format("collectives", "collectives"),
+        ),
         "layer cuda": (gpu_table(cuda), by_script),
         "ops cuda": (ops_table(of("ops", "cuda")), by_script),
         "compiled": (
@@ -153,6 +157,30 @@ def step_table(results: Iterable[Result]) -> str:
 def generate_table(results: Iterable[Result]) -> str:
     """Return the time over dense's, a line for each batch."""
     return _ratios(results, "dense", "tokens/s", lambda row: f"{row['rate']:.0f}")
+
+
+def collectives_table(results: Iterable[Result]) -> str:
+    """Return gloo's microseconds, and every way's time over them, a column for each number of bytes."""
+    lines: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    for result in results:
+        for row in result.content["rows"]:
+            collective, ranks, size = result.content["configurations"][
+                row["configuration"]
+            ].values()
+            is_base = row["variant"] == "gloo"
+            way = "gloo, µs" if is_base else row["variant"]
+            cell = f"{1e6 * row['seconds']:.0f}" if is_base else _ratio(row).split()[0]
+            lines[collective, str(ranks), way][_bytes(size)] = cell
+    sizes = list(dict.fromkeys(size for line in lines.values() for size in line))
+    rows = [[*key, *(line.get(size, "") for size in sizes)] for key, line in sorted(lines.items())]
+    return _table(rows, ["collective", "ranks", "by", *sizes])
+
+
+def _bytes(size: int) -> str:
+    for unit, large in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= large:
+            return f"{size / large:g} {unit}"
+    return f"{size} B"
 
 
 def ops_table(results: Iterable[Result]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from fairseq_tutel.planning.plan import KINDS, Plan, from_json, to_json
 from fairseq_tutel.planning.plan_check import check
-from fairseq_tutel.planning.schedule import GENERATORS, make
+from fairseq_tutel.planning.schedule import GENERATORS, make, usual
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
@@ -112,3 +112,15 @@ def test_a_kind_is_its_channels_and_a_file_holds_the_plan():
         plan = make("two_phase", "all_reduce", 3, kind=kind)
         assert {channel.kind for channel in plan.channels} == {kind}
         assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_usual_plans_are_for_all_bytes(collective):
+    for ranks in (2, 3, 4, 8):
+        least = 0
+        for plan in usual(collective, ranks):
+            assert (plan.collective, plan.ranks, plan.min_bytes) == (collective, ranks, least)
+            least = None if plan.max_bytes is None else plan.max_bytes + 1
+        assert least is None
+    with pytest.raises(ValueError, match="makes no 'broadcast'"):
+        usual("broadcast", 2)

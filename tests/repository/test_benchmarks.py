@@ -1,6 +1,7 @@
 """The benchmarks of layers and ops, by their commands; nothing here asserts a time.
 
-Covered: file and table of a small run, with every variant or why it is left out; variants that are wrong
+Covered: file and table of a small run, with every variant or why it is left out, and of one of collectives,
+whose results are compared; variants that are wrong
 in their output, in one gradient or by dropping, or that raise, are reported and get no times; the reference
 itself, with and without drops, against loops over tokens; the loads that a case asks for, which every
 precision's gate finds; what a variant keeps for backward, and the formula of ours; summaries, and the order
@@ -75,6 +76,19 @@ def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
     assert {"tutel", "scattermoe", "liger_kernel", "megablocks"} <= left_out.keys() | ran.keys()
     assert "| ours/recompute " in done.stdout and "not run: megablocks: " in done.stdout
     assert plot.stat().st_size > 1000
+
+
+def test_a_quick_run_of_collectives_leaves_file_and_plot(tmp_path):
+    path, plot = tmp_path / "out.json", tmp_path / "out.png"
+    words = ("--quick", "--ranks", "2", "--json", path, "--plot", plot)
+    done = run("-m", "benchmarks.collectives", *words)
+    found = json.loads(path.read_text())
+    assert (found["base"], found["complete"]) == ("gloo", True)
+    assert len(found["configurations"]) == 4 * 2 and len(found["rows"]) == 3 * 4 * 2
+    for row in found["rows"]:
+        assert row["status"] == "ok" and row["rate"] > 0 and row["ratio"] > 0
+        assert row["note"] in {"gloo": [""]}.get(row["variant"], ["one_phase", "linear"])
+    assert "all_to_all, 2 ranks, 4096 B" in done.stdout and plot.stat().st_size > 1000
 
 
 def layer_rows(bench, path, builders):

@@ -1,0 +1,257 @@
+"""Collectives of ranks on one host: plans in shared memory, plans by messages, and gloo's own.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.collectives --json out.json --plot out.png
+
+Ranks are processes of this machine. All ways of a configuration take turns in the same processes, a few
+calls in a row from a barrier on; a time is the slowest rank's, by call. Every way's result is compared with
+gloo's first. Bytes are those of the larger of what a rank has first and what it has at the end, at least a
+number a rank.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.bad_option import BadOption
+from benchmarks.command import parser_of, run, shown
+from benchmarks.machine import facts
+from benchmarks.output import Report, Row
+from benchmarks.timing import against
+from fairseq_tutel.comm.plan_p2p import TwoSided
+from fairseq_tutel.comm.plan_shm import OneSided
+from fairseq_tutel.planning.plan import KINDS, Plan
+from fairseq_tutel.planning.schedule import GENERATORS, make, usual
+
+BASE = "gloo"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
+EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
+# Of one turn, by the slowest way's first time; calls in a row, at most; turns, at least.
+TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
+MOST_PACKETS = 1 << 16  # bytes beyond which nobody would send packets
+
+Call = Callable[[], object]
+# torch 2.13 renamed them.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure what the command line asks for; return the exit status."""
+    parser = parser_of("collectives", __doc__.splitlines()[0])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="how many")
+    parser.add_argument(
+        "--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES), help="which"
+    )
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes of a rank")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="for a collective of a size and number of ranks"
+    )
+    parser.add_argument(
+        "--all-plans",
+        action="store_true",
+        help="every plan by name, of both kinds of channels, in shared memory; else the usual one",
+    )
+    return run(parser, words, _measure)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if min(options.ranks) < 2 or min(options.sizes) < 1:
+        raise BadOption("--ranks has a number below 2 or --sizes one below 1; give that or more.")
+    if options.quick:
+        options.sizes, options.seconds = [8, 4096], 0.0
+    machine = facts(torch.device("cpu"), torch.float32)
+    report = Report("collectives", BASE, machine, shown(options), options.json)
+    for ranks in options.ranks:
+        for name, described, rows in _of_ranks(ranks, options):
+            report.add(name, described, rows)
+    report.finish(None)
+    if options.plot is not None:
+        _plot(report.rows, report.configurations, options.plot)
+    return int(any(row["status"] == "wrong" for row in report.rows))
+
+
+def _of_ranks(ranks: int, options: argparse.Namespace) -> Iterator[tuple[str, Row, list[Row]]]:
+    """Let so many processes measure; yield each configuration's name, facts and rows."""
+    context = multiprocessing.get_context("fork")
+    with TemporaryDirectory(prefix="collectives-") as folder:
+        here, there = context.Pipe(duplex=False)
+        words = (ranks, f"file://{folder}/store", there, options)
+        processes = [
+            context.Process(target=_rank, args=(rank, *words), daemon=True) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        there.close()
+        try:
+            while (found := here.recv()) is not None:
+                yield found
+        except EOFError:
+            raise SystemExit("A rank failed; its error is above.") from None
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+
+
+def _rank(
+    rank: int, ranks: int, store: str, results: Connection, options: argparse.Namespace
+) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store, limit, world_size=ranks, rank=rank)
+    if rank:
+        results.close()
+    programs: dict[tuple[str, str], Any] = {}
+    for collective, size in product(options.collectives, options.sizes):
+        name = f"{collective}, {ranks} ranks, {size} B"
+        described = {"collective": collective, "ranks": ranks, "bytes": size}
+        rows = _configuration(collective, ranks, size, options, programs)
+        if rank == 0:
+            results.send((name, described, rows))
+    if rank == 0:
+        results.send(None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _configuration(
+    collective: str, ranks: int, size: int, options: argparse.Namespace, programs: dict[Any, Any]
+) -> list[Row]:
+    """Return a row for each way; of rank 0 they are those of all."""
+    shard = max(1, size // 4 // (1 if collective == "all_reduce" else ranks))
+    large = shard if collective == "all_reduce" else shard * ranks
+    before = shard if collective == "all_gather" else large
+    after = shard if collective == "reduce_scatter" else large
+    # Whole numbers: sums are the same in any order.
+    own = (torch.arange(before) % 251 + dist.get_rank()).float()
+    out = torch.empty(after)
+    wanted = own.clone() if collective == "all_reduce" else torch.empty(after)
+    _by_gloo(collective, wanted, own)
+    ways: dict[str, Call] = {BASE: partial(_by_gloo, collective, out, own)}
+    notes = {BASE: ""}
+    for executor, plan in _plans(collective, ranks, before * 4, options.all_plans):
+        way = f"{executor} {plan.name.split()[0]}{' ll' * (plan.channels[0].kind == 'll')}"
+        if (executor, plan.digest) not in programs:
+            programs[executor, plan.digest] = EXECUTORS[executor](plan, None)
+        program = programs[executor, plan.digest]
+        name = way if options.all_plans else executor
+        ways[name], notes[name] = partial(_by_plan, program, own, out, shard), way.split(" ", 1)[1]
+    rows: list[Row] = []
+    for way in [each for each in ways if each != BASE]:
+        out.fill_(-1)
+        ways[way]()
+        is_wrong = torch.tensor(float(not torch.equal(out, wanted)))
+        dist.all_reduce(is_wrong)
+        if is_wrong:
+            rows.append({"variant": way, "status": "wrong", "reason": "another result than gloo's"})
+            del ways[way]
+    out.zero_()  # whose sums are no more than that, call after call
+    for way, row in against(_times(ways, options.seconds), BASE).items():
+        rate = {"rate": large * 4 / row["seconds"], "rate_unit": "B/s"}
+        rows.append({"variant": way, "status": "ok", "note": notes[way], **row, **rate})
+    return rows
+
+
+def _plans(collective: str, ranks: int, num_bytes: int, is_all: bool) -> Iterator[tuple[str, Plan]]:
+    if not is_all:
+        for executor in EXECUTORS:
+            for plan in usual(collective, ranks):
+                if plan.min_bytes <= num_bytes <= (plan.max_bytes or num_bytes):
+                    yield executor, plan
+        return
+    kinds = KINDS if num_bytes <= MOST_PACKETS else KINDS[:1]
+    for (name, generator), kind in product(GENERATORS.items(), kinds):
+        is_power = ranks & (ranks - 1) == 0
+        if collective in generator.collectives and (name != "recursive_doubling" or is_power):
+            yield "plan_shm", make(name, collective, ranks, kind=kind)
+
+
+def _by_plan(program: Any, own: Tensor, out: Tensor, shard: int) -> None:
+    program.start(own, out, shard).wait()
+
+
+def _by_gloo(collective: str, out: Tensor, own: Tensor) -> None:
+    if collective == "all_reduce":
+        dist.all_reduce(out)
+    elif collective == "all_gather":
+        _all_gather(out, own)
+    elif collective == "reduce_scatter":
+        _reduce_scatter(out, own)
+    else:
+        dist.all_to_all_single(out, own)
+
+
+def _times(ways: dict[str, Call], seconds: float) -> dict[str, list[float]]:
+    """Return every way's seconds by turn, those of the slowest rank."""
+    first = torch.tensor([_turn(call, 1) for call in ways.values()])
+    for number, call in enumerate(ways.values()):
+        first[number] = min(first[number], _turn(call, 1))
+    dist.all_reduce(first, op=dist.ReduceOp.MAX)
+    calls = [min(MOST_CALLS, max(1, int(TURN_SECONDS / each))) for each in first.tolist()]
+    took = sum(n * each for n, each in zip(calls, first.tolist(), strict=True))
+    rounds = max(LEAST_ROUNDS, min(1000, int(seconds / took))) if seconds else 2
+    times = torch.empty(rounds, len(ways))
+    names = list(ways)
+    for turn in range(rounds):
+        start = turn % len(names)
+        order = [*range(start, len(names)), *range(start)]
+        for number in order[:: -1 if turn % 2 else 1]:
+            times[turn, number] = _turn(ways[names[number]], calls[number])
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return {name: times[:, number].tolist() for number, name in enumerate(names)}
+
+
+def _turn(call: Call, calls: int) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls
+
+
+def _plot(rows: list[Row], configurations: dict[str, Row], path: Path) -> None:
+    """Draw how many times as fast as gloo each way is, by bytes, with percentiles."""
+    from matplotlib.figure import Figure
+
+    lines: dict[tuple[str, int], dict[str, list[tuple[float, ...]]]] = {}
+    for row in rows:
+        if row["status"] == "ok" and row["variant"] != BASE:
+            collective, ranks, size = configurations[row["configuration"]].values()
+            point = (size, *(1 / row[name] for name in ("ratio", "ratio_p80", "ratio_p20")))
+            lines.setdefault((collective, ranks), {}).setdefault(row["variant"], []).append(point)
+    across = len({ranks for _, ranks in lines})
+    down = -(-len(lines) // max(across, 1))
+    figure = Figure(figsize=(4.5 * max(across, 1), 2.4 * max(down, 1)))
+    axes = figure.subplots(max(down, 1), max(across, 1), squeeze=False, sharex=True, sharey=True)
+    order = sorted(lines, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
+    for axis, key in zip(axes.flat, order, strict=False):
+        for way, points in lines[key].items():
+            sizes, middle, low, high = zip(*points, strict=True)
+            axis.plot(sizes, middle, marker="o", markersize=3, label=way)
+            axis.fill_between(sizes, low, high, alpha=0.2)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(xscale="log", yscale="log")
+        axis.set_title(f"{key[0]}, {key[1]} ranks", fontsize="small", loc="left")
+    axes[0, 0].legend(fontsize="small")
+    axes[-1, 0].set_xlabel("bytes of a rank")
+    figure.supylabel(f"times as fast as {BASE}", fontsize="small")
+    figure.set_layout_engine("constrained")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
