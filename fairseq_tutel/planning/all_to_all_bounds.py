@@ -12,6 +12,8 @@ from fairseq_tutel.planning.network import Network
 
 # All cuts of so many vertices are tried, in about a second; of more, those along which hosts stay whole.
 MOST = 20
+# Variables of the linear program, one for each rank and link: more take minutes.
+VARIABLES = 20_000
 
 
 def cut_bound(network: Network) -> tuple[Fraction, int, bool]:
@@ -19,20 +21,38 @@ def cut_bound(network: Network) -> tuple[Fraction, int, bool]:
 
     Returns:
         Seconds, of bandwidths in bytes a second; the vertices on one side, as bits; and whether all cuts
-        were tried, or only those of single ranks and of whole hosts.
+        were tried, or only those of single ranks, and of hosts, of very many of groups of neighbours.
     """
     vertices = range(len(network.vertices))
     if len(vertices) <= MOST:
         return *_best_union(network, [[vertex] for vertex in vertices]), True
-    hosts = [*network.hosts.values(), *([switch] for switch in network.switches)]
-    alone = ([[rank], [v for v in vertices if v != rank]] for rank in range(network.ranks))
-    found = [_best_union(network, parts) for parts in (_with_switches(network, hosts), *alone)]
-    return *max(found), False
+    parts = _with_switches(network)
+    alone = [[rank] for rank in range(network.ranks)] + parts
+    together = -(-len(parts) // MOST)
+    groups = [
+        [vertex for part in parts[first : first + together] for vertex in part]
+        for first in range(0, len(parts), together)
+    ]
+    return *max(_best_union(network, groups), *(_bound(network, part) for part in alone)), False
 
 
-def _with_switches(network: Network, parts: list[list[int]]) -> list[list[int]]:
+def _bound(network: Network, part: Sequence[int]) -> tuple[Fraction, int]:
+    """Return the bound of a set of vertices, and the set as bits."""
+    inside = set(part)
+    shards = sum(vertex < network.ranks for vertex in inside)
+    leaving = sum(
+        width
+        for vertex in inside
+        for target, width in enumerate(network.matrix[vertex])
+        if target not in inside
+    )
+    pairs = shards * (network.ranks - shards)
+    return Fraction(pairs, max(leaving, 1)), sum(1 << vertex for vertex in inside)
+
+
+def _with_switches(network: Network) -> list[list[int]]:
     """Return hosts with the switches that they alone have, and the other switches."""
-    hosts = [list(part) for part in parts[: len(network.hosts)]]
+    hosts = [list(ranks) for ranks in network.hosts.values()]
     shared = []
     for switch in network.switches:
         near = {x.source for x in network.links if x.target == switch}
@@ -78,13 +98,21 @@ def _best_union(network: Network, parts: Sequence[Sequence[int]]) -> tuple[Fract
 
 
 def linear_program(network: Network) -> float:
-    """Return what an all-to-all takes that is routed in the best way, as `cut_bound`; needs scipy."""
+    """Return what an all-to-all takes that is routed in the best way, as `cut_bound`; needs scipy.
+
+    Raises:
+        ValueError: it has too many variables.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 
     ranks, vertices, links = network.ranks, len(network.vertices), network.links
     # A variable for every rank's flow over every link, the rank's side by side, and the seconds.
     count = ranks * len(links) + 1
+    if count > VARIABLES:
+        raise ValueError(
+            f"The linear program of {ranks} GPUs and {len(links)} links would take minutes; it is left out."
+        )
     stays, wanted = [], []
     for rank in range(ranks):
         for index, link in enumerate(links):

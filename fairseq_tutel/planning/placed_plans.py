@@ -5,14 +5,14 @@ name one: what is known of a run is which ranks share a host, and that is compar
 """
 
 import contextlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
 from fairseq_tutel.planning import network, plan_files
+from fairseq_tutel.planning.network import Network
 from fairseq_tutel.planning.plan import Plan
 from fairseq_tutel.planning.plan_check import Report, check
 
@@ -58,48 +58,42 @@ def read(path: str) -> tuple[PlacedPlan, ...]:
     """
     place = Path(path)
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
-    beside = files if place.is_dir() else sorted(place.parent.glob("*.json"))
-    plans = [found for file in files for found in _plan_of(file, beside, file == place)]
+    networks = dict(_networks(files)) if place.is_dir() else {}
+    plans = {file: _read(file) for file in files if file not in networks}
     if not plans:
         raise ValueError(
             f"{OPTION} is {path}, where no plan lies; give a plan's FILE.json or their folder."
         )
-    return tuple(plans)
+    if not place.is_dir() and plans[place].network:
+        networks = dict(_networks(place.parent.glob("*.json")))
+    hosts = {found.digest: tuple(map(len, found.hosts.values())) for found in networks.values()}
+    return tuple(_placed(file, plan, hosts) for file, plan in plans.items())
 
 
-def _plan_of(file: Path, beside: Sequence[Path], alone: bool) -> list[PlacedPlan]:
-    """Return a file's plan; none of a network's file beside plans."""
-    if not alone and _is_network(file):
-        return []
+def _networks(files: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
+    for file in files:
+        with contextlib.suppress(ValueError):  # of what is no network
+            yield file, network.read(file)
+
+
+def _read(file: Path) -> Plan:
     try:
-        plan = plan_files.read(file)
+        return plan_files.read(file)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {error}") from error
+
+
+def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
+    """Return a plan, proved; `hosts` are those of networks, by digest."""
+    if plan.network and plan.network not in hosts:
+        raise ValueError(
+            f"{OPTION}: {file}: it is made for the network {plan.network}, whose file is not beside it; "
+            "put that there, which says what ranks share a host."
+        )
     try:
-        report = check(plan)
+        return PlacedPlan(file.stem, plan, check(plan), hosts.get(plan.network))
     except ValueError as error:
         raise ValueError(f"{OPTION}: {file}: {error}") from error
-    return [PlacedPlan(file.stem, plan, report, _hosts_for(file, plan, beside))]
-
-
-def _is_network(file: Path) -> bool:
-    with contextlib.suppress(OSError, TypeError, ValueError):
-        return "gpus" in json.loads(file.read_text(encoding="utf-8"))
-    return False
-
-
-def _hosts_for(file: Path, plan: Plan, beside: Sequence[Path]) -> tuple[int, ...] | None:
-    if not plan.network:
-        return None
-    for other in beside:
-        with contextlib.suppress(ValueError):  # of what is no network
-            found = network.read(other)
-            if found.digest == plan.network:
-                return tuple(map(len, found.hosts.values()))
-    raise ValueError(
-        f"{OPTION}: {file}: it is made for the network {plan.network}, whose file is not beside it; put "
-        "that there, which says what ranks share a host."
-    )
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:

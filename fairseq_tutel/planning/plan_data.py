@@ -53,11 +53,6 @@ class Expressions:
             self.meanings.append(meaning)
         return number
 
-    def text(self, number: int) -> str:
-        """Return what an expression holds, for a sentence."""
-        chunk, ranks = self.meanings[number]
-        return f"in[{chunk}] of {_ranks(ranks)}"
-
 
 def check_data(plan: Plan, order: Order) -> None:
     """Refuse undefined reads, contributions that count twice, and results other than asked.
@@ -66,13 +61,13 @@ def check_data(plan: Plan, order: Order) -> None:
         PlanError: naming the step.
     """
     known = Expressions()
-    # By rank and buffer: of every chunk its expression and the step that wrote it.
-    held: dict[tuple[int, str], list[tuple[int, int | None] | None]] = {}
+    # By rank and buffer: of every chunk its expression and the step that wrote it, of `in` -1.
+    held: dict[tuple[int, str], list[tuple[int, int] | None]] = {}
     for rank in range(plan.ranks):
         for buffer in ("out", "tmp"):
             held[rank, buffer] = [None] * size_on(plan, rank, buffer)
         own = range(size_on(plan, rank, "in"))
-        held[rank, "in"] = [(known.leaf(rank, chunk), None) for chunk in own]
+        held[rank, "in"] = [(known.leaf(rank, chunk), -1) for chunk in own]
     for number in order.run:
         step, rank = order.steps[number], order.ranks[number]
         if step.dst is None or step.n is None:
@@ -104,25 +99,25 @@ def _check_results(
     plan: Plan,
     order: Order,
     known: Expressions,
-    results: dict[int, list[tuple[int, int | None] | None]],
+    results: dict[int, list[tuple[int, int] | None]],
 ) -> None:
     """Refuse an `out` that holds something else than its collective asks for."""
-    whose = [f"rank {rank}, lane 0, at the end" for rank in range(plan.ranks)]
     for rank, cells in results.items():
         for chunk, cell in enumerate(cells):
             wanted = _wanted(plan, rank, chunk)
-            want = f"in[{wanted[0]}] of {_ranks(wanted[1])}"
             where = f"out[{chunk}] of rank {rank}"
             if cell is None:
-                _refuse(plan, f"{whose[rank]}: {where} holds nothing, not {want}")
+                end = f"rank {rank}, lane 0, at the end"
+                _refuse(plan, f"{end}: {where} holds nothing, not {_text(*wanted)}")
             value, writer = cell
-            by = order.name(writer) if writer is not None else whose[rank]
-            if known.meanings[value] != wanted:
-                _refuse(plan, f"{by} leaves {known.text(value)} in {where}, not {want}")
+            meaning = known.meanings[value]
+            if meaning != wanted:
+                text = f"leaves {_text(*meaning)} in {where}, not {_text(*wanted)}"
+                _refuse(plan, f"{order.name(writer)} {text}")
             first = results[0][chunk] if plan.collective == "all_reduce" else cell
             if first and first[0] != value:
-                text = f"{by} adds up {where} in another order than out[{chunk}] of rank 0"
-                _refuse(plan, f"{text} is, so that their bits may differ")
+                text = f"adds up {where} in another order than out[{chunk}] of rank 0"
+                _refuse(plan, f"{order.name(writer)} {text} is, so that their bits may differ")
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
@@ -139,6 +134,11 @@ def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
         case "broadcast":
             return chunk, 1 << (plan.root or 0)
     return chunk, everyone
+
+
+def _text(chunk: int, ranks: int) -> str:
+    """Return what an expression holds, for a sentence."""
+    return f"in[{chunk}] of {_ranks(ranks)}"
 
 
 def _ranks(bits: int) -> str:

@@ -83,6 +83,14 @@ def test_known_bounds_of_all_to_alls(network):
 
 
 def test_cuts_of_large_networks_are_those_of_hosts_and_ranks():
-    for name, bound in (("mi250:2", 1), ("dgx_a100:4", Fraction(24, 25)), ("star:64", 63)):
+    for name, bound in (
+        ("mi250:2", 1),
+        ("dgx_a100:4", Fraction(24, 25)),
+        ("star:64", 63),
+        ("boxes:32x2:3:1", 62),
+    ):
         found, _, is_all = cut_bound(find(name))
         assert (found, is_all) == (bound, False), name
+    pytest.importorskip("scipy")
+    with pytest.raises(ValueError, match="32 GPUs and 992 links would take minutes"):
+        linear_program(find("full:32"))
