@@ -1,15 +1,15 @@
-"""Specialisations of kernels as an ahead-of-time compiler wants them described; those of rows and routing.
+"""Specialisations of kernels as an ahead-of-time compiler wants them described; of rows, routing, plans.
 
 Routing is launched for 128 experts; every type that is copied is there.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton.language as tl
 
-from fairseq_tutel.kernels import triton_copy, triton_dispatch, triton_route
+from fairseq_tutel.kernels import triton_copy, triton_dispatch, triton_plan, triton_route
 from fairseq_tutel.kernels.tiles_config import Config
 
 DTYPES = ("fp32", "fp16", "bf16", "fp64")
@@ -172,3 +172,16 @@ def _slot_variants(op: str, has_order: bool) -> Iterator[Variant]:
             ("chains", "num_blocks", "num_experts"),
             {"BLOCK_B": triton_route.SCAN_BLOCK_B, "BLOCK_E": triton_route.SCAN_BLOCK_E},
         )
+
+
+def plan_variants() -> Iterator[Variant]:
+    """Yield what takes a plan's steps on one GPU."""
+    for dtype in DTYPES:
+        plan = variant(
+            f"run_plan/{dtype}",
+            triton_plan._plan_kernel,
+            {"memory": dtype, **dict.fromkeys(triton_plan.TABLES, "i32")},
+            triton_plan.NUMBERS,
+            {"IN_FP32": dtype in ("fp16", "bf16"), **triton_plan.CONSTANTS},
+        )
+        yield replace(plan, options=triton_plan.OPTIONS)

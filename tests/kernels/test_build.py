@@ -62,9 +62,12 @@ def test_every_kernel_compiles_and_the_default_tiles_fit(name, types, tmp_path, 
         code = kernel.asm["ptx" if name.startswith("sm") else "amdgcn"]
         if op in GEMMS and precision in ("fp16", "bf16", "tf32"):
             assert instruction in code, variant.name
+        if op == "run_plan":  # the order of a signal, and of a wait
+            for order in ("release", "acquire"):
+                assert re.search(rf'(gpu\.|"agent"\) ){order}', kernel.asm["llir"]), variant.name
         is_described = name == "sm_90" and op in GEMMS - {"grouped_weight_grad"}
         assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, variant.name
-    assert {op for op, *_ in names} == {*kernels.OPS, "tile_table"}
+    assert {op for op, *_ in names} == {*kernels.OPS, "run_plan", "tile_table"}
     ups = {tuple(rest) for op, *rest in names if op == "ffn_up"}
     assert types - {"fp64"} <= {precision for precision, _ in ups}
     if name == products.ALL_ON:
