@@ -83,6 +83,9 @@ def filled_in(text: str) -> str:
         "steps": steps_table(steps),
         "choices": choices_table(steps),
         "schedule": schedule_table(json.loads((RESULTS / "schedule.json").read_text())),
+        "collectives": collectives_table(
+            json.loads((RESULTS / "cluster_collectives.json").read_text())["collectives"]
+        ),
         "scale": scale_table(
             *(json.loads((RESULTS / f"scale{which}.json").read_text()) for which in ("_before", ""))
         ),
@@ -263,6 +266,28 @@ def schedule_table(content: dict[str, Any]) -> str:
         )
     header = ["network", "N", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; made in",
               "fewest within 5 %", "its T", "ring", "turned rings", "recursive doubling"]  # fmt: skip
+    return page.table(rows, header)
+
+
+def collectives_table(measured: list[dict[str, Any]]) -> str:
+    """Return what collectives took over emulated networks, beside what is predicted."""
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in measured:
+        cells[row["network"], row["collective"]][row["by"]] = row
+    rows = [
+        [
+            f"`{network}`" if ":" in network.partition(" ")[0] else network,
+            collective,
+            f"{1e3 * cell['forest']['busiest']:.0f}",
+            *(
+                f"{1e3 * cell[by]['predicted']:.0f}; {1e3 * cell[by]['seconds']:.0f}"
+                for by in ("forest", "sliced", "ring")
+            ),
+            f"{1e3 * cell['gloo']['seconds']:.0f}",
+        ]
+        for (network, collective), cell in cells.items()
+    ]
+    header = ["network", "collective", "busiest link", "forest", "in 4 slices", "ring", "gloo"]
     return page.table(rows, header)
 
 

@@ -1,8 +1,9 @@
 """Collectives by a forest, by a ring and by gloo itself, over links that bind, beside what is predicted.
 
-Forest and ring are plans, run over two-sided messages. Predicted is depth times alpha, and the busiest link
-of every round (docs/plans.md). Beside it the busiest link of all rounds together, which is what there would
-be if all links could always work: of the forest of an all-gather T*, below which no schedule is.
+A forest's shards go along its trees whole, or in slices, one behind the other. Forests and ring are plans
+over two-sided messages. Predicted is depth times alpha, and every round's busiest link (docs/plans.md), and
+beside it the busiest link of all rounds together, which is what there would be if all links could always
+work: of the forest of an all-gather T*, below which no schedule is.
 """
 
 import json
@@ -29,6 +30,7 @@ from fairseq_tutel.planning.traffic import busiest, routed, sent
 
 COLLECTIVES = ("all_gather", "all_reduce")
 FLOAT_BYTES = 4
+SLICES = 4
 Form = Callable[[Tensor, Tensor], object]
 
 
@@ -58,8 +60,10 @@ def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def plans_of(network: Network, collective: str) -> dict[str, Plan]:
     """Return the plans that are compared."""
+    forests = grow_for(network, collective)
     return {
-        "forest": forest(collective, *grow_for(network, collective)),
+        "forest": forest(collective, *forests),
+        "sliced": forest(collective, *forests, slices=SLICES),
         "ring": ring(collective, network.ranks),
     }
 

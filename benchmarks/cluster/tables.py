@@ -163,10 +163,10 @@ def _collectives(rows: list[Row]) -> str:
             "collective": [collective for _, collective in cells],
             "KiB a shard": [row["forest"]["shard_bytes"] // 1024 for row in cells.values()],
             **{
-                f"{by}: predicted, measured, ms": [
-                    f"{1e3 * row[by]['predicted']:.0f}, {_ms(row[by])}" for row in cells.values()
+                f"{by}: predicted; measured, ms": [
+                    f"{1e3 * row[by]['predicted']:.0f}; {_ms(row[by])}" for row in cells.values()
                 ]
-                for by in ("forest", "ring")
+                for by in ("forest", "sliced", "ring")
             },
             "gloo": [_ms(row["gloo"]) for row in cells.values()],
         }

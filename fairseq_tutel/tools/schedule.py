@@ -45,6 +45,8 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--trees", type=int, metavar="K", help=text)
     text = "of a shard: no more trees than leave 256 KiB to each [any]"
     parser.add_argument("--bytes", type=int, metavar="N", help=text)
+    text = "of a shard in the plan, one behind the other along the trees: more and smaller messages [1]"
+    parser.add_argument("--slices", type=int, default=1, metavar="P", help=text)
     parser.add_argument("--root", type=int, metavar="RANK", help="of broadcast and reduce [0]")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan here")
     parser.add_argument("--network", type=Path, metavar="FILE", help="write the topology here")
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     collective = arguments.collective
     if collective not in MADE:
         raise ValueError(f"--collective is {collective}; give one of {', '.join(MADE)}.")
-    for key in ("trees", "bytes"):
+    for key in ("trees", "bytes", "slices"):
         value = getattr(arguments, key)
         if value is not None and value < 1:
             raise ValueError(f"--{key} is {value}; give a number of at least 1.")
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     assert forest, "it adds up or hands out"
     text = "\n\n".join(_page(network, collective, forest))
     if arguments.output:
-        plan = plan_to_json(plan_of(collective, adding, handing))
+        plan = plan_to_json(plan_of(collective, adding, handing, slices=arguments.slices))
         with writing(arguments.output):
             arguments.output.write_text(json.dumps(plan) + "\n", encoding="utf-8")
     if arguments.network:

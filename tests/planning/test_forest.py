@@ -153,6 +153,17 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
         assert took * shards == len(phases) * phases[0].seconds
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_slices_follow_each_other_along_the_trees(collective):
+    root = 1 if collective in ("broadcast", "reduce") else None
+    forests = grow_for(find("mesh:2x3"), collective, root)
+    whole, cut = (check(plan_of(collective, *forests, slices=slices)) for slices in (1, 3))
+    assert cut.bytes_of_link == whole.bytes_of_link
+    assert len(cut.loads) <= len(whole.loads) + 2 * sum(map(bool, forests))
+    # Trees of one root may meet in a round where they did not before.
+    assert cut.predicted(1, 0.0, 1.0) <= (1 if root else 0.9) * whole.predicted(1, 0.0, 1.0)
+
+
 def test_plans_of_shipped_networks_are_right():
     for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
         report = check(plan_of("all_reduce", *grow_for(find(name), "all_reduce")))

@@ -186,7 +186,9 @@ def test_collectives_take_what_their_links_allow(tmp_path):
     assert code == 0, errors
     rows = json.loads((tmp_path / "out.json").read_text())["collectives"]
     assert [(row["collective"], row["by"]) for row in rows] == [
-        (collective, by) for collective in COLLECTIVES for by in ("forest", "ring", "gloo")
+        (collective, by)
+        for collective in COLLECTIVES
+        for by in ("forest", "sliced", "ring", "gloo")
     ]
     for row in rows:
         # At 16 Mbit/s; what a link lets through at once after a pause is a tenth of a message at most.
@@ -223,10 +225,14 @@ def test_collectives_are_foretold_over_the_ways_that_they_take(monkeypatch):
     assert found == {
         # In a box 3 messages at once, then 3 of what has come from the other box.
         (boxes, "forest"): (1, 1.303),
+        # In four slices there are 3 of a fourth left in the end.
+        (boxes, "sliced"): (1, 1.081),
         (boxes, "ring"): (7, 7.008),
         (cluster, "forest"): (4, 4.303),
+        (cluster, "sliced"): (4, 4.081),
         (cluster, "ring"): (7, 7.008),
         (line, "forest"): (2, 2.003),
+        (line, "sliced"): (2, 2.006),
         (line, "ring"): (2, 2.003),
     }
 

@@ -34,7 +34,10 @@ def test_it_prints_the_optimum_its_cut_and_what_others_take():
 @pytest.mark.parametrize(
     ("words", "least"),
     [
-        (("all_reduce", "--trees", 2), "of a reduce-scatter and then an all-gather: T* = 3 ("),
+        (
+            ("all_reduce", "--trees", 2, "--slices", 3),
+            "of a reduce-scatter and then an all-gather: T* = 3 (",
+        ),
         (("reduce", "--root", 2, "--bytes", 300_000), "optimum: T* = 1/2 ("),
     ],
 )
@@ -45,8 +48,8 @@ def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, le
     assert least in text and text.endswith(f"wrote {files['--network']}\n")
     plan = from_json(json.loads(files["--output"].read_text()))
     assert (plan.collective, plan.ranks) == (words[0], 4)
-    # Of one shard two chunks, of --bytes one.
-    assert plan.chunks == {"all_reduce": 8, "reduce": 1}[words[0]]
+    # Of one shard two chunks in each of three slices, of --bytes one.
+    assert plan.chunks == {"all_reduce": 24, "reduce": 1}[words[0]]
     assert plan.network == find(str(files["--network"])).digest == find("ring:4").digest
     assert check(plan).depth > 0 and Fraction(plan.cut) > 0
     again = tool("schedule", files["--network"], "--collective", *words)
@@ -89,6 +92,7 @@ REFUSED = {
         "--collective is all_to_all; give one of all_gather, reduce_scatter, all_reduce, ",
     ),
     "trees": (("ring:4", "--trees", 0), "--trees is 0; give a number of at least 1."),
+    "slices": (("ring:4", "--slices", 0), "--slices is 0; give a number of at least 1."),
     "bytes": (("ring:4", "--bytes", -1), "--bytes is -1; give a number of at least 1."),
     "root": (
         ("ring:4", "--collective", "reduce", "--root", 4),

@@ -1,10 +1,11 @@
 """Forests as plans: along trees ranks' shards come to all ranks, and sums of them to their roots.
 
-N ranks, k trees of every root. A shard is k chunks, of which a tree that is m times there has m, side by
-side. Ranks send in rounds, and all that one sends another in a round goes with one signal: when a shard is
-handed out, a rank's round is its distance from the root, when parts are added up its distance from the
-farthest leaf below it. A chunk is summed at its root at last, and on the way there in an order that is the
-plan's: after an all_reduce all ranks hold the same bits.
+N ranks, k trees of every root, P slices. A shard is P k chunks, of which a tree that is m times there has
+P m, side by side, m in each slice. Ranks send in rounds, and all that one sends another in a round goes
+with one signal: when a shard is handed out, a rank's round is its distance from the root, when parts are
+added up its distance from the farthest leaf below it. Each slice is a round behind the one before: depth +
+P - 1 rounds of a P-th of the bytes, in which a link has less to wait for. A chunk is summed at its root at
+last, and on the way there in an order that is the plan's: after an all_reduce all ranks hold the same bits.
 
 Whoever is put into has begun the call: its part is in the sum that it gets, or it has said so first.
 
@@ -20,7 +21,12 @@ from fairseq_tutel.planning.plan import Place, Plan, Writer
 
 
 def forest(
-    collective: str, adding: Forest | None, handing: Forest | None, *, kind: str = "simple"
+    collective: str,
+    adding: Forest | None,
+    handing: Forest | None,
+    *,
+    kind: str = "simple",
+    slices: int = 1,
 ) -> Plan:
     """Return a collective's plan over trees, as `planning.forest.grow_for` gives them.
 
@@ -29,17 +35,18 @@ def forest(
         adding: the trees along which parts are added up, if they are.
         handing: those along which shards, or sums, are handed out, if they are.
         kind: of its channels.
+        slices: P.
     """
     if handing:
         one, network = handing, handing.network
     else:
         assert adding, "a collective adds up or hands out"
         one, network = adding, adding.network.reversed
-    trees = one.share.trees
+    chunks = slices * one.share.trees
     w = Writer(network.ranks, kind)
-    temporary = _add_up(w, adding, collective) if adding else 0
+    temporary = _add_up(w, adding, collective, slices) if adding else 0
     if handing:
-        _hand_out(w, handing, bool(adding))
+        _hand_out(w, handing, bool(adding), slices)
     written = {step.channel for lanes in w.lanes for step in lanes[0] if step.op == "put"}
     for (source, target, _), channel in w.channels.items():
         if channel in written:
@@ -47,7 +54,7 @@ def forest(
     return w.plan(
         f"forest {collective}, {network.name}",
         collective,
-        trees * (network.ranks if collective == "all_reduce" else 1),
+        chunks * (network.ranks if collective == "all_reduce" else 1),
         temporary=temporary,
         root=one.root,
         network=network.digest,
@@ -56,7 +63,7 @@ def forest(
 
 
 class _Branch(NamedTuple):
-    """An edge of a tree.
+    """An edge of a tree, of one slice, which is p rounds behind the first.
 
     Attributes:
         tree: the number of the first of its chunks, in all shards.
@@ -64,8 +71,8 @@ class _Branch(NamedTuple):
         own: the number of the first one in its root's shard; None where the parent is not the root.
         parent: nearer to the root.
         child: farther from it.
-        depth: the parent's distance from the root.
-        height: the child's distance from the farthest leaf below it.
+        depth: the parent's distance from the root, plus p.
+        height: the child's distance from the farthest leaf below it, plus p.
     """
 
     tree: int
@@ -77,7 +84,7 @@ class _Branch(NamedTuple):
     height: int
 
 
-def _branches(forest: Forest) -> list[_Branch]:
+def _branches(forest: Forest, slices: int) -> list[_Branch]:
     found = []
     taken: Counter[int] = Counter()
     for tree in forest.trees:
@@ -85,34 +92,35 @@ def _branches(forest: Forest) -> list[_Branch]:
         heights = dict.fromkeys(depths, 0)
         for parent, child in reversed(tree.edges):
             heights[parent] = max(heights[parent], heights[child] + 1)
-        own = taken[tree.root]
+        own = slices * taken[tree.root]
         taken[tree.root] += tree.copies
-        first = own + (tree.root * forest.share.trees if forest.root is None else 0)
+        first = own + (slices * tree.root * forest.share.trees if forest.root is None else 0)
         found += [
             _Branch(
-                tree=first,
+                tree=first + p * tree.copies,
                 n=tree.copies,
-                own=own if parent == tree.root else None,
+                own=own + p * tree.copies if parent == tree.root else None,
                 parent=parent,
                 child=child,
-                depth=depths[parent],
-                height=heights[child],
+                depth=depths[parent] + p,
+                height=heights[child] + p,
             )
+            for p in range(slices)
             for parent, child in tree.edges
         ]
     return found
 
 
-def _hand_out(w: Writer, forest: Forest, begun: bool) -> None:
+def _hand_out(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
     """Bring every root's chunks to `out` of all ranks: from its `in`, or if all have begun its `out`."""
-    branches = _branches(forest)
+    branches = _branches(forest, slices)
     if not begun:
         told = sorted({(each.child, each.parent) for each in branches})
         _tell(w, told)
-        trees = forest.share.trees
+        chunks = slices * forest.share.trees
         for rank in range(w.ranks) if forest.root is None else [forest.root]:
-            first = 0 if forest.root == rank else rank * trees
-            w.copy(rank, Place("in", 0), Place("out", first), trees)
+            first = 0 if forest.root == rank else rank * chunks
+            w.copy(rank, Place("in", 0), Place("out", first), chunks)
         _hear(w, told)
     for depth in range(1 + max(branch.depth for branch in branches)):
         messages = []
@@ -124,9 +132,11 @@ def _hand_out(w: Writer, forest: Forest, begun: bool) -> None:
         _send(w, messages)
 
 
-def _add_up(w: Writer, forest: Forest, collective: str) -> int:
+def _add_up(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     """Bring the sum of every root's chunks of `in` to its `out`; return the size of `tmp`."""
-    branches = sorted(_branches(forest), key=lambda each: (each.height, each.child, each.tree))
+    branches = sorted(
+        _branches(forest, slices), key=lambda each: (each.height, each.child, each.tree)
+    )
     # A sum comes to the parent's `tmp`, where each has a place of its own.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()
