@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes of a rank")
     parser.add_argument(
-        "--seconds", type=float, default=3.0, help="for a collective of a size and number of ranks"
+        "--seconds", type=float, default=2.0, help="for a collective of a size and number of ranks"
     )
     parser.add_argument(
         "--all-plans",
