@@ -178,7 +178,12 @@ def wait_for(rank, folder, fate, is_early):
 
 
 @pytest.mark.parametrize(
-    ("fate", "is_early"), [(mortal.die, False), (mortal.stop, False), (mortal.die, True)]
+    ("fate", "is_early"),
+    [
+        (mortal.die, True),
+        # Plans in shared memory wait the same way.
+        *(pytest.param(fate, False, marks=pytest.mark.long) for fate in (mortal.die, mortal.stop)),
+    ],
 )
 def test_a_dead_or_stopped_rank_is_named_and_no_file_is_left(tmp_path, fate, is_early):
     said, seconds = mortal.run(wait_for, 3, [0, 2], str(tmp_path), fate, is_early)

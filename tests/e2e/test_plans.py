@@ -91,6 +91,7 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
         assert run.output.count(sentence) == 1, sentence
 
 
+@pytest.mark.long
 def test_a_plan_of_other_ranks_is_refused_before_training(lm_data, tmp_path):
     plans = write(tmp_path / "files", [2, 8])
     output = train(lm_data, tmp_path, "--moe-collective-plans", plans, ranks=2, check=False)
