@@ -29,14 +29,17 @@ class Optimum:
     """What no schedule can be faster than.
 
     Attributes:
-        seconds: 1/x, of a shard of one byte where bandwidths are bytes a second.
         cut: S, the vertices on the bottleneck's one side, as bits.
         narrow: |S and R| and B+(S), of which 1/x is the fraction.
     """
 
-    seconds: Fraction
     cut: int
     narrow: tuple[int, int]
+
+    @property
+    def seconds(self) -> Fraction:
+        """1/x, of a shard of one byte where bandwidths are bytes a second."""
+        return Fraction(*self.narrow)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def _narrow(network: Network, roots: Sequence[int], cut: int) -> Optimum:
     leaving = sum(
         link.bandwidth for link in network.links if cut >> link.source & 1 > cut >> link.target & 1
     )
-    return Optimum(Fraction(inside, leaving), cut, (inside, leaving))
+    return Optimum(cut, (inside, leaving))
 
 
 def _too_narrow(network: Network, roots: Sequence[int], rank: int, seconds: Fraction) -> int:

@@ -62,9 +62,9 @@ class Report:
         """
 
         def slowness(link: Link) -> float:
-            return (
-                seconds_per_byte if isinstance(seconds_per_byte, float) else seconds_per_byte[link]
-            )
+            if isinstance(seconds_per_byte, Mapping):
+                return seconds_per_byte[link]
+            return seconds_per_byte
 
         slowest = (
             max(float(part) * size * slowness(link) for link, part in load.items())

@@ -1,22 +1,6 @@
 """Well-known collectives as plans, by name. N ranks, of n nodes with L each, M bytes of a rank's `in`.
 
-| name               | makes                     | sent by a rank             | trips                |
-|--------------------|---------------------------|----------------------------|----------------------|
-| ring               | all_gather                | (N-1) M                    | N-1, one to be ready |
-|                    | reduce_scatter            | (N-1)/N M                  | N-1                  |
-|                    | all_reduce (2PR)          | 2 (N-1)/N M                | 2 (N-1)              |
-| recursive_doubling | all_gather                | (N-1) M                    | log2 N               |
-|                    | reduce_scatter (halving)  | (N-1)/N M                  | log2 N               |
-|                    | all_reduce                | log2(N) M                  | log2 N               |
-| one_phase          | all_gather                | (N-1) M                    | 1                    |
-|                    | reduce_scatter            | (N-1)/N M                  | 1                    |
-|                    | all_reduce (1PA)          | (N-1) M                    | 1                    |
-| two_phase          | all_reduce (2PA)          | 2 (N-1)/N M                | 2                    |
-| hierarchical       | all_reduce (2PH)          | 2 (L-1)/L M + (n-1)/L M    | 3                    |
-| linear             | all_to_all                | (N-1)/N M                  | 1                    |
-| two_hops           | all_to_all (2DH)          | (L-1)/L M + (n-1)/n M      | 2                    |
-| tree               | broadcast, reduce         | a rank's children times M; | ⌊log2 N⌋, one to be  |
-|                    |                           | M to its parent            | ready                |
+docs/plans.md has a table of what each sends, and in how many trips.
 
 A rank has one lane. Everywhere a sum is made by one rank, or in one order by all: all hold the same bits.
 
