@@ -11,6 +11,8 @@ from pathlib import Path
 from cli import start
 from models import lm_args
 
+from fairseq_tutel.planning import plan_files
+from fairseq_tutel.planning.schedule import make
 from fairseq_tutel.ranks import agreement, guard
 
 from .plan import MICRO_BATCHES, SAVE_EVERY, Fault
@@ -23,6 +25,13 @@ SLACK_SECONDS = 15.0
 MOST = {1: 1, 2: 2, 3: 1, 4: 4}
 # Ranks of a node, so that four of them are two nodes.
 NODE = {1: 1, 2: 2, 3: 3, 4: 2}
+# What runs by plans; files are called so.
+PLANS = (
+    ("two_phase", "all_reduce"),
+    ("ring", "reduce_scatter"),
+    ("ring", "all_gather"),
+    ("linear", "all_to_all"),
+)
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 # Ports are drawn from one generator.
 _starting = threading.Lock()
@@ -84,17 +93,27 @@ def train(
     fault = fault or Fault()
     marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
     what = {**asdict(fault), "marker": str(marker), "save_dir": str(save_dir)}
+    places = {"most": MOST[ranks], "node": NODE[ranks], "plans": _plans(save_dir.parent, ranks)}
     words = lm_args(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", int(timeout), "--batch-size", 8,
         "--save-interval-updates", SAVE_EVERY, "--update-freq", max(1, MICRO_BATCHES // ranks),
         *([] if "--optimizer" in flags else SGD),
-        *[flag.format(most=MOST[ranks], node=NODE[ranks]) for flag in flags], *extra, updates=updates,
+        *[flag.format(**places) for flag in flags], *extra, updates=updates,
     )  # fmt: skip
     with _starting:
         started = start("train", *words, ranks=ranks, env={"FAULT": json.dumps(what)})
     job = _watch(started, fault, marker, allowance(timeout, fault))
     marker.unlink(missing_ok=True)
     return job
+
+
+def _plans(folder: Path, ranks: int) -> Path:
+    """Write plans of so many ranks; return their folder."""
+    folder = folder / f"plans-{ranks}"
+    folder.mkdir(exist_ok=True)
+    for name, collective in PLANS:
+        plan_files.write(make(name, collective, ranks), folder / f"{name}_{collective}.json")
+    return folder
 
 
 def _watch(started: list, fault: Fault, marker: Path, allowed: float) -> Job:

@@ -4,7 +4,7 @@ W ranks.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Of the whole training: updates, and how often it saves (and validates).
 UPDATES = 8
@@ -62,6 +62,12 @@ OF_ONE_W = {"--moe-drop-policy", "--dropout", "--bf16", "--optimizer"}
 # A tuner chooses by what it measures, so that another run's sums may round otherwise.
 ROUNDED = {"--moe-adaptive"}
 
+# Collectives by plans, and rows too where all ranks share experts: of none, of shared memory, of messages.
+PLANS = ("none", "memory", "messages")
+BY_PLANS = ("--moe-collective-plans", "{plans}")
+ROWS_BY_PLANS = ("--moe-a2a-algorithm", "plan:linear_all_to_all")
+OF_OTHER_ROWS = {"6", "--moe-adaptive", "--moe-use-2dh"}
+
 TEARS = ("truncate", "flip", "empty", "remove")
 
 
@@ -77,6 +83,7 @@ class Fault:
         seconds: of a delay, or to the parent's strike.
         detail: which error; NaN in "input" or "weights".
         fraction: how much of a file is written, which of the weights.
+        messages: ranks cannot share memory, so that plans run by messages.
     """
 
     what: str = "none"
@@ -86,6 +93,7 @@ class Fault:
     seconds: float = 0.0
     detail: str = ""
     fraction: float = 0.0
+    messages: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,13 +139,16 @@ def kinds() -> list[str]:
     return [column[i] for i in range(longest) for column in columns if i < len(column)]
 
 
-def draw(seed: int, timeout: float, formats: tuple[str, ...] = ()) -> Trial:
+def draw(
+    seed: int, timeout: float, formats: tuple[str, ...] = (), plans: tuple[str, ...] = PLANS
+) -> Trial:
     """Return the trial of a seed.
 
     Args:
         seed: any whole number from 0.
         timeout: --moe-comm-timeout in seconds.
         formats: values of --moe-checkpoint to draw from; none leaves the option out.
+        plans: of PLANS, to draw from.
     """
     rng = random.Random(seed)
     every = kinds()
@@ -149,7 +160,11 @@ def draw(seed: int, timeout: float, formats: tuple[str, ...] = ()) -> Trial:
     same = rng.random() < 0.6 and kind != "other ranks"
     after = ranks if same else rng.choice([w for w in (1, 2, 3, 4) if w != ranks])
     what, _, where = kind.partition(" ")
+    by = rng.choice(plans)
+    if by != "none":
+        flags = (*flags, *BY_PLANS, *(() if OF_OTHER_ROWS & set(flags) else ROWS_BY_PLANS))
     begun = where in ("in a load", "a file") or (kind != "full disk" and rng.random() < 0.3)
+    fault = _fault(rng, what, where, ranks, timeout, begun, "sharded" in flags)
     return Trial(
         seed=seed,
         kind=kind,
@@ -157,7 +172,7 @@ def draw(seed: int, timeout: float, formats: tuple[str, ...] = ()) -> Trial:
         ranks_after=after,
         flags=flags,
         begun=begun,
-        fault=_fault(rng, what, where, ranks, timeout, begun, "sharded" in flags),
+        fault=replace(fault, messages=by == "messages"),
         tear=what if where == "a file" else "",
         disk=rng.uniform(0.5, 5.0) if kind == "full disk" else 0.0,
         compared=_is_comparable(kind, ranks, after, flags),

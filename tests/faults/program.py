@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--format", nargs="+", default=["full", "sharded"], choices=("full", "sharded"),
         help="values of --moe-checkpoint to draw from (default: both)",
     )  # fmt: skip
+    parser.add_argument(
+        "--plans", nargs="+", default=plan.PLANS, choices=plan.PLANS,
+        help="how collectives run to draw from: no plans, in shared memory, by messages (default: all)",
+    )  # fmt: skip
     parser.add_argument("--kind", help="only trials of kinds that have this in their name")
     parser.add_argument("--json", type=Path, help="write all trials to this file")
     parser.add_argument("--logs", type=Path, help="folder for what all ranks print")
@@ -66,8 +70,9 @@ def run_all(seeds: Sequence[int], options: argparse.Namespace, folder: Path) -> 
     world = trial.World(language(folder / "corpus"), folder, options.comm_timeout)
     results = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        plans = [plan.draw(seed, options.comm_timeout, tuple(options.format)) for seed in seeds]
-        running = [pool.submit(trial.run, each, world) for each in plans]
+        drawn_from = options.comm_timeout, tuple(options.format), tuple(options.plans)
+        trials = [plan.draw(seed, *drawn_from) for seed in seeds]
+        running = [pool.submit(trial.run, each, world) for each in trials]
         for ended in concurrent.futures.as_completed(running):
             results.append(ended.result())
             print(_line(results[-1]), flush=True)
@@ -132,8 +137,8 @@ def _row(name: str, results: Sequence[trial.Result]) -> dict[str, object]:
 
 def _tell(result: trial.Result, options: argparse.Namespace) -> None:
     each = result.trial
-    formats = f" --format {' '.join(options.format)}" if options.format else ""
+    drawn_from = f"--format {' '.join(options.format)} --plans {' '.join(options.plans)}"
     print(f"\nseed {each.seed}: {each}")
     for problem in result.problems:
         print(f"  {problem}")
-    print(f"  again: python -m tests.faults --trials 1 --seed {each.seed}{formats}")
+    print(f"  again: python -m tests.faults --trials 1 --seed {each.seed} {drawn_from}")
