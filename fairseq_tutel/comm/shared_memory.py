@@ -251,13 +251,13 @@ def _unordered() -> str:
 
 def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
     """Let there be memory for (start, size) of a file; return what is wrong."""
+    state = os.fstatvfs(descriptor)
     try:
         for start, size in ranges:
             if size:
                 os.posix_fallocate(descriptor, start, size)
     except OSError as error:
-        state = os.fstatvfs(descriptor)
-        free = state.f_bavail * state.f_frsize / 2**20
-        needed = sum(size for _, size in ranges) / 2**20
-        return f"{needed:.1f} MiB are needed and {free:.1f} are free ({error.strerror})"
+        needed = sum(size for _, size in ranges) // 1024
+        free = state.f_bavail * state.f_frsize // 1024
+        return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
     return ""

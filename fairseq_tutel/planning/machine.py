@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_tutel.planning.given_files import json_of
+
 _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 
 
@@ -67,7 +69,7 @@ class Machine:
         """
         fix = "give a file of `tune --measure --json`"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json_of(path)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} can not be read as a machine ({error}); {fix}.") from error
         known = {field.name for field in fields(cls)}

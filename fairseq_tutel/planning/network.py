@@ -17,6 +17,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fairseq_tutel.planning.given_files import json_of
+
 FORMAT = 1
 # GPUs that a name may ask for.
 MOST = 512
@@ -127,8 +129,8 @@ def read(path: Path) -> Network:
         ValueError: it can not be read, or is no network; the sentence says why.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
+        data = json_of(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} can not be read as a network ({error}).") from error
     try:
         return from_json(data)

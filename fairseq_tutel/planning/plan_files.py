@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from fairseq_tutel.planning.given_files import content_of, json_of
 from fairseq_tutel.planning.msccl_reader import from_xml
 from fairseq_tutel.planning.msccl_writer import to_xml
 from fairseq_tutel.planning.plan import Plan, from_json, to_json
@@ -37,11 +38,11 @@ def read(path: Path) -> Plan:
         ValueError: it is none; the sentence names it.
     """
     try:
-        if path.suffix == ".xml":
-            return from_xml(path.read_bytes())
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = content_of(path) if path.suffix == ".xml" else json_of(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} can not be read as a plan ({error}).") from error
+    try:
+        return from_xml(data) if path.suffix == ".xml" else from_json(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

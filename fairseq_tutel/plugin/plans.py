@@ -55,6 +55,9 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
             f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
             f"all_to_all of the {size} ranks that share experts; {fix}, or linear."
         )
+    elif known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
+        asking = " or ".join(PLAN + each for each in known)
+        logger.info("the exchange of rows runs by no plan; --moe-a2a-algorithm %s lets it", asking)
     plan_choice.use(plans, local)
 
 

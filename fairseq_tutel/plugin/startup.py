@@ -224,9 +224,8 @@ def facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
     for side in ("source_dictionary", "target_dictionary"):
         words = getattr(getattr(task, side, None), "symbols", None)
         facts[f"the digest of the {side.replace('_', ' ')}"] = _digest(words)
-    if plans := plans_of(config_of(task)):
-        digests = [f"{each.name} {each.plan.digest}" for each in plans]
-        facts["the plans of --moe-collective-plans"] = digests
+    for each in plans_of(config_of(task)):
+        facts[f"the digest of the plan {each.name}"] = each.plan.digest
     facts["the kind of device"] = device_of(root).type
     facts["the version of fairseq_tutel"] = __version__
     facts["the version of fairseq"] = fairseq_version

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,9 +111,14 @@ def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
     for name in names:
         ranks_of: dict[str, list[int]] = {}
         for ranks, facts in parties:
-            ranks_of.setdefault(_shown(facts.get(name, NOTHING)), []).extend(ranks)
+            ranks_of.setdefault(_text(facts.get(name, NOTHING)), []).extend(ranks)
         if len(ranks_of) > 1:
-            values = (f"{value} on {name_ranks(sorted(on))}" for value, on in ranks_of.items())
+            is_long = max(map(len, ranks_of)) > SHOWN_CHARACTERS
+            alike = _alike(list(ranks_of)) if is_long else 0
+            values = (
+                f"{_shown(text, alike)} on {name_ranks(sorted(on))}"
+                for text, on in ranks_of.items()
+            )
             differing.append(f"{name} is {' and '.join(values)}")
     more = len(differing) - SHOWN_FACTS
     others = f" ({more} more differ)" if more > 0 else ""
@@ -123,8 +128,20 @@ def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if value is NOTHING:
         return "not there"
-    text = value if isinstance(value, str) and value else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _alike(texts: Sequence[str]) -> int:
+    """Return with how many characters all texts begin alike."""
+    columns = zip(*texts, strict=False)
+    return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
+
+
+def _shown(text: str, alike: int) -> str:
+    """Return a text's part in which it differs from others, which begin with as many characters alike."""
+    if alike > SHOWN_CHARACTERS // 2:
+        text = "…" + text[alike - SHOWN_CHARACTERS // 4 :]
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -27,6 +27,7 @@ MADE = tuple(name for name in COLLECTIVES if name != "all_to_all")
 ROOTED = ("broadcast", "reduce")
 # Smaller messages are slower than their bytes.
 CHUNK_BYTES = 256 * 1024
+MOST = {"trees": 65536, "slices": 1024}
 # Of a cut's vertices, by name.
 NAMED = 4
 
@@ -66,6 +67,10 @@ def run(arguments: argparse.Namespace) -> None:
     written = {flag: path for flag, path in outputs.items() if path}
     for flag, path in written.items():
         refuse_output(path, flag=flag)
+        if flag != "--plot" and path.suffix != ".json":
+            raise ValueError(f"{flag} is {path}; end it in .json.")
+    if arguments.output and arguments.output == arguments.network:
+        raise ValueError(f"--output and --network are both {arguments.output}; give two files.")
     if arguments.plot and arguments.plot.suffix not in PLOTS:
         raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
     collective = arguments.collective
@@ -75,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, key)
         if value is not None and value < 1:
             raise ValueError(f"--{key} is {value}; give a number of at least 1.")
+        if value is not None and value > MOST.get(key, value):
+            raise ValueError(f"--{key} is {value}; give no more than {MOST[key]}.")
     network = find(arguments.topology)
     root = arguments.root
     if collective in ROOTED:

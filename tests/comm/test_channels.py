@@ -147,7 +147,7 @@ def refused(what):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("full", r"2\.0 MiB are needed and [\d.]+ are free \(No space left on device\)\.$"),
+        ("full", r"20\d\d KiB are needed and \d+ are free in \S+ \(No space left on device\)\.$"),
         ("order", r"on rank 1 of the group a aarch64 does not show writes in their order\.$"),
         (
             "host",

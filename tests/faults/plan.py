@@ -175,7 +175,7 @@ def draw(
         fault=replace(fault, messages=by == "messages"),
         tear=what if where == "a file" else "",
         disk=rng.uniform(0.5, 5.0) if kind == "full disk" else 0.0,
-        compared=_is_comparable(kind, ranks, after, flags),
+        compared=_is_comparable(kind, ranks, after, flags, fault),
     )
 
 
@@ -184,7 +184,9 @@ def _may_be_alone(kind: str) -> bool:
     return not kind.startswith(("stop", "delay")) and "collective" not in kind
 
 
-def _is_comparable(kind: str, ranks: int, after: int, flags: tuple[str, ...]) -> bool:
+def _is_comparable(kind: str, ranks: int, after: int, flags: tuple[str, ...], fault: Fault) -> bool:
+    if ranks == 1 and fault.what == "error" and fault.detail == "memory":
+        return False  # a rank alone leaves the batch out, as fairseq does
     if kind in ("empty batch", "short batch"):
         return False  # trains on other data
     if ranks == after:

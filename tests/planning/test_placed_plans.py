@@ -53,6 +53,7 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
     "data, sentence",
     [
         ("{", r"x\.json can not be read as a plan \("),
+        ("[" * 100_000, r"x\.json can not be read as a plan \("),
         (json.dumps({"format": 1}), r"x\.json: This is no plan: collective is None"),
         (json.dumps(WRONG), r"x\.json: Plan 'one_phase all_reduce' .*channel"),
         (json.dumps(network.to_json(BOXES)), r"x\.json: This is no plan: "),
@@ -64,9 +65,14 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
 )
 def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
     (tmp_path / "x.json").write_text(data)
-    with pytest.raises(ValueError, match=sentence) as error:
-        placed_plans.read(str(tmp_path / "x.json"))
-    assert str(error.value).startswith("--moe-collective-plans") and str(error.value).endswith(".")
+    for place in (tmp_path / "x.json", tmp_path):
+        if "gpus" in data and place == tmp_path:  # a network's file beside none
+            continue
+        placed_plans.read.cache_clear()
+        with pytest.raises(ValueError, match=sentence) as error:
+            placed_plans.read(str(place))
+        said = str(error.value)
+        assert said.startswith("--moe-collective-plans") and said.endswith(".")
 
 
 @pytest.mark.parametrize("name", ("", "none.json"))

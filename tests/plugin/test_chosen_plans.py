@@ -32,6 +32,16 @@ def test_a_tuner_tries_plans_that_are_not_foretold_to_be_slow(caplog):
     assert "adaptive: not tried, since the numbers of A100 foretell it: plan:slow" in caplog.text
 
 
+def test_an_all_to_all_that_nobody_asked_for_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(plans, "read", lambda *_: SimpleNamespace(moe_local_size=0))
+    monkeypatch.setattr(plans.plan_choice, "use", lambda *_: None)
+    config = SimpleNamespace(a2a_algorithm="linear", adaptive="", adaptive_r=1)
+    with caplog.at_level("INFO"):
+        use_plans(None, TOPOLOGY, config)
+    asked = "--moe-a2a-algorithm plan:linear_all_to_all or plan:slow lets it"
+    assert f"the exchange of rows runs by no plan; {asked}" in caplog.text
+
+
 def test_an_all_to_all_without_its_plan_is_refused():
     config = SimpleNamespace(a2a_algorithm="plan:ring_all_gather")
     with pytest.raises(ValueError) as error:

@@ -45,8 +45,12 @@ def _told(facts_by_rank):
             [{"--k": "y" * 500}, *[{"--k": "x"}] * 3],
             f"--k is {'y' * 80}… on rank 0 and x on ranks 1-3",
         ),
+        (
+            [{"--k": "y" * 500 + "a"}, *[{"--k": "y" * 500 + "b"}] * 3],
+            f"--k is …{'y' * 20}a on rank 0 and …{'y' * 20}b on ranks 1-3",
+        ),
     ],
-    ids=["alike", "odd", "first odd", "three", "lacking", "many", "long"],
+    ids=["alike", "odd", "first odd", "three", "lacking", "many", "long", "long alike"],
 )  # fmt: skip
 def test_all_ranks_hear_the_same_sentence(ranks, facts, sentence):
     expected = sentence if sentence == "agreed" else sentence + FIX

@@ -93,6 +93,13 @@ REFUSED = {
     ),
     "trees": (("ring:4", "--trees", 0), "--trees is 0; give a number of at least 1."),
     "slices": (("ring:4", "--slices", 0), "--slices is 0; give a number of at least 1."),
+    "more trees": (("ring:4", "--trees", 99999999), "--trees is 99999999; give no more than "),
+    "more slices": (("ring:4", "--slices", 9999), "--slices is 9999; give no more than "),
+    "kind": (("ring:4", "--output", "x.xml"), "--output is x.xml; end it in .json."),
+    "one file": (
+        ("ring:4", "--output", "x.json", "--network", "x.json"),
+        "--output and --network are both x.json; give two files.",
+    ),
     "bytes": (("ring:4", "--bytes", -1), "--bytes is -1; give a number of at least 1."),
     "root": (
         ("ring:4", "--collective", "reduce", "--root", 4),

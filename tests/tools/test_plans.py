@@ -1,6 +1,7 @@
 """`python -m fairseq_tutel plan-check`: what it says of a plan, how long it takes, and what it refuses."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -93,6 +94,10 @@ def test_what_is_refused(written, tmp_path):
     for content in (b"{", b"\xff", b"[" * 100000):
         bad.write_bytes(content)
         assert refusal_of("plan-check", bad).startswith(f"{bad} can not be read as a plan (")
+    bad.unlink()
+    os.mkfifo(bad)
+    assert "no ordinary file" in refusal_of("plan-check", bad)
+    bad.unlink()
     assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
     for option, value in (
         ("--bytes", 0),
