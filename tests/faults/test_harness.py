@@ -27,7 +27,9 @@ def test_a_seed_says_all_and_all_kinds_come_in_turn():
     assert trials == [plan.draw(seed, 5) for seed in range(4 * len(kinds))]
     assert set(Counter(trial.kind for trial in trials).values()) == {4}
     assert {trial.ranks for trial in trials} == {1, 2, 3, 4}
-    assert {trial.flags for trial in trials} == set(plan.FLAGS)
+    drawn = [plan.draw(seed, 5, plans=("none",)).flags for seed in range(len(trials))]
+    assert {*drawn} == {*plan.FLAGS}
+    assert sum("{plans}" in trial.flags for trial in trials) > len(trials) / 2
     assert sum(trial.compared for trial in trials) > len(trials) / 2
 
 
