@@ -41,7 +41,7 @@ def test_every_kind_has_its_fault():
 
 
 def test_formats_of_checkpoints_are_drawn_where_they_are_given():
-    drawn = {plan.draw(seed, 5, ("full", "sharded")).flags[-2:] for seed in range(20)}
+    drawn = {plan.draw(seed, 5, ("full", "sharded"), ("none",)).flags[-2:] for seed in range(20)}
     assert drawn == {("--moe-checkpoint", "full"), ("--moe-checkpoint", "sharded")}
 
 
