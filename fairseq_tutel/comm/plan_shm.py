@@ -39,7 +39,7 @@ from fairseq_tutel.planning.plan import Plan
 # Bytes of a slot: at first, how many times as many when more are needed, and at most.
 # 64 MiB take 4 ranks on 2 cores 1.4 to 1.6 times as long in slots of 256 KiB as of 1 MiB.
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
-# Bytes of `tmp`, once, where that leaves slots of so many.
+# Bytes of `tmp`, once, and of `staged`, where that leaves slots of so many.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
 MOST_SIZES = 64  # for which a plan stays compiled
 FLAGS = 1 << 32
@@ -103,7 +103,8 @@ class OneSided:
         self.plan, self.rank = plan, dist.get_rank(group)
         self.walked = walk(plan)
         self._program = Program(self.walked, self.rank)
-        slot = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // max(1, plan.temporary) // 64 * 64))
+        slots = max(1, plan.temporary, self._program.staged)
+        slot = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
         self._slot = min(FIRST_BYTES, slot)
         # Packets do not move: where their flags are there never was anything else.
         self._most = self._slot if self._program.packets else slot
