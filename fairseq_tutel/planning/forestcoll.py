@@ -20,7 +20,7 @@ from fairseq_tutel.planning.network import Network
 
 # A default number of trees may cost this much over the optimum.
 TOLERANCE = Fraction(1, 20)
-# Numbers of trees that are tried for that: of more, messages are too small to be worth it.
+# So many numbers of trees are tried for that, before those of the optimum are taken.
 TRIED = 200
 
 
@@ -204,15 +204,15 @@ def default_share(
         most_trees: k at most; where it is too few for that, the fastest share of them.
     """
     optimal = optimal_share(network, best)
-    last = min(most_trees or optimal.trees, optimal.trees, TRIED)
-    for trees in range(1, last + 1):
-        most = best.seconds * trees * (1 + TOLERANCE)
-        share = (
-            optimal if trees == optimal.trees else fixed_share(network, roots, best, trees, most)
-        )
+    last = min(most_trees or optimal.trees, optimal.trees)
+    tried = range(1, 1 + min(last, optimal.trees - 1, TRIED))
+    for trees in tried:
+        share = fixed_share(network, roots, best, trees, best.seconds * trees * (1 + TOLERANCE))
         if share:
             return share
-    shares = (fixed_share(network, roots, best, trees) for trees in range(1, last + 1))
+    if last == optimal.trees:
+        return optimal
+    shares = (fixed_share(network, roots, best, trees) for trees in tried)
     return min(filter(None, shares), key=lambda share: share.seconds, default=optimal)
 
 

@@ -107,6 +107,10 @@ def test_an_all_reduce_has_as_many_trees_in_both_directions():
 def test_absurd_numbers_of_trees_take_no_time():
     assert grow(find("dgx_a100:1"), trees=10**10).share.trees == 10**10
     assert grow(find("boxes:2x2:99991:7")).share.trees < 10
+    # No few trees are within 5 %.
+    links = [(3, 0, 1685), (0, 3, 601), (4, 1, 952), (1, 4, 2328), (1, 2, 124), (2, 3, 1084), (0, 1, 2357),
+             (4, 2, 1817), (4, 3, 416), (3, 2, 416), (2, 0, 1273), (1, 3, 857), (3, 4, 857)]  # fmt: skip
+    assert grow(network_of(2, links)).share.trees == 2958
 
 
 def test_a_box_s_ranks_send_to_all_others_at_once():
