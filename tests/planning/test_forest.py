@@ -49,7 +49,11 @@ def best_trees(network, root=None):
     return optimal_share(network, optimum(network, root)).trees
 
 
-@pytest.mark.parametrize("network", KNOWN, ids=lambda n: n if isinstance(n, str) else None)
+@pytest.mark.parametrize(
+    "network",
+    [pytest.param(each, marks=LONG) if each == "dgx_a100:4" else each for each in KNOWN],
+    ids=lambda n: n if isinstance(n, str) else None,
+)
 def test_optimal_trees_take_as_long_as_the_cut_says(network):
     network = network if isinstance(network, Network) else find(network)
     for root in (None, network.ranks - 1) if network.ranks < 20 else (None,):
