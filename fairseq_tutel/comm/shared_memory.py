@@ -2,9 +2,9 @@
 
 N ranks. The file has words (int64, a cache line each, so that no two writers share one), each written by
 one rank, and a region of bytes for every rank, into which the others put. It has a name only until all have
-opened it, while it is empty, so that a rank that is killed leaves nothing. It is mapped as long as it may
-ever become; what is in use of it is allocated first, since a write to memory that is not there would end
-the process.
+opened it, while it is empty, so that a rank that is killed leaves no memory (rank 0 in that moment an empty
+file). It is mapped as long as it may ever become; what is in use of it is allocated first, since a write to
+memory that is not there would end the process.
 
 Words need no lock, since x86 shows one processor's writes to the others in their order; elsewhere there is
 no shared memory. A rank holds a lock on its byte of the file, which the kernel takes from it when it ends:
