@@ -56,6 +56,7 @@ tests/kernels/test_gemm_gpu.py -k "every_candidate"
 tests/kernels/test_gemm_gpu.py -k "not any_number_of_rows and not every_candidate"
 tests/kernels/test_route.py
 tests/kernels/test_triton.py
+tests/kernels/test_triton_plan.py
 tests/kernels/test_autotune.py
 LINES
 # Long enough to compile and measure every configuration of a product: a training does so in its first steps, a
