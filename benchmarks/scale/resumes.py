@@ -101,7 +101,7 @@ class _Threads(SimpleNamespace):
     def get_rank(self) -> int:
         return self.of_thread.rank
 
-    def all_gather_object(self, out: list[Any], own: Any) -> None:
+    def all_gather_object(self, out: list[Any], own: Any, group: None) -> None:
         self.told[self.get_rank()] = own
         self.barrier.wait()
         out[:] = self.told

@@ -47,6 +47,7 @@ def test_every_flag_has_a_help_text_with_its_default(options):
 # What a word may be where there are no choices, and what an option cannot be without.
 WORDS = {
     "gate_type": "cosine",
+    "a2a_algorithm": "2dh",
     "balance_loss": "none",
     "expert_type": "glu",
     "parallel_type": "model",

@@ -189,7 +189,7 @@ def test_models_within_a_model_are_told_alike():
 
 
 SAID = {
-    "--moe-local-size 2 has no effect without --moe-a2a-algorithm 2dh or auto, or ": {"moe_local_size": 2},
+    "--moe-local-size 2 has no effect without --moe-a2a-algorithm 2dh or auto, ": {"moe_local_size": 2},
     "--record-a2a-perf-stats has no effect: every rank has all ": {"record_a2a_perf_stats": True},
     "--moe-normalize-gate none has no effect without --moe-top-k 2": {"moe_normalize_gate": "none"},
     "--moe-normalize-expert-grad sqrt_world_size has no effect: there is one rank": {

@@ -36,7 +36,7 @@ class _Ranks:
     def get_rank(self):
         return self.of_thread.rank
 
-    def all_gather_object(self, out, own):
+    def all_gather_object(self, out, own, group=None):
         self.told[self.get_rank()] = own
         self.barrier.wait(SECONDS)
         out[:] = self.told
@@ -113,7 +113,9 @@ def test_ranks_wait_for_a_long_reading_no_longer_than_for_each_other(look, saved
     gathered = []
     gather = _Ranks.all_gather_object
     monkeypatch.setattr(
-        _Ranks, "all_gather_object", lambda *a: gathered.append(a[0].get_rank()) or gather(*a)
+        _Ranks,
+        "all_gather_object",
+        lambda *a, group: gathered.append(a[0].get_rank()) or gather(*a),
     )
     assert look([saved] * 2)[0] == ["a.pt"]
     assert gathered.count(0) == gathered.count(1) > 4

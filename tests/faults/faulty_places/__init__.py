@@ -204,7 +204,7 @@ for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at im
     before(collectives, name, "collective")
 before(plan_shm.OneSided, "_run", "collective")
 before(plan_shm, "add_up", "collective")  # in the middle of a plan
-if _fault["messages"]:
+if _fault.get("messages"):
     shared_memory.FOLDER = "/dev/null"
 after(distributed_utils, "distributed_init", "joined")
 before(Trainer, "__init__", "built")
