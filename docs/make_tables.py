@@ -16,7 +16,8 @@ from fairseq.tasks import TASK_REGISTRY
 import page
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.config import BY_OWNER, options_of
-from fairseq_tutel.moe.options import Option
+from fairseq_tutel.moe.options import Option, options_in
+from fairseq_tutel.tools.flags import OTHER_TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 README, FLAGS = ROOT / "README.md", ROOT / "docs" / "flags.md"
@@ -52,8 +53,12 @@ MOST_USED = (
 
 
 def all_options() -> list[Option]:
-    """Return the options of model, criterion and task."""
-    return [option for owner in BY_OWNER for option in options_of(owner)]
+    """Return the options of model, criterion and task, then those of other tables."""
+    others = [table for _, tables in OTHER_TABLES for table in tables]
+    return [
+        *(option for owner in BY_OWNER for option in options_of(owner)),
+        *(option for table in others for option in options_in(table)),
+    ]
 
 
 def flags_by_theme() -> str:

@@ -1,5 +1,7 @@
 """fairseq's dataclasses, made from the table of options (moe/config.py): flags and hydra keys.
 
+Other folders' tables (their options.py) become dataclasses by the same `made`.
+
 `ModelOptions` become fields of every MoE model, `SystemOptions` of every task, `GateLossOptions` of our
 criterions; `layer_config` turns a model's and a task's configuration back into the MoEConfig of one layer.
 """
@@ -24,7 +26,7 @@ from fairseq_tutel.moe.config import (
 from fairseq_tutel.moe.options import Option, options_in, plain, read, refuse_bad_values
 
 
-def _made(name: str, options: Iterable[Option], base: type = FairseqDataclass) -> type:
+def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) -> type:
     """Return fairseq's dataclass with a key for each of these options."""
     made = []
     for item in options:
@@ -40,10 +42,10 @@ def _of_layers(owner: str) -> list[Option]:
     return [item for item in LAYER.values() if item.of == owner]
 
 
-ModelOptions = _made("ModelOptions", [*options_in(ModelConfig), *_of_layers("model")])
-EncoderDecoderOptions = _made("EncoderDecoderOptions", options_in(SidesConfig), ModelOptions)
-SystemOptions = _made("SystemOptions", options_of("task"))
-GateLossOptions = _made("GateLossOptions", options_in(CriterionConfig))
+ModelOptions = made("ModelOptions", [*options_in(ModelConfig), *_of_layers("model")])
+EncoderDecoderOptions = made("EncoderDecoderOptions", options_in(SidesConfig), ModelOptions)
+SystemOptions = made("SystemOptions", options_of("task"))
+GateLossOptions = made("GateLossOptions", options_in(CriterionConfig))
 
 
 def defaults(options: type) -> dict[str, Any]:

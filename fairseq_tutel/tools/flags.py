@@ -1,4 +1,4 @@
-"""flags: print the experts' flags with their help.
+"""flags: print the plugin's flags with their help.
 
 `fairseq-train --help` leaves out those of an architecture.
 """
@@ -9,12 +9,15 @@ import textwrap
 from typing import Any
 
 from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import Option
+from fairseq_tutel.moe.options import Option, options_in
+
+# The tables of options.py in other folders than moe: (whose they are, as a title; the dataclasses).
+OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = ()
 
 
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
-    parser = tools.add_parser("flags", help="print the experts' flags", description=__doc__)
+    parser = tools.add_parser("flags", help="print the plugin's flags", description=__doc__)
     parser.add_argument(
         "pattern", nargs="?", default="", help="only those that have it in their name or help"
     )
@@ -24,12 +27,16 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the flags that match, by what takes them."""
     found = False
-    for title, owner in (
-        ("of the moe_ architectures", "model"),
-        ("of every task", "task"),
-        ("of the moe_ criterions", "criterion"),
+    for title, known in (
+        ("of the moe_ architectures", options_of("model")),
+        ("of every task", options_of("task")),
+        ("of the moe_ criterions", options_of("criterion")),
+        *(
+            (title, [o for table in tables for o in options_in(table)])
+            for title, tables in OTHER_TABLES
+        ),
     ):
-        options = [o for o in options_of(owner) if _matches(o, arguments.pattern.lower())]
+        options = [o for o in known if _matches(o, arguments.pattern.lower())]
         if options:
             found = True
             print(f"{title}:")

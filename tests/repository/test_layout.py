@@ -24,6 +24,7 @@ CORE = (
     {"tutel"},
     {"checkpoint"},
     {"inference"},
+    {"vision", "ensemble", "distillation"},
 )
 EDGE = ({"optim"}, {"plugin"}, {"criterions"}, {"models"}, {"tasks"})
 ORDER = (*CORE, *EDGE, {"tools"}, {""})

@@ -1,0 +1,1 @@
+"""Images and the Swin transformer in plain torch."""
