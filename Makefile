@@ -8,7 +8,7 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo test test-long test-faults lint format clean
+.PHONY: help setup link demo vision-data test test-long test-faults lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ $(STAMP): setup.py pyproject.toml
 demo: setup ## train, evaluate and compare a dense and a MoE language model; writes demo/result.json
 	$(BIN)/python examples/demo/run.py --setup-seconds $$(cat $(STAMP))
 
+vision-data: setup ## write the digits of scikit-learn and 5,000 of MNIST to vision/, as .npz
+	$(BIN)/python examples/demo/digits.py vision
+
 test: setup ## run the quick tests, and name the twenty slowest
 	$(BIN)/python -m pytest $(SHARED) --durations=20
 
@@ -54,5 +57,5 @@ format: setup ## apply the formatter and the safe fixes
 	$(BIN)/ruff format
 
 clean: ## remove what builds, checks and runs left behind, but not .venv
-	rm -rf demo outputs checkpoints build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo vision outputs checkpoints build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
