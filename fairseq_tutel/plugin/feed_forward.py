@@ -26,6 +26,19 @@ from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 
+# The dropout between fc1 and fc2, as layers of transformers, of lightconv and of wav2vec2 call it.
+DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")
+# Where stock models have their layers.
+STACKS = [
+    (side, f"{side}.{name}")
+    for side in ("encoder", "decoder")
+    for name in ("layers", "sentence_encoder.layers", "transformer_layers")
+]
+# Those of the pretrained model that another one is built around.
+STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder", "w2v_encoder")]
+# What a stock layer says of its FFN, as MoEConfig fields.
+FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoERecord:
@@ -159,9 +172,12 @@ def _record(output: MoEOutput) -> MoERecord:
 
 
 def label_of(name: str) -> str:
-    """Return the side and index of a layer from fc1's name: decoder.layers.3.fc1 -> decoder_3."""
-    parts = name.split(".")
-    return f"{parts[0]}_{parts[-2]}"
+    """Return the side and index of a layer from fc1's name: decoder.layers.3.fc1 -> decoder_3.
+
+    Of one of several models, such as one for each pair of languages, its name too: de-en_decoder_3.
+    """
+    parts = name.removeprefix("models.").split(".")
+    return "_".join([*parts[: 2 if name.startswith("models.") else 1], parts[-2]])
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
@@ -201,7 +217,8 @@ def replace_ffn(
     """Turn the FFN step of one stock layer into experts, in place.
 
     Args:
-        layer: a stock layer with fc1, fc2, activation_fn and activation_dropout_module.
+        layer: a stock layer with fc1, fc2 and a dropout between them; one that was turned already, as
+            a pretrained model's, takes its weights along.
         config: of the experts; it takes over activation, activation dropout and ffn_layernorm.
         topology: where experts live.
         seed: fairseq's --seed.
@@ -209,11 +226,18 @@ def replace_ffn(
         context: of the model.
         experts: that are built already; None builds and draws them.
     """
-    moe = MoEFeedForward(config, topology, seed, name, context, experts)
+    moe, before = MoEFeedForward(config, topology, seed, name, context, experts), layer.fc1
     layer.fc1 = moe
-    layer.activation_fn = _identity
-    layer.activation_dropout_module = nn.Identity()
-    layer.fc2 = nn.Identity()
+    if isinstance(before, MoEFeedForward):
+        if experts is None:
+            moe.load_state_dict(before.state_dict())
+        return
+    if hasattr(layer, "activation_fn"):
+        layer.activation_fn, layer.fc2 = _identity, nn.Identity()
+    else:
+        moe.register_forward_hook(_both_signs)
+        layer.fc2 = _Difference()
+    setattr(layer, _dropout_of(layer), nn.Identity())
     if getattr(layer, "ffn_layernorm", None) is not None:
         layer.ffn_layernorm = None
     layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
@@ -248,18 +272,38 @@ def pregate_stacks(model: nn.Module, ahead: int) -> None:
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return what a stock layer says of its FFN, as MoEConfig fields."""
+    """Return what a layer says of its FFN, as MoEConfig fields; that of a pretrained model has experts."""
+    if isinstance(layer.fc1, MoEFeedForward):
+        config = layer.fc1.config
+        return {name: getattr(config, name) for name in FACTS}
     return {
         "model_dim": layer.fc1.in_features,
         "hidden_dim": layer.fc1.out_features,
         "activation": str(activation),
-        "activation_dropout": float(layer.activation_dropout_module.p),
+        "activation_dropout": float(getattr(layer, _dropout_of(layer)).p),
         "hidden_layer_norm": getattr(layer, "ffn_layernorm", None) is not None,
     }
 
 
+def _dropout_of(layer: Any) -> str:
+    return next(name for name in DROPOUTS if hasattr(layer, name))
+
+
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _both_signs(_: nn.Module, __: Any, y: Tensor) -> Tensor:
+    """Return y and -y side by side, of which a layer with a relu of its own makes relu(y) and relu(-y)."""
+    return torch.cat([y, -y], dim=-1)
+
+
+class _Difference(nn.Module):
+    """y = relu(y) - relu(-y), with the same bits and, wherever y is not 0, the same gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive, negative = x.chunk(2, dim=-1)
+        return positive - negative
 
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
@@ -300,7 +344,8 @@ def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
 def tell_micro_batches(model: nn.Module) -> None:
     """Let the layers of a model know when it is called: what follows is a new micro-batch, no recompute."""
     # A copy of the model copies what is bound here, too.
-    model.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(model)))
+    for part in models_of(model).values():
+        part.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(part)))
 
 
 def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
@@ -308,11 +353,18 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
         layer.begin_micro_batch()
 
 
+def models_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the models that one is made of, as fairseq's for several pairs of languages, by name."""
+    parts = getattr(model, "models", None)
+    if not isinstance(parts, nn.ModuleDict):
+        return {"": model}
+    return {f"models.{name}.": part for name, part in parts.items()}
+
+
 def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield ("encoder" | "decoder", qualified name, layers) for the sides that a model has."""
-    modules = dict(model.named_modules())
-    for side in ("encoder", "decoder"):
-        for stack in ("layers", "sentence_encoder.layers", "transformer_layers"):
-            name = f"{side}.{stack}"
-            if name in modules:
-                yield side, name, modules[name]
+    """Yield ("encoder" | "decoder", qualified name, layers) for the sides that a model has, each once."""
+    modules = dict(model.named_modules())  # what several models share has the first one's name
+    for prefix in models_of(model):
+        for side, name in STACKS:
+            if f"{prefix}{name}" in modules:
+                yield side, f"{prefix}{name}", modules[f"{prefix}{name}"]

@@ -285,8 +285,10 @@ def _refuse_with_pregating(model: nn.Module, ahead: int) -> None:
 
 
 def _refuse_layerdrop(model: nn.Module, reason: str) -> None:
-    for side, _, layers in named_stacks(model):
-        value = getattr(layers, "p", 0.0)  # a LayerDropModuleList has it
+    for side, name, layers in named_stacks(model):
+        # A LayerDropModuleList has it, or what holds wav2vec2's layers.
+        held_by = model.get_submodule(name.rpartition(".")[0])
+        value = getattr(layers, "p", getattr(held_by, "layerdrop", 0.0))
         if value > 0:
             raise ValueError(f"--{side}-layerdrop is {value}: {reason}.")
 
