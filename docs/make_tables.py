@@ -33,6 +33,7 @@ THEMES = (
     "Checkpoints",
     "Kernels",
     "Logging",
+    "Images",
     "Older names",
 )
 MOST_USED = (

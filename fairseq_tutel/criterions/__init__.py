@@ -1,3 +1,3 @@
 """Criterions that train the experts' balance loss beside their own."""
 
-from fairseq_tutel.criterions import moe_cross_entropy, twins  # noqa: F401
+from fairseq_tutel.criterions import image_classification, moe_cross_entropy, twins  # noqa: F401

@@ -10,9 +10,12 @@ from typing import Any
 
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import Option, options_in
+from fairseq_tutel.vision.image_options import ImageConfig
 
 # The tables of options.py in other folders than moe: (whose they are, as a title; the dataclasses).
-OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = ()
+OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("of the task image_classification", (ImageConfig,)),
+)
 
 
 def add_to(tools: Any) -> None:

@@ -127,6 +127,8 @@ def test_the_core_works_with_torch_and_numpy_alone():
 
 # What fairseq brings along.
 BROUGHT = {"fairseq_cli", "hydra", "omegaconf"}
+# Packages that are imported by another name.
+IMPORTED_AS = {"pillow": "PIL"}
 
 
 def test_what_is_imported_stands_in_what_users_install():
@@ -134,6 +136,7 @@ def test_what_is_imported_stands_in_what_users_install():
     extras = project["optional-dependencies"]
     lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"test", "dev"})]
     named = {re.match(r"[\w-]+", entry)[0] for entries in lists for entry in entries}
+    named |= {IMPORTED_AS[name] for name in named & IMPORTED_AS.keys()}
     imported = set().union(*map(top_names, FILES)) - sys.stdlib_module_names
     assert imported - BROUGHT - {"fairseq", "fairseq_tutel"} <= named
     assert "fairseq-fixed" in named

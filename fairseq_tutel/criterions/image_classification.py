@@ -1,0 +1,93 @@
+"""The criterion image_classification: cross entropy over classes, of mixed images of two; accuracies.
+
+B images, C classes.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from fairseq.dataclass import FairseqDataclass
+from fairseq.logging import metrics
+from torch import Tensor
+
+
+@dataclass
+class ImageClassificationCriterionConfig(FairseqDataclass):
+    """Options of image_classification."""
+
+    label_smoothing: float = field(
+        default=0.0, metadata={"help": "share of a target that goes to the other classes alike"}
+    )
+
+
+@register_criterion("image_classification", dataclass=ImageClassificationCriterionConfig)
+class ImageClassificationCriterion(FairseqCriterion):
+    """Cross entropy of a batch of the task image_classification, summed over its images."""
+
+    def __init__(self, task: Any, label_smoothing: float) -> None:
+        super().__init__(task)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(
+                f"--label-smoothing is {label_smoothing}; give a number from 0 to below 1."
+            )
+        self.label_smoothing = label_smoothing
+
+    def forward(
+        self, model: Any, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
+        """Return (loss, images, logging output); of a mixed image the shares weigh both targets' losses."""
+        net_output = model(**sample["net_input"])
+        logprobs_BC, target_B = (
+            model.get_normalized_probs(net_output, log_probs=True),
+            sample["target"],
+        )
+        loss_B, nll_B = self._losses(logprobs_BC, target_B)
+        if "mixed" in sample:
+            share_B = sample["mixed"]["share"].to(loss_B.dtype)
+            others = self._losses(logprobs_BC, sample["mixed"]["target"])
+            loss_B, nll_B = (
+                share_B * own_B + (1 - share_B) * other_B
+                for own_B, other_B in zip((loss_B, nll_B), others, strict=True)
+            )
+        loss = loss_B.sum() if reduce else loss_B
+        images, classes = logprobs_BC.shape
+        best_B5 = logprobs_BC.topk(min(5, classes), dim=1).indices
+        hits_B5 = best_B5 == target_B[:, None]
+        return (
+            loss,
+            images,
+            {
+                "loss": loss.detach(),
+                "nll_loss": nll_B.detach().sum(),
+                "correct": hits_B5[:, 0].sum(),
+                "top5_correct": hits_B5.sum(),
+                "ntokens": images,
+                "nsentences": images,
+                "sample_size": images,
+            },
+        )
+
+    def _losses(self, logprobs_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (smoothed loss, negative log-likelihood), [B] each."""
+        return label_smoothed_nll_loss(logprobs_BC, target_B, self.label_smoothing, reduce=False)
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log loss and nll_loss, in bits, and accuracies, in percent of the images."""
+        total: dict[str, Any] = {
+            key: sum(log.get(key, 0) for log in logging_outputs)
+            for key in ("loss", "nll_loss", "correct", "top5_correct", "nsentences")
+        }
+        images = total["nsentences"]
+        for key in ("loss", "nll_loss"):
+            metrics.log_scalar(key, total[key] / max(images, 1) / math.log(2), images, round=3)
+        for key, correct in (("accuracy", "correct"), ("top5_accuracy", "top5_correct")):
+            metrics.log_scalar(key, 100 * total[correct] / max(images, 1), images, round=2)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        """Whether ranks may add up what they log."""
+        return True

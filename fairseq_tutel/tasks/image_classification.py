@@ -1,0 +1,117 @@
+"""The task image_classification: images of folders or arrays, and the class of each."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from fairseq.tasks import FairseqTask, register_task
+
+from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
+from fairseq_tutel.plugin.flags import made
+from fairseq_tutel.plugin.run_config import root_of
+from fairseq_tutel.tasks.image_dataset import ImageDataset
+from fairseq_tutel.vision.image_options import ImageConfig
+from fairseq_tutel.vision.images import (
+    Images,
+    UnreadableImageError,
+    classes_of,
+    open_images,
+    refusal,
+)
+
+ImageOptions = made("ImageOptions", options_in(ImageConfig))
+
+
+@dataclass
+class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
+    """The folder of the data, then the options of images."""
+
+    data: str = field(
+        default="",
+        metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"},
+    )
+
+
+@register_task("image_classification", dataclass=ImageClassificationConfig)
+class ImageClassificationTask(FairseqTask):
+    """Tell the class of an image.
+
+    What the model depends on, classes and the shape of images, is read off the training set and saved with
+    a checkpoint: it is opened where other data, or none, is.
+    """
+
+    def __init__(self, cfg: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, **kwargs)
+        self.image_config = read(ImageConfig, cfg)
+        refuse_bad_values(self.image_config)
+        self._opened = cache(open_images)
+        self.state.add_factory("images", self._look_at_training_set)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, in the order of their numbers."""
+        return self.state.images["classes"]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.class_names)
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image, as a model gets it."""
+        return self.state.images["shape"][0]
+
+    def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
+        """Open a split; `combine` is what the Trainer asks for of the training set.
+
+        Raises:
+            ValueError: it is not there, or none that fits the classes and channels.
+        """
+        root = root_of(self)
+        trains = root is not None and combine and split == root.dataset.train_subset
+        images = self._opened(self.cfg.data, split)
+        self.datasets[split] = ImageDataset(
+            images,
+            self.class_names,
+            tuple(self.state.images["shape"]),
+            self.image_config,
+            root.common.seed if trains else None,
+        )
+
+    def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take a step; the sentence of an image that cannot be read ends the training."""
+        _refuse_unreadable(sample)
+        return super().train_step(sample, *args, **kwargs)
+
+    def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look at a batch, likewise."""
+        _refuse_unreadable(sample)
+        return super().valid_step(sample, *args, **kwargs)
+
+    def _look_at_training_set(self) -> dict[str, Any]:
+        """Return names of classes and (C, H, W) by the options and the first image that can be read."""
+        root, config = root_of(self), self.image_config
+        images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
+        channels, pixels = _first(images, config)
+        height, width = (config.size, config.size) if config.size else pixels.shape[1:]
+        return {"classes": classes_of(images), "shape": [channels, height, width]}
+
+
+def _first(images: Images, config: ImageConfig) -> tuple[int, torch.Tensor]:
+    """Return the channels, by the option or as they are, and the pixels of the first readable image."""
+    for i in range(len(images)):
+        try:
+            channels = config.channels or images.channels(i)
+            return channels, images.read(i, channels)
+        except UnreadableImageError as error:
+            if config.errors == "refuse":
+                raise ValueError(refusal(str(error))) from None
+    raise ValueError(f"{images.origin} has {len(images)} images, none of which can be read.")
+
+
+def _refuse_unreadable(sample: Any) -> None:
+    # Raised here and not where it is found: a worker's error would come with the worker's traceback.
+    if "refused" in sample:
+        raise ValueError(sample["refused"])

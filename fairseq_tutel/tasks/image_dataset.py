@@ -1,0 +1,169 @@
+"""fairseq's data set of images: which of them make a batch in which epoch, and what a batch holds.
+
+B images of a batch, C channels, H and W of an image, N images of the set.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import FairseqDataset
+
+from fairseq_tutel.vision.augment import augmented, draw_mixing, draws_of, erased, mixed, order_of
+from fairseq_tutel.vision.image_options import ImageConfig
+from fairseq_tutel.vision.images import (
+    Images,
+    UnreadableImageError,
+    fitted,
+    labels_among,
+    normalisation,
+    refusal,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ImageDataset(FairseqDataset):
+    """Images of one split with their labels, decoded as they are asked for.
+
+    In training an index names an epoch, too: it is epoch * N + image. So what an item is depends on its
+    index alone, in whatever process it is made, and stays so when another epoch begins.
+
+    Args:
+        images: that are read.
+        classes: names of the classes, in the order of their numbers.
+        shape: (C, H, W) of what a model gets.
+        config: what is done to images.
+        seed: --seed of a training on them; None where they are only looked at, which nothing is random in.
+
+    Raises:
+        ValueError: a class or a number of channels that the model does not have.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        classes: list[str],
+        shape: tuple[int, int, int],
+        config: ImageConfig,
+        seed: int | None = None,
+    ) -> None:
+        self.images, self.config, self.shape, self.seed = images, config, shape, seed
+        self.labels_N = labels_among(images, classes)
+        self.mean, self.std = normalisation(config, shape[0])
+        self._epoch = 0
+        # Which images could not be read, known to all workers: each is named once.
+        self._left_out_N = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        """Whether all epochs have the same batches."""
+        return self.seed is None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch whose order and changes come next."""
+        self._epoch = 0 if self.seed is None else epoch
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def ordered_indices(self) -> np.ndarray:
+        """Return the indices of the epoch: in training shuffled, where stock shuffles batches alone."""
+        if self.seed is None:
+            return np.arange(len(self))
+        return self._epoch * len(self) + order_of(self.seed, self._epoch, len(self))
+
+    def batch_by_size(
+        self,
+        indices: np.ndarray,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        required_batch_size_multiple: int = 1,
+    ) -> list[list[int]]:
+        """Return batches of --batch-size images, or --max-tokens, all but the last of them full.
+
+        Stock rounds sizes down to a multiple, which helps where lengths differ.
+        """
+        sizes = [size for size in (max_tokens, max_sentences) if size]
+        size = min(sizes, default=1)
+        return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
+
+    def filter_indices_by_size(
+        self, indices: np.ndarray, max_sizes: Any
+    ) -> tuple[np.ndarray, list]:
+        """Return all: no image is longer than a model can take."""
+        return indices, []
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return an image with its label, or why it cannot be had."""
+        epoch, i = divmod(int(index), len(self))
+        channels, height, width = self.shape
+        try:
+            image = fitted(self.images.read(i, channels), height, width)
+        except UnreadableImageError as error:
+            return {"index": int(index), "unreadable": str(error)}
+        mixing = None
+        if self.seed is not None:
+            draws = draws_of(self.seed, epoch, i)
+            image = augmented(image, self.config, draws)
+        image = (image - self.mean) / self.std
+        if self.seed is not None:
+            image = erased(image, self.config.erase, draws)
+            mixing = draw_mixing(self.config, height, width, draws)
+        return {"id": i, "image": image, "target": int(self.labels_N[i]), "mixing": mixing}
+
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch.
+
+        Returns:
+            id: [B] int64, of the images.
+            nsentences, ntokens: B.
+            net_input: images, [B, C, H, W] float32, normalised.
+            target: [B] int64, classes.
+            mixed: where images are mixed, target [B] int64 of the other one, and share [B] of the image
+                itself.
+
+            Of no samples it is empty, which fairseq fills up; with an image that cannot be read it is
+            {"refused": a sentence}, unless such are left out.
+        """
+        kept = [sample for sample in samples if "image" in sample]
+        if len(kept) < len(samples):
+            bad = [sample for sample in samples if "image" not in sample]
+            if self.config.errors == "refuse":
+                return {"refused": refusal(bad[0]["unreadable"])}
+            for sample in bad:
+                self._leave_out(sample)
+            # A batch without any would have no loss to divide; the ranks stay in step with another one.
+            kept = kept or [self._next_readable(bad[-1]["index"])]
+        if not kept:
+            return {}
+        images_BCHW = torch.stack([sample["image"] for sample in kept])
+        batch: dict[str, Any] = {
+            "id": torch.tensor([sample["id"] for sample in kept]),
+            "nsentences": len(kept),
+            "ntokens": len(kept),
+            "net_input": {"images": images_BCHW},
+            "target": torch.tensor([sample["target"] for sample in kept]),
+        }
+        if kept[0]["mixing"] is not None:
+            mixings = [sample["mixing"] for sample in kept]
+            batch["net_input"]["images"] = mixed(images_BCHW, mixings)
+            share_B = torch.tensor([mixing.share for mixing in mixings])
+            batch["mixed"] = {"target": batch["target"].roll(-1), "share": share_B}
+        return batch
+
+    def _leave_out(self, sample: dict[str, Any]) -> None:
+        i = sample["index"] % len(self)
+        if not self._left_out_N[i]:
+            self._left_out_N[i] = True
+            count = int(self._left_out_N.sum())
+            logger.warning("left out %s (%d so far)", sample["unreadable"], count)
+
+    def _next_readable(self, index: int) -> dict[str, Any]:
+        epoch, i = divmod(index, len(self))
+        for step in range(1, len(self)):
+            sample = self[epoch * len(self) + (i + step) % len(self)]
+            if "image" in sample:
+                return sample
+        raise ValueError(f"{self.images.origin} has {len(self)} images, none of which can be read.")

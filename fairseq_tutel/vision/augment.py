@@ -1,0 +1,142 @@
+"""Images changed at random in training: one by one, and each with the next of its batch.
+
+All is a function of numbers that `draws_of` hands out, which (seed, epoch, image) alone decide: an image
+comes out alike on every rank, in every worker, and after a resume.
+
+B images, C channels, H and W of an image.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_tutel.vision.image_options import ImageConfig
+
+# Of red, green and blue, what the eye sees of brightness (ITU-R BT.601).
+LUMA = (0.299, 0.587, 0.114)
+# Of random erasing (Zhong et al. 2017, section 3): shares of the area, and the longest of width to height.
+ERASED, ASPECT = (0.02, 1 / 3), 10 / 3
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How an image is mixed with the next one of its batch.
+
+    Attributes:
+        share: of the image itself, from 0 to 1.
+        box: (top, bottom, left, right) of what comes from the next one; None where both are blended.
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None = None
+
+
+def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """Return the source of what is random in one image of one epoch."""
+    return np.random.default_rng((seed, epoch, index))
+
+
+def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
+    """Return the order in which an epoch goes through the images, [N] int64."""
+    # No image has this number: the order shares no draws with any of them.
+    return draws_of(seed, epoch, num_images).permutation(num_images)
+
+
+def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) -> Tensor:
+    """Return an image cut out, mirrored and recoloured, by options; what is off draws nothing.
+
+    Args:
+        image: [C, H, W], from 0 to 1, before normalisation.
+        config: which of it, and how much.
+        draws: of the image.
+    """
+    if config.crop_padding:
+        height, width = image.shape[1:]
+        top, left = draws.integers(0, 2 * config.crop_padding, size=2, endpoint=True).tolist()
+        padded = F.pad(image, [config.crop_padding] * 4)
+        image = padded[:, top : top + height, left : left + width]
+    if config.flip and draws.random() < config.flip:
+        image = image.flip(2)
+    if config.jitter:
+        image = _recoloured(image, *draws.uniform(1 - config.jitter, 1 + config.jitter, size=3))
+    return image
+
+
+def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Tensor:
+    """Return a normalised image [C, H, W], of which a rectangle may have become the mean, 0."""
+    if not probability or draws.random() >= probability:
+        return image
+    height, width = image.shape[1:]
+    area = draws.uniform(*ERASED)
+    aspect = math.exp(draws.uniform(-math.log(ASPECT), math.log(ASPECT)))
+    top, bottom, left, right = _box(
+        math.sqrt(area / aspect), math.sqrt(area * aspect), height, width, draws
+    )
+    image = image.clone()
+    image[:, top:bottom, left:right] = 0
+    return image
+
+
+def draw_mixing(
+    config: ImageConfig, height: int, width: int, draws: np.random.Generator
+) -> Mixing | None:
+    """Return how an image is to be mixed; None where no option asks for it."""
+    if not config.mixes:
+        return None
+    cuts = draws.random() < 0.5 if config.mixup and config.cutmix else config.cutmix > 0
+    alpha = config.cutmix if cuts else config.mixup
+    share = float(draws.beta(alpha, alpha))
+    if not cuts:
+        return Mixing(share)
+    side = math.sqrt(1 - share)
+    box = top, bottom, left, right = _box(side, side, height, width, draws)
+    return Mixing(1 - (bottom - top) * (right - left) / (height * width), box)
+
+
+def mixed(images_BCHW: Tensor, mixings: list[Mixing]) -> Tensor:
+    """Return each image mixed with the next one, the last with the first.
+
+    Sources: mixup, Zhang et al. 2018, equation 1; cutmix, Yun et al. 2019, section 3.1. The share is each
+    image's own, where both papers draw one of a batch.
+    """
+    next_BCHW = images_BCHW.roll(-1, 0)
+    blended_BCHW = images_BCHW.clone()
+    for b, mixing in enumerate(mixings):
+        if mixing.box is None:
+            blended_BCHW[b].lerp_(next_BCHW[b], 1 - mixing.share)
+        else:
+            top, bottom, left, right = mixing.box
+            blended_BCHW[b, :, top:bottom, left:right] = next_BCHW[b, :, top:bottom, left:right]
+    return blended_BCHW
+
+
+def _recoloured(image: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
+    image = (image * brightness).clamp(0, 1)
+    grey = _grey(image)
+    image = grey.mean().lerp(image, contrast).clamp(0, 1)
+    if len(image) == 3:
+        image = _grey(image).lerp(image, saturation).clamp(0, 1)
+    return image
+
+
+def _grey(image: Tensor) -> Tensor:
+    weights = torch.tensor(LUMA) if len(image) == 3 else torch.full((len(image),), 1 / len(image))
+    return (image * weights.view(-1, 1, 1)).sum(0, keepdim=True)
+
+
+def _box(
+    share_of_height: float,
+    share_of_width: float,
+    height: int,
+    width: int,
+    draws: np.random.Generator,
+) -> tuple[int, int, int, int]:
+    """Return top, bottom, left and right of a rectangle around a random pixel, cut off at the borders."""
+    rows, columns = round(share_of_height * height), round(share_of_width * width)
+    top = int(draws.integers(height)) - rows // 2
+    left = int(draws.integers(width)) - columns // 2
+    return max(top, 0), min(top + rows, height), max(left, 0), min(left + columns, width)

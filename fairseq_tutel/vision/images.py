@@ -1,0 +1,305 @@
+"""Images and labels as they stand in files, folders of pictures or arrays; decoded when they are read.
+
+N images, C channels, h and w of an image as it is stored, H and W as the model gets it.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_tutel.vision.image_options import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageConfig,
+    numbers_of,
+)
+
+EXTENSIONS = (".png", ".jpg", ".jpeg")
+MODES = {1: "L", 3: "RGB"}
+
+
+class UnreadableImageError(Exception):
+    """An image that cannot be decoded; the text says which, and why."""
+
+
+def refusal(reason: str) -> str:
+    """Return the sentence that refuses an image which cannot be read."""
+    return f"{reason}; repair or remove it, or add --image-errors skip."
+
+
+class ImageFolder:
+    """Images in a folder CLASS/*.png, *.jpg, *.jpeg, classes and files sorted by name.
+
+    Attributes:
+        origin: the folder.
+        class_names: of the classes, in the order of their numbers.
+        labels_N: [N] int64, the class of each image.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _pillow()  # here, not first in a worker
+        self.origin = folder
+        names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
+        if not names:
+            raise ValueError(
+                f"{folder} has no folder in it; put images into {folder}/CLASS, a folder for each class."
+            )
+        self.class_names: tuple[str, ...] | None = tuple(names)
+        self._files: list[str] = []
+        counts = []
+        for name in names:
+            files = sorted(
+                entry.name
+                for entry in os.scandir(folder / name)
+                if entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != "."
+            )
+            if not files:
+                raise ValueError(
+                    f"{folder / name} has no image in it ({', '.join(EXTENSIONS)}); add some, or remove it."
+                )
+            self._files += [f"{name}/{file}" for file in files]
+            counts.append(len(files))
+        self.labels_N = np.repeat(np.arange(len(names)), counts)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, i: int) -> str:
+        """Return where image i stands."""
+        return str(self.origin / self._files[i])
+
+    def channels(self, i: int) -> int:
+        """Return the channels of an image as it is stored: 1 if it is grey, else 3.
+
+        Raises:
+            UnreadableImageError: it cannot be opened.
+        """
+        with _opened(self.name(i)) as image:
+            return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
+
+    def read(self, i: int, channels: int) -> Tensor:
+        """Return image i, uint8 [C, h, w], in grey (C = 1) or red, green and blue (C = 3).
+
+        Raises:
+            UnreadableImageError: it cannot be decoded.
+        """
+        with _opened(self.name(i)) as image:
+            try:
+                if image.mode[0] == "I":  # 16 bits of grey, which Pillow would cut off at 255
+                    image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                pixels = np.array(image.convert(MODES[channels]))
+            except MemoryError:
+                raise
+            except Exception as error:  # Pillow's readers have no exception of their own
+                raise UnreadableImageError(f"{self.name(i)}: {_reason(error)}") from None
+        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
+
+
+class ImageArrays:
+    """An .npz file: `images`, uint8 [N, h, w] or [N, h, w, C]; `labels`, int [N]; perhaps `classes`, names.
+
+    Attributes:
+        origin: the file.
+        class_names: of the classes, where the file has names; else None.
+        labels_N: [N] int64.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.origin = path
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                found = {
+                    name: file[name] for name in ("images", "labels", "classes") if name in file
+                }
+        except MemoryError:
+            raise
+        except Exception as error:  # a torn zip, objects, another file: of many kinds
+            raise ValueError(
+                f"{path} is no .npz file of plain arrays ({_reason(error)}); save it with numpy.savez."
+            ) from None
+        images, labels = (_array(found, name, path) for name in ("images", "labels"))
+        if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
+            raise ValueError(
+                f"images of {path} is {images.dtype} {list(images.shape)}; give uint8 of the shape "
+                "[images, height, width] or [images, height, width, channels], none of them 0."
+            )
+        if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(
+                f"labels of {path} is {labels.dtype} {list(labels.shape)}; give a whole number for each of "
+                f"the {len(images)} images."
+            )
+        if labels.min() < 0:
+            raise ValueError(f"labels of {path} has {labels.min()}; number classes from 0.")
+        self._images = images if images.ndim == 4 else images[..., None]
+        self.labels_N = labels.astype(np.int64)
+        self.class_names = tuple(map(str, found["classes"])) if "classes" in found else None
+        if self.class_names is not None and labels.max() >= len(self.class_names):
+            raise ValueError(
+                f"labels of {path} has {labels.max()}, and classes names {len(self.class_names)}, of which "
+                f"the last is number {len(self.class_names) - 1}."
+            )
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def name(self, i: int) -> str:
+        """Return where image i stands."""
+        return f"{self.origin}[{i}]"
+
+    def channels(self, i: int) -> int:
+        """Return the channels of all images."""
+        return self._images.shape[3]
+
+    def read(self, i: int, channels: int) -> Tensor:
+        """Return image i, uint8 [C, h, w].
+
+        Raises:
+            ValueError: the array has another number of channels.
+        """
+        if channels != self._images.shape[3]:
+            raise ValueError(
+                f"images of {self.origin} has {self._images.shape[3]} channels, and the model gets "
+                f"{channels}; give arrays of {channels}, and no other --image-channels."
+            )
+        return torch.from_numpy(self._images[i]).permute(2, 0, 1)
+
+
+Images = ImageFolder | ImageArrays
+
+
+def open_images(data: str, split: str) -> Images:
+    """Return the images of a split: of the folder DATA/SPLIT, or the file DATA/SPLIT.npz.
+
+    Raises:
+        ValueError: neither is there, both are, or it is none that holds images and labels.
+    """
+    if not data:
+        raise ValueError("no folder of data is given; name the one that has train and valid in it.")
+    folder = Path(data) / split
+    file = folder.with_name(f"{split}.npz")
+    if folder.is_dir() == file.is_file():
+        state = "neither is there" if not folder.is_dir() else "both are there"
+        raise ValueError(
+            f"the images of {split} stand in {folder} or {file}, and {state}; give one of them."
+        )
+    return ImageFolder(folder) if folder.is_dir() else ImageArrays(file)
+
+
+def classes_of(images: Images) -> list[str]:
+    """Return the names of a training set's classes; of numbers, those up to the largest.
+
+    Raises:
+        ValueError: there is only one.
+    """
+    names = images.class_names
+    if names is None:
+        names = tuple(map(str, range(int(images.labels_N.max()) + 1)))
+    if len(names) < 2:
+        raise ValueError(f"{images.origin} has one class, {names[0]}; give two or more.")
+    return list(names)
+
+
+def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
+    """Return [N] int64, the classes of images by their numbers in `classes`, whose names decide.
+
+    Raises:
+        ValueError: a class that is not among them.
+    """
+    if images.class_names is None:
+        if images.labels_N.max() >= len(classes):
+            raise ValueError(
+                f"labels of {images.origin} has {images.labels_N.max()}, and the training set has "
+                f"{len(classes)} classes, 0 to {len(classes) - 1}."
+            )
+        return images.labels_N
+    number_of = {name: number for number, name in enumerate(classes)}
+    unknown = [name for name in images.class_names if name not in number_of]
+    if unknown:
+        raise ValueError(
+            f"{images.origin} has the class {unknown[0]}, which is none of the training set's "
+            f"{len(classes)}, {classes[0]} to {classes[-1]}; remove it, or train with it."
+        )
+    return np.array([number_of[name] for name in images.class_names])[images.labels_N]
+
+
+def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Return an image in H x W: scaled until it covers that, and cropped around its centre.
+
+    Args:
+        pixels: uint8 [C, h, w].
+        height: H.
+        width: W.
+
+    Returns:
+        float32 [C, H, W], from 0 to 1.
+    """
+    image = pixels.float() / 255
+    h, w = image.shape[1:]
+    if (h, w) != (height, width):
+        scale = max(height / h, width / w)
+        covering = max(height, round(h * scale)), max(width, round(w * scale))
+        if covering != (h, w):
+            image = F.interpolate(image[None], covering, mode="bilinear", antialias=True)[0]
+        top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
+        image = image[:, top : top + height, left : left + width]
+    return image
+
+
+def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation by --image-mean and --image-std, [C, 1, 1] each.
+
+    Raises:
+        ValueError: neither one number nor one of each channel.
+    """
+    found = []
+    for name, of_photos in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
+        text = getattr(config, name)
+        numbers = numbers_of(text) if text else of_photos if channels == 3 else (0.5,)
+        if len(numbers) not in (1, channels):
+            raise ValueError(
+                f"--image-{name} is {text}, {len(numbers)} numbers for images of {channels} channels; give "
+                "one, or one of each channel."
+            )
+        found.append(torch.tensor(numbers).expand(channels).view(-1, 1, 1))
+    return found[0], found[1]
+
+
+def _array(found: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
+    if name not in found:
+        raise ValueError(f"{path} has no array named {name}; give images and labels.")
+    return found[name]
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise ValueError(
+            "images in files need Pillow, which is not installed; pip install 'fairseq-tutel[vision]'."
+        ) from None
+    return Image
+
+
+def _opened(path: str) -> Any:
+    """Return Pillow's image, of which only the head is read yet."""
+    pillow = _pillow()
+    try:
+        image = pillow.open(path)
+        pixels = image.width * image.height
+        if pixels > pillow.MAX_IMAGE_PIXELS:  # where Pillow itself only warns
+            raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers have no exception of their own
+        raise UnreadableImageError(f"{path}: {_reason(error)}") from None
+    return image
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

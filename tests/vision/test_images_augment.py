@@ -1,0 +1,118 @@
+"""Images changed at random: each option does what it says, by (seed, epoch, image) alone.
+
+Covered: what is off changes and draws nothing; crop, flip, jitter, erasing; mixup and cutmix against a
+slow loop, their shares the area or weight that is the image's own; how often and how much; the same draws
+give the same image.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from fairseq_tutel.vision.augment import (
+    Mixing,
+    augmented,
+    draw_mixing,
+    draws_of,
+    erased,
+    mixed,
+    order_of,
+)
+from fairseq_tutel.vision.image_options import ImageConfig
+
+IMAGE = torch.rand(3, 9, 7, generator=torch.Generator().manual_seed(1))
+ALL = ImageConfig(crop_padding=2, flip=0.5, jitter=0.4, erase=0.5, mixup=0.2, cutmix=1.0)
+
+
+def each(function, count=60):
+    return [function(draws_of(1, 2, i)) for i in range(count)]
+
+
+def test_off_changes_and_draws_nothing():
+    draws = draws_of(1, 2, 3)
+    assert augmented(IMAGE, ImageConfig(), draws) is IMAGE is erased(IMAGE, 0, draws)
+    assert draw_mixing(ImageConfig(), 9, 7, draws) is None
+    assert draws.random() == draws_of(1, 2, 3).random()
+
+
+def test_seed_epoch_and_image_alone_decide():
+    made = {
+        key: augmented(IMAGE, ALL, draws_of(*key))
+        for key in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
+    }
+    again = {key: augmented(IMAGE, ALL, draws_of(*key)) for key in reversed(made)}
+    assert all(torch.equal(made[key], again[key]) for key in made)
+    assert len({image.sum().item() for image in made.values()}) == 4
+    orders = [order_of(seed, epoch, 50) for seed, epoch in ((1, 1), (1, 2), (2, 1))]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_a_crop_is_a_window_of_the_padded_image():
+    padded = torch.zeros(3, 13, 11)
+    padded[:, 2:11, 2:9] = IMAGE
+    windows = [padded[:, y : y + 9, x : x + 7] for y in range(5) for x in range(5)]
+    config = ImageConfig(crop_padding=2)
+    found = [
+        next(i for i, window in enumerate(windows) if torch.equal(window, image))
+        for image in each(lambda draws: augmented(IMAGE, config, draws), 200)
+    ]
+    assert set(found) == set(range(25))
+
+
+def test_half_of_the_images_are_mirrored():
+    found = each(lambda draws: augmented(IMAGE, ImageConfig(flip=0.5), draws))
+    flips = [torch.equal(image, IMAGE.flip(2)) for image in found]
+    assert all(
+        torch.equal(image, IMAGE) for image, flip in zip(found, flips, strict=True) if not flip
+    )
+    assert 15 < sum(flips) < 45
+
+
+def test_jitter_keeps_black_and_the_range_and_leaves_grey_grey():
+    config = ImageConfig(jitter=0.5)
+    assert not any(
+        image.any() for image in each(lambda d: augmented(torch.zeros(1, 4, 4), config, d))
+    )
+    grey = IMAGE[:1].expand(3, -1, -1)
+    for image in each(lambda draws: augmented(grey, config, draws)):
+        assert image.min() >= 0 and image.max() <= 1
+        assert torch.allclose(image[0], image[2], atol=1e-6)
+    assert len({image.sum().item() for image in each(lambda d: augmented(IMAGE, config, d))}) == 60
+
+
+def test_erasing_leaves_the_mean_in_a_rectangle():
+    image = IMAGE.repeat(1, 4, 4) + 1
+    found = [e != image for e in each(lambda draws: erased(image, 0.5, draws), 200)]
+    areas = [gone[0].float().mean().item() for gone in found if gone.any()]
+    assert 60 < len(areas) < 140 and max(areas) < 0.36
+    for gone in found:
+        rows, columns = gone[0].any(1), gone[0].any(0)
+        assert torch.equal(gone, (rows[:, None] & columns).expand(3, -1, -1))
+
+
+@pytest.mark.parametrize(
+    "options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}]
+)
+def test_images_are_mixed_with_the_next_one(options):
+    images_BCHW = torch.rand(40, 3, 9, 7, generator=torch.Generator().manual_seed(2))
+    mixings = each(lambda draws: draw_mixing(ImageConfig(**options), 9, 7, draws), 40)
+    found = mixed(images_BCHW, mixings)
+    for b, mixing in enumerate(mixings):
+        own, other = images_BCHW[b], images_BCHW[(b + 1) % 40]
+        if mixing.box is None:
+            assert torch.allclose(
+                found[b], mixing.share * own + (1 - mixing.share) * other, atol=1e-6
+            )
+        else:
+            is_own = (found[b] == own).all(0)
+            assert is_own.float().mean().item() == pytest.approx(mixing.share)
+            assert torch.equal(found[b], torch.where(is_own, own, other))
+    boxes = sum(mixing.box is not None for mixing in mixings)
+    assert boxes == {1: 40 * ("cutmix" in options)}.get(len(options), boxes)
+    assert len(options) == 1 or 8 < boxes < 32
+    assert 0.3 < np.mean([mixing.share for mixing in mixings]) < 0.8
+
+
+def test_a_batch_of_one_is_mixed_with_itself():
+    assert torch.equal(mixed(IMAGE[None], [Mixing(0.25)]), IMAGE[None])
