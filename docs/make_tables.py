@@ -34,6 +34,7 @@ THEMES = (
     "Kernels",
     "Logging",
     "Images",
+    "Vision",
     "Older names",
 )
 MOST_USED = (

@@ -8,4 +8,4 @@ from fairseq_tutel.plugin import register
 
 register()
 
-from fairseq_tutel.models import moe_transformer_lm, twins  # noqa: E402, F401
+from fairseq_tutel.models import moe_transformer_lm, swin_v2, twins  # noqa: E402, F401

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 # The dropout between fc1 and fc2, as layers of transformers, of lightconv and of wav2vec2 call it.
 DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")
 # Where stock models have their layers.
+SIDES = ("encoder", "decoder")
 STACKS = [
     (side, f"{side}.{name}")
-    for side in ("encoder", "decoder")
+    for side in SIDES
     for name in ("layers", "sentence_encoder.layers", "transformer_layers")
 ]
 # Those of the pretrained model that another one is built around.
@@ -54,7 +55,9 @@ class RecordOnDemand(OnDemand, MoERecord):
 
 
 class MoEFeedForward(MoELayer):
-    """A MoELayer that stands where fairseq calls fc1: [time, batch, D] in, the same out.
+    """A MoELayer that stands where a model calls fc1: [time, batch, D] in, as fairseq's, the same out.
+
+    With `batch_first` it is [batch, time, D].
 
     The balance loss is not hung on the output. Its gradient is injected where y is made, times the
     coefficient that the criterion's loss node tells when backward begins; so it is right under
@@ -74,9 +77,11 @@ class MoEFeedForward(MoELayer):
         name: str,
         context: Context | None = None,
         experts: ExpertStack | None = None,
+        batch_first: bool = False,
     ) -> None:
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = label_of(name)
+        self.batch_first = batch_first
         # The gate is the same in all calls: the others would be parameters without gradients, which data
         # parallel waits for and weight decay shrinks.
         for i, gate in enumerate([self.gate, *self.other_gates]):
@@ -108,14 +113,14 @@ class MoEFeedForward(MoELayer):
         self._token_ids = self.context.token_ids
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the experts' output for x [time, batch, D]; 0 for padding tokens."""
+        """Return the experts' output for x [time, batch, D] (or batch first); 0 for padding tokens."""
         self._await_the_others()
         call = Call.of(
             x,
             self.config.model_dim,
             self._mask_of(x),
             self._token_ids,
-            time_first=True,
+            time_first=not self.batch_first,
             is_new=not self.seen,
         )
         x_TD = call.tokens(x)
@@ -145,7 +150,8 @@ class MoEFeedForward(MoELayer):
     def _mask_of(self, x: Tensor) -> Tensor | None:
         if not self.context.is_dummy:
             return self._padding_mask
-        return torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
+        shape = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
+        return torch.ones(shape, dtype=torch.bool, device=x.device)
 
 
 class _InjectBalanceLoss(torch.autograd.Function):
@@ -172,12 +178,14 @@ def _record(output: MoEOutput) -> MoERecord:
 
 
 def label_of(name: str) -> str:
-    """Return the side and index of a layer from fc1's name: decoder.layers.3.fc1 -> decoder_3.
+    """Return the side and index of a layer from fc1's name.
 
-    Of one of several models, such as one for each pair of languages, its name too: de-en_decoder_3.
+    decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. Of one of several models, such
+    as one for each pair of languages, its name too: de-en_decoder_3.
     """
     parts = name.removeprefix("models.").split(".")
-    return "_".join([*parts[: 2 if name.startswith("models.") else 1], parts[-2]])
+    names = 2 if name.startswith("models.") else 1
+    return "_".join([*parts[:names], *filter(str.isdecimal, parts[names:-1])])
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
@@ -217,8 +225,9 @@ def replace_ffn(
     """Turn the FFN step of one stock layer into experts, in place.
 
     Args:
-        layer: a stock layer with fc1, fc2 and a dropout between them; one that was turned already, as
-            a pretrained model's, takes its weights along.
+        layer: a layer with fc1, fc2 and a dropout between them, as stock's; one that was turned already,
+            as a pretrained model's, takes its weights along; one that calls fc1 with [batch, time, D] has
+            `batch_first`.
         config: of the experts; it takes over activation, activation dropout and ffn_layernorm.
         topology: where experts live.
         seed: fairseq's --seed.
@@ -226,7 +235,9 @@ def replace_ffn(
         context: of the model.
         experts: that are built already; None builds and draws them.
     """
-    moe, before = MoEFeedForward(config, topology, seed, name, context, experts), layer.fc1
+    batch_first = getattr(layer, "batch_first", False)
+    moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
+    before = layer.fc1
     layer.fc1 = moe
     if isinstance(before, MoEFeedForward):
         if experts is None:
@@ -329,9 +340,10 @@ def watch_token_ids(model: nn.Module, context: Context) -> None:
         if not any(isinstance(layer.fc1, MoEFeedForward) for layer in children_of(layers)):
             continue
         if not hasattr(side, "embed_tokens"):
+            fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
             raise ValueError(
                 f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
-                f"choose another gate, or add --{side_name}-moe-freq 0."
+                f"choose another gate{fix}."
             )
         # A copy of the model copies what is bound here, too.
         side.embed_tokens.register_forward_pre_hook(partial(_see_tokens, context))
@@ -361,8 +373,16 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
     return {f"models.{name}.": part for name, part in parts.items()}
 
 
-def named_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield ("encoder" | "decoder", qualified name, layers) for the sides that a model has, each once."""
+def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
+    """Return (side, qualified name, layers) for the stacks of layers that may have experts.
+
+    A model whose stacks have other names than stock's encoders and decoders says them by `moe_stacks`.
+    """
+    return model.moe_stacks() if hasattr(model, "moe_stacks") else _stock_stacks(model)
+
+
+def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield those of the sides that a model has, each once."""
     modules = dict(model.named_modules())  # what several models share has the first one's name
     for prefix in models_of(model):
         for side, name in STACKS:

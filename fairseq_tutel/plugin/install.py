@@ -30,6 +30,7 @@ from fairseq_tutel.plugin.announce import (
 from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.differences import end, end_where_it_differs, say_what_differs
 from fairseq_tutel.plugin.feed_forward import (
+    SIDES,
     children_of,
     chosen_layers,
     layer_facts,
@@ -101,13 +102,13 @@ def install_experts(
     model: Any,
     cfg: Any,
     task: Any,
-    freqs: dict[str, int],
+    freqs: Mapping[str, int],
     of_sides: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> nn.Module:
     """Replace the FFN of the chosen layers by experts, in place, and return the model.
 
     Args:
-        model: a stock model with the layers that `named_stacks` knows.
+        model: one that has stacks of layers for `named_stacks`, with a feed-forward step like stock's.
         cfg: its configuration, with ModelOptions' keys.
         task: the fairseq task; its configuration may have SystemOptions' keys.
         freqs: --moe-freq of each side.
@@ -128,10 +129,9 @@ def install_experts(
             cfg,
             task_cfg,
             count,
-            **layer_facts(layer, _get(cfg, "activation_fn") or "relu"),
-            **of_sides.get(name.partition(".")[0], {}),
+            **layer_facts(layer, _get(cfg, "activation_fn") or "relu") | of_sides.get(side, {}),
         )
-        for count, (name, layer) in zip(counts, chosen, strict=True)
+        for count, (side, name, layer) in zip(counts, chosen, strict=True)
     ]
     requested = read(TaskConfig, task_cfg).moe_expert_parallel_size
     local = node_size(configs[0], task_cfg)
@@ -153,7 +153,7 @@ def install_experts(
         refuse_sizes(configs, topology)
     seed = int(root.common.seed) if root is not None else 1
     context = Context(trains=training)
-    for config, (name, layer) in zip(configs, chosen, strict=True):
+    for config, (_, name, layer) in zip(configs, chosen, strict=True):
         experts = awaited(config, topology, store) if opened else None
         replace_ffn(layer, config, topology, seed, name, context, experts)
     if "hash" in configs[0].gate_types:
@@ -181,7 +181,7 @@ def install_experts(
         layers, half = moe_layers(model), root.common.fp16 or root.common.bf16
         announce_exchange(layers)
         announce_idle(layers, cfg, task_cfg, local, half)
-    warn(configs[0], has_decoder=any("decoder" in name for name, _ in chosen))
+    warn(configs[0], has_decoder=any("decoder" in name for _, name, _ in chosen))
     return model
 
 
@@ -327,12 +327,15 @@ def _get(cfg: Any, key: str) -> Any:
         return None
 
 
-def _choose(model: nn.Module, cfg: Any, freqs: dict[str, int]) -> list[tuple[str, nn.Module]]:
-    """Return (qualified name of fc1, layer) of every MoE layer, encoder first."""
+def _choose(
+    model: nn.Module, cfg: Any, freqs: Mapping[str, int]
+) -> list[tuple[str, str, nn.Module]]:
+    """Return (side, qualified name of fc1, layer) of every MoE layer, in the order of the stacks."""
     chosen, stacks = [], []
     for side, name, layers in named_stacks(model):
         freq = freqs[side]
-        flag = "--moe-freq" if len(freqs) == 1 else f"--{side}-moe-freq / --moe-freq"
+        has_own = side in SIDES and len(freqs) > 1
+        flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
         stack = children_of(layers)
         stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
         # Of a model that was pruned to some of its layers, those that had experts before.
@@ -341,7 +344,7 @@ def _choose(model: nn.Module, cfg: Any, freqs: dict[str, int]) -> list[tuple[str
         indices = chosen_layers(numbers, freq)
         if freq > 0 and not indices:
             logger.warning("no %s layer has experts: %s", side, stacks[-1])
-        chosen += [(f"{name}.{i}.fc1", stack[i]) for i in indices]
+        chosen += [(side, f"{name}.{i}.fc1", stack[i]) for i in indices]
     if not chosen:
         raise ValueError(
             f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "

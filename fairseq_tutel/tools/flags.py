@@ -11,10 +11,12 @@ from typing import Any
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import Option, options_in
 from fairseq_tutel.vision.image_options import ImageConfig
+from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 
 # The tables of options.py in other folders than moe: (whose they are, as a title; the dataclasses).
 OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("of the task image_classification", (ImageConfig,)),
+    ("of swin_v2 and swin_v2_moe", (SwinConfig, SwinExpertsConfig)),
 )
 
 

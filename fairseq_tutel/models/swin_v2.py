@@ -1,0 +1,104 @@
+"""swin_v2 and swin_v2_moe: Swin V2 as a model of fairseq, dense and with experts, in their sizes.
+
+A task says what they read: `task.channels` and `task.num_classes`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from fairseq.models import BaseFairseqModel, register_model
+from torch import nn
+
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
+from fairseq_tutel.plugin.flags import made
+from fairseq_tutel.plugin.install import MoEModelMixin, install_experts
+from fairseq_tutel.plugin.task import attach
+from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
+from fairseq_tutel.vision.swin_v2 import SwinV2
+
+# Of experts, what the released model does.
+EXPERTS = {"activation": "gelu", "init_std": 0.005}
+RELEASED = {
+    "swin_form": "moe",
+    "moe_top_k": 1,
+    "moe_capacity_factor": 1.25,
+    "moe_drop_policy": "bpr",
+    "moe_gate_noise": 1.0,
+    "moe_balance_loss": "load_importance:1",
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "": {},
+    "_tiny": {
+        "swin_patch_size": 2,
+        "swin_embed_dim": 16,
+        "swin_depths": "2,2",
+        "swin_heads": "1,2",
+        "swin_window": 4,
+        "swin_drop_path": 0.0,
+    },
+    "_small": {},
+    "_base": {"swin_embed_dim": 128, "swin_heads": "4,8,16,32", "swin_drop_path": 0.3},
+}
+
+
+class SwinV2Model(SwinV2, BaseFairseqModel):
+    """Swin V2 without experts."""
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> Any:
+        """Build the model that the options and the task's images ask for."""
+        config = read(SwinConfig, cfg)
+        refuse_bad_values(config)
+        return cls(config, task.channels, task.num_classes)
+
+
+class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
+    """Swin V2 whose every --moe-freq-th block of a stage has experts, in the last stages."""
+
+    expert_stages = 0
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> Any:
+        """Build the dense model, then replace the chosen feed-forward steps."""
+        own = read(SwinExpertsConfig, cfg)
+        refuse_bad_values(own)
+        if cfg.moe_pregate and cfg.swin_checkpoint_activations:
+            raise ValueError(
+                f"--moe-pregate is {cfg.moe_pregate} and --swin-checkpoint-activations is set, which makes "
+                "a block again in the backward without the earlier one whose input its gate sees; drop one."
+            )
+        model = super().build_model(cfg, task)
+        model.expert_stages = own.expert_stages
+        sides = [side for side, _, _ in model.moe_stacks()]
+        facts = {**EXPERTS, "activation_dropout": own.expert_dropout}
+        freqs, of_sides = dict.fromkeys(sides, cfg.moe_freq), dict.fromkeys(sides, facts)
+        install_experts(model, cfg, task, freqs, of_sides)
+        attach(task, model)
+        return model
+
+    def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
+        """Return the stages that may have experts, as `named_stacks` asks for them."""
+        numbered = list(enumerate(self.stages))
+        for i, stage in numbered[max(0, len(numbered) - self.expert_stages) :]:
+            yield f"stage {i + 1}", f"stages.{i}.blocks", stage.get_submodule("blocks")
+
+
+def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:
+    """Register a size as a model of its own, so that its name brings its options under hydra, too."""
+    options = [replace(o, default=defaults.get(o.key, o.default)) for o in options]
+    title = "".join(part.title() for part in name.split("_"))
+    cls = type(title, (model,), {"__doc__": model.__doc__, "__module__": __name__})
+    globals()[title] = cls
+    register_model(name, dataclass=made(f"{title}Config", options))(cls)
+
+
+for _size, _sizes in SIZES.items():
+    _register(f"swin_v2{_size}", SwinV2Model, [*options_in(SwinConfig)], _sizes)
+    _register(
+        f"swin_v2_moe{_size}",
+        SwinV2MoEModel,
+        [*options_in(SwinConfig), *options_in(SwinExpertsConfig), *options_of("model")],
+        _sizes | RELEASED,
+    )

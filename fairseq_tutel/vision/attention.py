@@ -1,0 +1,84 @@
+"""Attention within windows, in Swin V2's form and in that of the released SwinV2-MoE.
+
+B images, D model_dim, M heads of d; G windows of N places each, P = G * N.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_tutel.vision.position_bias import PositionBias
+from fairseq_tutel.vision.windows import Windows
+
+# Of the cosine: scores are at most this times it.
+FIRST_SCALE, MAX_SCALE = 10.0, 100.0
+MAX_BIAS = 16.0
+
+
+class WindowAttention(nn.Module):
+    """Self-attention of every window, with a bias by position.
+
+    Form v2: cosine of query and key times a learned scale of the head, and a bias within 0 to 16; keys
+    have no bias of their own. Form moe: their product by d^-0.5, and the bias as it is.
+
+    Source: Liu et al. 2022 (Swin Transformer V2), sections 3.2 and 3.3, and its released code.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        form: str,
+        *,
+        attention_dropout: float = 0.0,
+        position_window: int = 0,
+    ) -> None:
+        super().__init__()
+        self.heads, self.attention_dropout = heads, attention_dropout
+        self.by_cosine = form == "v2"
+        self.qkv = nn.Linear(dim, 3 * dim, bias=not self.by_cosine)
+        self.proj = nn.Linear(dim, dim)
+        self.cpb_mlp = PositionBias(heads, position_window)
+        if self.by_cosine:
+            self.q_bias = nn.Parameter(torch.zeros(dim))
+            self.v_bias = nn.Parameter(torch.zeros(dim))
+            self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(FIRST_SCALE)))
+
+    def forward(self, x_BPD: Tensor, windows: Windows) -> Tensor:
+        """Return what every place takes from those that it sees, [B, P, D]."""
+        B, P, D = x_BPD.shape
+        G, M, N = windows.number, self.heads, P // windows.number
+        q, k, v = self._qkv(x_BPD).view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
+        if self.by_cosine:
+            scale_M11 = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp()
+            q, k = F.normalize(q, dim=-1) * scale_M11, F.normalize(k, dim=-1)
+        bias = self._bias(windows)
+        # With a mask of its own a window is as a head; else images are as windows.
+        batch = (B, G * M) if windows.mask_G1NN is not None else (B * G, M)
+        q, k, v = (t.reshape(*batch, N, D // M) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias.to(v.dtype),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            scale=1.0 if self.by_cosine else None,
+        )
+        return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
+
+    def _qkv(self, x_BPD: Tensor) -> Tensor:
+        if not self.by_cosine:
+            return self.qkv(x_BPD)
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+        return F.linear(x_BPD, self.qkv.weight, bias)
+
+    def _bias(self, windows: Windows) -> Tensor:
+        """Return what is added to scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
+        bias_MNN = self.cpb_mlp(windows.shape)
+        if self.by_cosine:
+            bias_MNN = MAX_BIAS * bias_MNN.sigmoid()
+        if windows.mask_G1NN is None:
+            return bias_MNN.unsqueeze(0)
+        return (bias_MNN + windows.mask_G1NN).flatten(0, 1).unsqueeze(0)
