@@ -4,6 +4,7 @@ Importing this needs torch and numpy only. The walk, in reading order, in moe/: 
 routing, balance, dispatch, experts, layer.
 """
 
+from fairseq_tutel.hub import from_checkpoint
 from fairseq_tutel.inference.expert_store import ExpertStore
 from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.balance import gshard_loss, update_biases
@@ -34,6 +35,7 @@ __all__ = [
     "UpdateTuner",
     "combine",
     "dispatch",
+    "from_checkpoint",
     "gshard_loss",
     "keep_freed_memory",
     "make_topology",

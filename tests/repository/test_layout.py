@@ -117,6 +117,12 @@ layer = ft.MoELayer(ft.MoEConfig(model_dim=4, hidden_dim=8, num_experts=2))
 y, output = layer(torch.ones(3, 4))
 (y.sum() + output.balance_loss).backward()
 assert "omegaconf" not in sys.modules
+try:
+    ft.from_checkpoint("model.pt")
+except ImportError as error:
+    assert str(error).startswith("fairseq is not installed; `pip install"), error
+else:
+    raise AssertionError("fairseq is needed")
 """
 
 

@@ -1,0 +1,143 @@
+"""from_checkpoint: what Python gets of a checkpoint is what the commands print of it.
+
+Covered: translations of shards that two ranks wrote, with experts in memory and in a store, in fp32 and
+bf16; scores and samples of a language model; the data that a checkpoint names, beside it and given; a dense
+one; what is refused. Masked and denoising models: test_other_models.
+"""
+
+import re
+import shutil
+
+import pytest
+import torch
+from cli import USER_DIR, fairseq
+from models import lm_args, mt_args
+from tool_in_process import convert
+
+import fairseq_tutel
+
+
+@pytest.fixture(scope="module")
+def mt(mt_data, tmp_path_factory):
+    """A --save-dir of a translation model in shards, which two ranks wrote."""
+    folder = tmp_path_factory.mktemp("mt-run")
+    fairseq("train", *mt_args(mt_data, folder, "--moe-checkpoint", "sharded", updates=4), ranks=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lm(lm_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm-run")
+    fairseq("train", *lm_args(lm_data, folder, updates=4))
+    return folder / "checkpoint_last.pt"
+
+
+def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
+    path, lengths = mt / "checkpoint_best.pt", {"max_len_a": 0, "max_len_b": 8}
+    run = fairseq(
+        "generate", mt_data, "--user-dir", USER_DIR, "--path", path, "--beam", 3, "--max-len-b", 8,
+        "--task", "moe_translation", "--batch-size", 7, "--required-batch-size-multiple", 1,
+    )  # fmt: skip
+    printed = {int(i): text for i, text in re.findall(r"^D-(\d+)\t\S+\t(.*)$", run.output, re.M)}
+    sources = (mt_data.parent / "test.de").read_text().splitlines()
+    expected = [printed[i] for i in range(len(sources))]
+    model = fairseq_tutel.from_checkpoint(mt)
+    assert model.translate(sources, beam=3, **lengths) == expected and len(set(expected)) > 1
+    assert model.translate(sources[0], beam=3, **lengths) == expected[0]
+    stored = fairseq_tutel.from_checkpoint(path, moe_expert_store="on-demand")
+    assert stored.translate(sources, beam=3, **lengths) == expected
+    experts = stored.models[0].encoder.layers[0].fc1.experts
+    assert all(parameter.is_meta for parameter in experts.parameters())
+    halves = [
+        fairseq_tutel.from_checkpoint(path, dtype=torch.bfloat16, **store)
+        for store in ({}, {"moe_expert_store": "on-demand"})
+    ]
+    assert next(halves[0].models[0].parameters()).dtype == torch.bfloat16
+    assert halves[0].translate(sources, **lengths) == halves[1].translate(sources, **lengths)
+    for refused in (model.score, model.fill_mask, model.classify):
+        with pytest.raises(ValueError, match=r"is not for a translation model; call translate\.$"):
+            refused(sources)
+
+
+def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data):
+    run = fairseq(
+        "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", lm, "--gen-subset", "valid",
+        "--sample-break-mode", "eos", "--batch-size", 5, "--output-word-probs",
+    )  # fmt: skip
+    printed = dict(re.findall(r"eval_lm \| (\d+) (w.*)$", run.output, re.M))
+    texts = (lm_data.parent / "valid.txt").read_text().splitlines()
+    model = fairseq_tutel.from_checkpoint(lm)
+    found = model.score([texts[int(i)] for i in printed])  # eval-lm leaves out what is too long
+    assert len(printed) > 5
+    for hypothesis, line in zip(found, printed.values(), strict=True):
+        scores = hypothesis["positional_scores"].tolist()
+        expected = [float(p) for p in re.findall(r"\[(-[\d.]+)\]", line)]
+        assert scores == pytest.approx(expected[: len(scores)], abs=0.006) and len(scores) > 2
+    tokens = model.generate(model.encode("w1 w3"), beam=1, max_len_b=9)[0]["tokens"]
+    inputs = torch.cat([torch.tensor([2]), tokens[:-1]])
+    log_probs_LV = model.models[0](inputs[None])[0][0].log_softmax(-1)
+    log_probs_LV[:, 1] = -torch.inf  # padding is never chosen
+    assert torch.equal(log_probs_LV[2:-1].argmax(-1), tokens[2:-1])
+    assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
+    with pytest.raises(ValueError, match=r"translate is not for a language model; call sample or"):
+        model.translate("w1")
+
+
+def moved(lm, folder, data="/nowhere"):
+    """Write a language model whose file names another folder of data."""
+    state = torch.load(lm, weights_only=False)
+    state["cfg"]["task"]["data"] = data
+    torch.save(state, folder / "moved.pt")
+    return folder / "moved.pt"
+
+
+def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_path):
+    path = moved(lm, tmp_path)
+    with pytest.raises(ValueError, match=r"dict\.txt does not exist, which the task of .* `data`"):
+        fairseq_tutel.from_checkpoint(path)
+    expected = fairseq_tutel.from_checkpoint(lm).sample("w1 w3")
+    assert fairseq_tutel.from_checkpoint(path, lm_data).sample("w1 w3") == expected
+    shutil.copy(lm_data / "dict.txt", tmp_path)
+    assert fairseq_tutel.from_checkpoint(f"{path}:{lm}").sample("w1 w3") == expected
+    (tmp_path / "dict.txt").write_text("w1 1\n")
+    with pytest.raises(ValueError, match=r"not of the size that the dictionaries in .* ask"):
+        fairseq_tutel.from_checkpoint(path)
+
+
+def test_a_dense_checkpoint_opens(lm, tmp_path):
+    convert("dense", "--input", lm, "--output", tmp_path / "dense.pt", "--experts", 0)
+    model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
+    assert not any(".experts." in name for name, _ in model.named_parameters())
+    assert model.sample("w1 w3").startswith("w1 w3")
+
+
+REFUSED = {
+    "which does not exist": {"path": "nowhere.pt"},
+    "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
+    "is torn": {"path": "torn.pt"},
+    "which is torn or no checkpoint": {"path": "text.pt"},
+    "data is nowhere, which is no folder": {"data": "nowhere"},
+    "does not tell the languages of .*; add source_lang=": {"of": "mt", "data": "."},
+    r"dtype is torch\.int8; give one of torch\.float32": {"dtype": torch.int8},
+    "bpe is letters; give one of bert, ": {"bpe": "letters"},
+    "beams is no option of this model": {"of": "mt", "beams": 5},
+    "has 'moe_expert_stor', which is no option": {"moe_expert_stor": "on-demand"},
+    "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, mt, tmp_path):
+    options = dict(REFUSED[sentence])
+    path = {"lm": lm, "mt": mt}[options.pop("of", "lm")]
+    if "path" in options:
+        path = tmp_path / options.pop("path")
+        whole = bytearray(lm.read_bytes())
+        whole[len(whole) // 2] ^= 1
+        (tmp_path / "torn.pt").write_bytes(whole)
+        (tmp_path / "text.pt").write_text("no checkpoint")
+    if options.get("data") == ".":
+        options["data"] = tmp_path
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        fairseq_tutel.from_checkpoint(path, **options)
+    assert "\n" not in str(refusal.value)
