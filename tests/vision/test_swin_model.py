@@ -1,18 +1,24 @@
 """Swin V2 as a model of fairseq, built as fairseq builds it.
 
-Covered: sizes as published; which blocks have experts; images of any size; what contradicts itself.
+Covered: sizes as published; which blocks have experts, and what these compute; images of any size;
+checkpointed activations; what contradicts itself.
 """
 
 import argparse
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fairseq import models
 from omegaconf import OmegaConf
 
+from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.announce import sizes
 from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.flags import GateLossOptions, defaults
+from fairseq_tutel.vision.windows import windows_of
 
 register()
 
@@ -55,3 +61,78 @@ def test_images_of_any_size_train_every_parameter(arch, size):
     assert logits.shape == (3, 10)
     logits.logsumexp(1).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_maps_that_a_size_has_made_serve_evaluation_and_training():
+    model = build("swin_v2_tiny")
+    with torch.inference_mode():
+        model(torch.randn(1, 1, 22, 34))
+    made = windows_of.cache_info().currsize
+    model(torch.randn(1, 1, 22, 34)).sum().backward()
+    assert windows_of.cache_info().currsize == made
+
+
+class Sum:
+    """A criterion that sums what a model gives."""
+
+    def forward(self, model, sample):
+        loss = model(sample).logsumexp(1).sum()
+        return loss, 1, {"loss": loss.detach()}
+
+
+class Loss(GateLossMixin, Sum):
+    """The balance loss with it."""
+
+    def __init__(self):
+        self.gate_loss = argparse.Namespace(**defaults(GateLossOptions))
+
+
+def test_checkpointed_activations_change_no_bit():
+    """Nor of dropout, drop path, the gate's noise or the balance loss in blocks that are made again."""
+    images, results = torch.randn(4, 1, 28, 28), []
+    for checkpoints in (False, True):
+        model = build(
+            "swin_v2_moe_tiny",
+            swin_checkpoint_activations=checkpoints,
+            swin_drop_path=0.5,
+            swin_dropout=0.1,
+        )
+        torch.manual_seed(2)
+        loss, _, log = Loss().forward(model, images)
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append({"loss": loss.detach(), "logged": log["loss"], **grads})
+    plain, again = results
+    for name, tensor in plain.items():
+        assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(again[name])), name
+
+
+def test_a_block_s_experts_are_those_that_its_gate_chooses():
+    """Token by token, in float64."""
+    model = build("swin_v2_moe_tiny").double().eval()
+    block = model.stages[1].blocks[1]
+    x = torch.randn(2, 16, 32, dtype=torch.float64)
+    layer, experts = block.fc1, block.fc1.experts
+    y = block._fed_forward(x)
+    for b, t in ((0, 0), (0, 15), (1, 7)):
+        scores = layer.gate(x[b, t].unsqueeze(0))[0].softmax(0)
+        e = int(scores.argmax())
+        hidden = F.gelu(experts.fc1_weight[e] @ x[b, t] + experts.fc1_bias[e])
+        expected = scores[e] * (experts.fc2_weight[e] @ hidden + experts.fc2_bias[e])
+        torch.testing.assert_close(y[b, t], expected)
+
+
+HASH = {"moe_gate_type": "hash", "moe_gate_noise": 0.0, "moe_balance_loss": "none"}
+
+
+def test_what_contradicts_itself_is_refused():
+    for options, sentence in (
+        ({"swin_heads": "1,3"}, "of which 3 does not divide a stage's model dimension of 32"),
+        ({"swin_depths": "2,2,2"}, "--swin-heads is '1,2', but --swin-depths '2,2,2' has 3 stages"),
+        ({"swin_window": 0}, "--swin-window"),
+        ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "drop one"),
+        (HASH, "the stage 1 of this model sees none; choose another gate"),
+        ({"swin_expert_stages": 0}, "no layer becomes a MoE layer"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            build("swin_v2_moe_tiny", **options)
