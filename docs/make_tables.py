@@ -35,6 +35,7 @@ THEMES = (
     "Logging",
     "Images",
     "Vision",
+    "Ensembles",
     "Older names",
 )
 MOST_USED = (

@@ -1,3 +1,8 @@
 """Criterions that train the experts' balance loss beside their own."""
 
-from fairseq_tutel.criterions import image_classification, moe_cross_entropy, twins  # noqa: F401
+from fairseq_tutel.criterions import (  # noqa: F401
+    cmcl,
+    image_classification,
+    moe_cross_entropy,
+    twins,
+)

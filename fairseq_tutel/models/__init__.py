@@ -8,4 +8,9 @@ from fairseq_tutel.plugin import register
 
 register()
 
-from fairseq_tutel.models import moe_transformer_lm, swin_v2, twins  # noqa: E402, F401
+from fairseq_tutel.models import (  # noqa: E402
+    ensemble,  # noqa: F401
+    moe_transformer_lm,  # noqa: F401
+    swin_v2,  # noqa: F401
+    twins,  # noqa: F401
+)

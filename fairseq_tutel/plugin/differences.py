@@ -16,18 +16,28 @@ def end(error: ValueError) -> NoReturn:
     sys.exit(f"error: {error}")
 
 
-def end_where_it_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
+def end_where_it_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
     """End a training whose checkpoint is another model's: stock's own error does not say which."""
-    difference = _difference_of_experts(model, state_dict) or _difference(model, state_dict)
+    own = _below(state_dict, prefix)
+    difference = _difference_of_experts(model, own) or _difference(model, own)
     if difference:
         end(ValueError(difference))
 
 
-def say_what_differs(model: nn.Module, state_dict: Any, *_: Any) -> None:
+def say_what_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
     """Log one sentence when a checkpoint has other experts; who opens it may ask for that."""
-    difference = _difference_of_experts(model, state_dict)
+    difference = _difference_of_experts(model, _below(state_dict, prefix))
     if difference:
         logger.error(difference)
+
+
+def _below(state_dict: Any, prefix: str) -> Any:
+    """Return the part of a model that is one of several, by its own names."""
+    if not prefix:
+        return state_dict
+    return {
+        key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)
+    }
 
 
 def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:

@@ -92,6 +92,17 @@ class MoEFeedForward(MoELayer):
         self._token_ids: Tensor | None = None
         self._generates = False
 
+    def become_member(self, number: int, seed: int | None) -> None:
+        """Be of the model that is this member of an ensemble: its own name, and experts drawn by it.
+
+        Args:
+            number: the member's, from 0.
+            seed: fairseq's --seed; None where a state dict brings the experts.
+        """
+        self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
+        if seed is not None:
+            self.reset_parameters(seed, self.name)
+
     def begin_micro_batch(self) -> None:
         """Say that the next forward is a new one; one in backward is not.
 

@@ -57,7 +57,7 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 def _say_what_has_no_effect(cfg: Any) -> None:
     """Warn of system options in the training of a dense model: every task takes them."""
-    name = getattr(cfg.model, "_name", None)
+    name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     has_experts = getattr(model, "has_experts", model is None)
     if cfg.common_eval.path is not None or has_experts or cfg.distributed_training.distributed_rank:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
+from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import Option, options_in
 from fairseq_tutel.vision.image_options import ImageConfig
@@ -17,6 +18,8 @@ from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("of the task image_classification", (ImageConfig,)),
     ("of swin_v2 and swin_v2_moe", (SwinConfig, SwinExpertsConfig)),
+    ("of the architecture ensemble_of", (EnsembleConfig,)),
+    ("of the criterion cmcl", (CMCLConfig,)),
 )
 
 

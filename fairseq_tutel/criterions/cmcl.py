@@ -1,0 +1,129 @@
+"""cmcl: members of an ensemble learn what they are best at, and are unsure of the rest.
+
+Independent ensembles and multiple choice learning are settings of it. Samples are what the target counts:
+images, or tokens, of which padding is left out. M members, N samples, C classes.
+"""
+
+import math
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.logging import metrics
+from torch import Tensor, nn
+
+from fairseq_tutel.ensemble.cmcl import confident_loss, random_labels
+from fairseq_tutel.ensemble.options import CMCLConfig
+from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
+from fairseq_tutel.plugin.flags import made
+
+CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
+RIGHT = "right_member"  # what the keys begin with under which members' right answers are counted
+
+
+@register_criterion("cmcl", dataclass=CMCLOptions)
+class CMCLCriterion(FairseqCriterion):
+    """The confident loss, summed over members and samples; perplexity is that of the mean."""
+
+    def __init__(self, task: Any, options: CMCLConfig) -> None:
+        super().__init__(task)
+        self.options = options
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> "CMCLCriterion":
+        """Build it by its options."""
+        options = read(CMCLConfig, cfg)
+        refuse_bad_values(options)
+        return cls(task, options)
+
+    def forward(
+        self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
+        """Return (loss, sample size, logging output).
+
+        Raises:
+            ValueError: the model is no ensemble, or one of fewer members than are to learn a sample.
+        """
+        net_output = model(**sample["net_input"])
+        logits_MXC = _member_logits(net_output)
+        members, classes = logits_MXC.shape[0], logits_MXC.shape[-1]
+        if self.options.cmcl_overlap > members:
+            raise ValueError(
+                f"--cmcl-overlap is {self.options.cmcl_overlap}, and --ensemble-size is {members}; give at "
+                f"most {members}."
+            )
+        logits_MNC = logits_MXC.reshape(members, -1, classes)
+        target_N = sample["target"].reshape(-1)
+        counts_N = target_N != self.padding_idx  # -100 where there are no words
+        loss, _ = confident_loss(
+            logits_MNC,
+            target_N,
+            self.options.cmcl_overlap,
+            self.options.cmcl_beta,
+            random_labels(logits_MNC) if self.options.cmcl_stochastic else None,
+            counts_N,
+        )
+        log = _answers(net_output[0].detach().reshape(-1, classes), logits_MNC, target_N, counts_N)
+        log |= {
+            "loss": loss.detach(),
+            "ntokens": sample["ntokens"],
+            "nsentences": sample["target"].shape[0],
+            "sample_size": sample["ntokens"],
+        }
+        return loss, sample["ntokens"], log
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log what was summed: losses in bits, shares in percent."""
+        found = {key for log in logging_outputs for key in log}
+        total = {
+            key: float(sum(log.get(key, 0) for log in logging_outputs))
+            for key in found
+            if key in ("loss", "nll_loss", "sample_size", "counted") or key.startswith("right_")
+        }
+        size, counted = (max(total[key], 1e-9) for key in ("sample_size", "counted"))
+        bits = 1 / math.log(2)
+        metrics.log_scalar("loss", total["loss"] / size * bits, size, round=3)
+        metrics.log_scalar("nll_loss", total["nll_loss"] / counted * bits, counted, round=3)
+        metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
+        shares = {
+            "accuracy": total["right_mean"],
+            "oracle_error": total["counted"] - total["right_any"],
+        }
+        of_members = [total[f"{RIGHT}{m}"] for m in range(sum(RIGHT in key for key in total))]
+        shares["member_accuracy"] = sum(of_members) / len(of_members)
+        shares |= {f"member{m}_accuracy": right for m, right in enumerate(of_members)}
+        for name, share in shares.items():
+            metrics.log_scalar(name, 100 * share / counted, counted, round=2)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        """Say that they can."""
+        return True
+
+
+def _member_logits(net_output: Any) -> Tensor:
+    extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
+    if not isinstance(extra, dict) or "member_logits" not in extra:
+        raise ValueError(
+            "--criterion cmcl teaches the members of an ensemble, and the model is none; choose --arch "
+            "ensemble_of, or --criterion cross_entropy."
+        )
+    return extra["member_logits"]
+
+
+@torch.no_grad()
+def _answers(
+    logs_NC: Tensor, logits_MNC: Tensor, target_N: Tensor, counts_N: Tensor
+) -> dict[str, Any]:
+    """Return how often the mean, any member, and each member is right, and the loss of the mean."""
+    right_MN = (logits_MNC.argmax(dim=2) == target_N) & counts_N
+    at_target_N = logs_NC.gather(1, target_N.masked_fill(~counts_N, 0).unsqueeze(1)).squeeze(1)
+    return {
+        "nll_loss": -at_target_N.masked_fill(~counts_N, 0.0).sum(),
+        "counted": counts_N.sum(),
+        "right_mean": ((logs_NC.argmax(dim=1) == target_N) & counts_N).sum(),
+        "right_any": right_MN.any(dim=0).sum(),
+        **{f"{RIGHT}{m}": right for m, right in enumerate(right_MN.sum(dim=1))},
+    }

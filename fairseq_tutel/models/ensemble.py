@@ -1,0 +1,241 @@
+"""ensemble_of: several models of one registered architecture as one, whose probabilities are their mean.
+
+Each member is as its architecture builds it, under `members.0.`, `members.1.`, … in the state dict. They
+are built one after the other, so each draws other weights than those before it, and the first draws those
+that it would alone. They run one after the other, too: one batched forward of all (torch.func's
+functional_call and vmap over stacked weights) took from 1.2 to 3.1 times as long on a CPU, forward and
+backward of 5 members, from a network of 32 hidden units to transformers.
+
+M members, C classes.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    BaseFairseqModel,
+    build_model,
+    register_model,
+    register_model_architecture,
+)
+from fairseq.modules.adaptive_softmax import AdaptiveSoftmax
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.ensemble.cmcl import mean_log_probs
+from fairseq_tutel.ensemble.options import EnsembleConfig
+from fairseq_tutel.ensemble.sharing import run_and_share, shared
+from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.flags import fill_in, made
+from fairseq_tutel.plugin.run_config import OPENED, config_of, is_opened, is_training, root_of
+
+NAME = "ensemble_of"
+EnsembleOptions = made("EnsembleOptions", options_in(EnsembleConfig))
+
+
+@register_model(NAME)
+class EnsembleModel(BaseFairseqModel):
+    """M members, called with the same arguments.
+
+    Args:
+        members: models that return logits, as a tensor or first in a tuple.
+        config: the ensemble's own options.
+    """
+
+    def __init__(self, members: list[nn.Module], config: EnsembleConfig) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.config = config
+        if config.ensemble_share_after:
+            self._refuse_layer()
+        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+        self._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in self.named_parameters() if is_expert(parameter)
+        ]
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Add the ensemble's flags and those of the members' architecture, which stock does not tell."""
+        gen_parser_from_dataclass(parser, EnsembleOptions(), delete_default=True)
+        words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        words.add_argument("--arch", "-a")
+        words.add_argument("--ensemble-arch", default="")
+        given, _ = words.parse_known_args(sys.argv[1:])
+        if given.ensemble_arch or given.arch == NAME:
+            try:
+                member = _class_of(given.ensemble_arch)
+            except ValueError as error:
+                sys.exit(f"error: {error}")
+            member.add_args(parser)
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "EnsembleModel":
+        """Build the members, each with experts of its own where they have some.
+
+        Raises:
+            ValueError: what members cannot be, or cannot be trained by.
+        """
+        config = read(EnsembleConfig, args)
+        refuse_bad_values(config)
+        training, seed = is_training(task, args), _seed(task)
+        members = []
+        for m in range(config.ensemble_size):
+            with _told_once(is_first=m == 0):
+                member = build_model(_member_options(args, task), task)
+            for layer in moe_layers(member):
+                layer.become_member(m, seed if training else None)
+            members.append(member)
+        if getattr(task, "moe_tuner", None) is not None:
+            raise ValueError(
+                "--moe-adaptive measures the layers of one model, and --arch ensemble_of trains several at "
+                "once; set it to off."
+            )
+        if any(isinstance(module, AdaptiveSoftmax) for module in members[0].modules()):
+            raise ValueError(
+                "--adaptive-softmax-cutoff is given, whose output is no probability of every word, whose "
+                "mean --arch ensemble_of takes; drop it."
+            )
+        return cls(members, config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (log of the mean of members' probabilities [..., C], {"member_logits": [M, ..., C]})."""
+        runs = [partial(member, *args, **kwargs) for member in self.members]
+        name = self.config.ensemble_share_after
+        if name:
+            share = partial(shared, keep=self.config.ensemble_share_keep, training=self.training)
+            layers = [member.get_submodule(name) for member in self.members]
+            outputs = run_and_share(runs, layers, share)
+        else:
+            outputs = [run() for run in runs]
+        logits_MXC = torch.stack([self._logits_of(output) for output in outputs])
+        del outputs  # which are as large
+        return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
+
+    def get_normalized_probs(
+        self, net_output: Any, log_probs: bool, sample: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Return the mean of the members' probabilities, or its logarithm."""
+        return net_output[0] if log_probs else net_output[0].exp()
+
+    def max_positions(self) -> Any:
+        """Return the members' limit."""
+        return self.members[0].max_positions()  # type: ignore[operator]
+
+    @property
+    def supported_targets(self) -> Any:
+        """What a language modeling task asks its model for."""
+        return self.members[0].supported_targets
+
+    def max_decoder_positions(self) -> int:
+        """Refuse to generate, for which this is asked first.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "--arch ensemble_of scores, but does not generate; make its members with `python -m "
+            "fairseq_tutel convert members`, and give fairseq-generate --path A.pt:B.pt:…, whose "
+            "probabilities it averages."
+        )
+
+    def _logits_of(self, output: Any) -> Tensor:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if not torch.is_tensor(first):
+            raise ValueError(
+                f"a {type(self.members[0]).__name__} returns {type(output).__name__} instead of logits; "
+                "choose another --ensemble-arch."
+            )
+        return first
+
+    def _refuse_layer(self) -> None:
+        name, member = self.config.ensemble_share_after, self.members[0]
+        modules = dict(member.named_modules())
+        if name not in modules:
+            raise ValueError(
+                f"--ensemble-share-after is {name}, and a member has no such layer; choose one of "
+                f"{', '.join(path for path in list(modules)[1:12])}, …."
+            )
+        above = [path for path in modules if name.startswith(f"{path}.")]
+        if any(hasattr(modules[path], "precheckpoint_forward") for path in above):
+            raise ValueError(
+                f"--ensemble-share-after is {name}, which --checkpoint-activations makes again in the "
+                "backward, when there are no other members; name a whole layer, or drop one of the two."
+            )
+
+
+def _class_of(arch: str) -> Any:
+    """Return the model class of the members' architecture.
+
+    Raises:
+        ValueError: it is none, or the ensemble itself.
+    """
+    if not arch:
+        raise ValueError(
+            "--arch ensemble_of is of members of one architecture; name it in --ensemble-arch."
+        )
+    if arch not in ARCH_MODEL_REGISTRY or arch == NAME:
+        raise ValueError(
+            f"--ensemble-arch is {arch}, which is no architecture that members can have; give one that "
+            "--arch takes."
+        )
+    return ARCH_MODEL_REGISTRY[arch]
+
+
+def _member_options(args: Any, task: Any) -> Any:
+    """Return a member's configuration, of the kind that its architecture is built from."""
+    arch = args.ensemble_arch
+    options = getattr(_class_of(arch), "__dataclass", None)
+    flat: Any = (
+        OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
+    )
+    own = {item.key for item in options_in(EnsembleConfig)}
+    given = {key: value for key, value in flat.items() if key not in own and key != "_name"}
+    if options is None:
+        return argparse.Namespace(**{**given, "_name": arch, "arch": arch})
+    known = {item.name for item in fields(options)}
+    member = OmegaConf.merge(options(), {key: given[key] for key in given.keys() & known})
+    member._name = arch
+    # What it takes from other parts of the run's configuration, as ${task.tokens_per_sample}.
+    root = args._get_root() if OmegaConf.is_config(args) else root_of(task)
+    member.__dict__["_parent"] = (
+        root if root is not None else OmegaConf.create({"task": config_of(task)})
+    )
+    if is_opened(args):
+        member._set_flag(OPENED, True)
+    return member
+
+
+def _seed(task: Any) -> int:
+    root = root_of(task)
+    return int(root.common.seed) if root is not None else 1
+
+
+@contextmanager
+def _told_once(is_first: bool) -> Iterator[None]:
+    """Keep what all members log alike to one of them; warnings stay."""
+    before = logging.root.manager.disable
+    logging.disable(before if is_first else max(before, logging.INFO))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@register_model_architecture(NAME, NAME)
+def architecture(args: Any) -> None:
+    """Fill in what is not given: of the ensemble, and of its members by their own architecture."""
+    fill_in(args, EnsembleOptions)
+    _class_of(args.ensemble_arch)
+    ARCH_CONFIG_REGISTRY[args.ensemble_arch](args)

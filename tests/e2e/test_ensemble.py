@@ -1,0 +1,197 @@
+"""Ensembles and confident multiple choice learning through the real command lines.
+
+Covered: on 1 and 2 ranks alike, of dense members and of members with experts; a resume, bit for bit;
+validate and eval-lm open an ensemble as one model; each member as a checkpoint that stock opens without the
+plugin; features shared, under activation checkpointing; hydra; refusals.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from cli import USER_DIR, fairseq, refused
+from equality import facts_of, same_bits, same_weights
+from tool_in_process import convert, refusal
+
+SIZE = 3
+TINY = (
+    "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-input-dim", 16,
+    "--decoder-output-dim", 16, "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2,
+)  # fmt: skip
+KINDS = {
+    "dense": (
+        "--ensemble-arch", "transformer_lm", "--criterion", "cmcl", "--cmcl-overlap", 1,
+        "--optimizer", "sgd",
+    ),
+    "experts": (
+        "--ensemble-arch", "moe_transformer_lm", "--criterion", "moe_cmcl", "--cmcl-overlap", 2,
+        "--moe-freq", 2, "--moe-expert-count", 4, "--optimizer", "moe_sgd",
+    ),
+}  # fmt: skip
+
+
+def lm_args(data, folder, *extra, updates=4, kind="dense"):
+    return [
+        data, "--user-dir", USER_DIR, "--task", "moe_language_modeling", "--arch", "ensemble_of",
+        "--ensemble-size", SIZE, *TINY, *KINDS[kind], "--dropout", 0, "--tokens-per-sample", 16,
+        "--batch-size", 4, "--lr", 0.5, "--clip-norm", 0.5, "--max-update", updates, "--log-format",
+        "json", "--log-interval", 1, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
+        "--required-batch-size-multiple", 1, "--ddp-backend", "legacy_ddp", "--update-freq", 2, *extra,
+    ]  # fmt: skip
+
+
+def load(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, lm_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    run = fairseq("train", *lm_args(lm_data, folder, kind=request.param))
+    return request.param, folder, run
+
+
+def test_two_ranks_train_what_one_does(trained, lm_data, tmp_path):
+    kind, folder, run = trained
+    fairseq("train", *lm_args(lm_data, tmp_path, "--update-freq", 1, kind=kind), ranks=2)
+    expected, found = load(folder), load(tmp_path)
+    assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], found["model"], adam=False)
+    last = run.stats("train_inner")[-1]
+    accuracies = [float(last[f"member{m}_accuracy"]) for m in range(SIZE)]
+    assert float(last["member_accuracy"]) == pytest.approx(sum(accuracies) / SIZE, abs=0.02)
+    assert float(last["oracle_error"]) <= 100 - max(accuracies)
+    if kind == "experts":
+        assert "moe_load_member2_decoder_1" in last and float(last["moe_gate_loss"]) > 0.5
+        name = "members.{}.decoder.layers.1.fc1.experts.fc1_weight"
+        first, second = (load(folder)["model"][name.format(m)] for m in (0, 1))
+        assert (first - second).abs().mean() > 0.01
+
+
+@pytest.mark.long
+def test_a_resume_gives_the_same_bits(trained, lm_data, tmp_path):
+    kind, folder, _ = trained
+    fairseq("train", *lm_args(lm_data, tmp_path, kind=kind, updates=2))
+    fairseq("train", *lm_args(lm_data, tmp_path, kind=kind))
+    same_bits(load(folder)["model"], load(tmp_path)["model"])
+
+
+def loss_of(run):
+    return float(run.output.split("Loss (base 2): ")[1].split(",")[0])
+
+
+def test_an_ensemble_opens_as_one_and_its_members_alone(trained, lm_data, tmp_path):
+    _, folder, run = trained
+    data = (lm_data, "--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 8)
+    one = fairseq("eval-lm", *data, "--user-dir", USER_DIR, "--path", folder / "checkpoint_last.pt")
+    convert("members", "--input", folder / "checkpoint_last.pt", "--output", tmp_path / "members")
+    paths = [tmp_path / "members" / f"member{m}.pt" for m in range(SIZE)]
+    alone = [
+        loss_of(fairseq("eval-lm", *data, "--user-dir", USER_DIR, "--path", path)) for path in paths
+    ]
+    assert loss_of(one) < sum(alone) / SIZE  # as the mean of probabilities has it
+    of_ensemble, of_member = (
+        load(folder)["model"],
+        torch.load(paths[1], weights_only=False)["model"],
+    )
+    same_bits({key: of_ensemble[f"members.1.{key}"] for key in of_member}, of_member)
+    validated = fairseq(
+        "validate", lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling", "--valid-subset",
+        "valid", "--path", folder / "checkpoint_last.pt", "--batch-size", 4,
+        "--required-batch-size-multiple", 1,
+    )  # fmt: skip
+    last = run.stats("valid")[-1]
+    assert f"nll_loss {float(last['valid_nll_loss']):.3f}".rstrip("0") in validated.output
+
+
+OPENS = """
+import sys
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
+models, cfg, task = load_model_ensemble_and_task(sys.argv[1:])
+assert "fairseq_tutel" not in sys.modules, "the plugin"
+print(type(models[0]).__name__, type(task).__name__, cfg.criterion._name, cfg.optimizer._name)
+"""
+
+
+@pytest.mark.long
+def test_stock_opens_a_member_without_the_plugin(lm_data, tmp_path):
+    fairseq("train", *lm_args(lm_data, tmp_path, "--optimizer", "moe_adam", updates=1))
+    path = tmp_path / "checkpoint_last.pt"
+    convert("members", "--input", path, "--output", tmp_path / "members")
+    member = tmp_path / "members" / "member1.pt"
+    found = subprocess.run(
+        [sys.executable, "-c", OPENS, member], capture_output=True, text=True, cwd=tmp_path
+    )
+    expected = "TransformerLanguageModel LanguageModelingTask cross_entropy adam"
+    assert found.stdout.strip() == expected, found.stderr
+    kept = torch.load(member, weights_only=False)["cfg"]
+    assert not [
+        key for part in kept.values() if part for key in part if "cmcl" in key or "moe" in key
+    ]
+
+
+def test_features_are_shared_under_activation_checkpointing(lm_data, tmp_path):
+    """The losses are those without checkpointing; and others than without sharing."""
+    losses = {}
+    for name, extra in {
+        "kept": ("--ensemble-share-after", "decoder.layers.0"),
+        "made again": ("--ensemble-share-after", "decoder.layers.0", "--checkpoint-activations"),
+        "alone": (),
+    }.items():
+        run = fairseq("train", *lm_args(lm_data, tmp_path / name, *extra, updates=2))
+        losses[name] = [record["loss"] for record in run.stats("train_inner")]
+    assert losses["kept"] == losses["made again"] != losses["alone"]
+
+
+HYDRA = """
+common: {user_dir: USER_DIR}
+task: {_name: language_modeling, data: DATA, tokens_per_sample: 16}
+model:
+  {_name: ensemble_of, ensemble_arch: transformer_lm, ensemble_size: 2, decoder_layers: 1,
+   decoder_embed_dim: 16, decoder_input_dim: 16, decoder_output_dim: 16, decoder_ffn_embed_dim: 32,
+   decoder_attention_heads: 2}
+criterion: {_name: cmcl, cmcl_overlap: 2}
+optimizer: {_name: adam}
+lr_scheduler: {_name: fixed}
+dataset: {batch_size: 4, num_workers: 0}
+optimization: {max_update: 1, lr: [0.01]}
+checkpoint: {save_dir: FOLDER, no_epoch_checkpoints: true}
+hydra: {run: {dir: .}, output_subdir: null}
+"""
+
+
+@pytest.mark.long
+def test_hydra_takes_a_member_s_keys(lm_data, tmp_path):
+    text = HYDRA.replace("USER_DIR", USER_DIR).replace("DATA", str(lm_data))
+    (tmp_path / "run.yaml").write_text(text.replace("FOLDER", str(tmp_path)))
+    fairseq("hydra-train", "--config-dir", tmp_path, "--config-name", "run")
+    state = load(tmp_path)
+    assert state["model"]["members.1.decoder.layers.0.fc1.weight"].shape == (32, 16)
+    convert("members", "--input", tmp_path / "checkpoint_last.pt", "--output", tmp_path / "members")
+    fairseq(
+        "eval-lm", lm_data, "--path", tmp_path / "members" / "member0.pt", "--gen-subset", "valid"
+    )
+
+
+@pytest.mark.parametrize(
+    "extra, words",
+    {
+        ("--cmcl-overlap", 4): "--cmcl-overlap is 4, and --ensemble-size is 3; give at most 3.",
+        ("--ensemble-arch", "nothing"): "--ensemble-arch is nothing, which is no architecture",
+        ("--ensemble-share-after", "decoder.layers.7"): "a member has no such layer; choose one of",
+        (
+            "--ensemble-share-keep",
+            "1.5",
+        ): "--ensemble-share-keep is 1.5; give a number above 0, at most 1.",
+    }.items(),
+)
+def test_what_cannot_be_is_refused_in_a_sentence(lm_data, tmp_path, extra, words):
+    said = refused("train", *lm_args(lm_data, tmp_path, *extra))
+    assert words in said.splitlines()[-1], said[-600:]
+
+
+def test_another_checkpoint_has_no_members(lm_data, tmp_path):
+    torch.save({"model": {}, "cfg": {"model": {"_name": "transformer_lm"}}}, tmp_path / "a.pt")
+    said = refusal("members", "--input", tmp_path / "a.pt", "--output", tmp_path / "members")
+    assert "a checkpoint of transformer_lm; give one of --arch ensemble_of" in said
