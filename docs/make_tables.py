@@ -36,6 +36,7 @@ THEMES = (
     "Images",
     "Vision",
     "Ensembles",
+    "Distillation",
     "Older names",
 )
 MOST_USED = (

@@ -6,3 +6,6 @@ from fairseq_tutel.criterions import (  # noqa: F401
     moe_cross_entropy,
     twins,
 )
+
+# isort: split
+from fairseq_tutel.criterions import distillation  # noqa: F401 - which goes before any of these

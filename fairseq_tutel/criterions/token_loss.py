@@ -5,17 +5,13 @@ path keeps a fp32 table beside them, and fills two more in backward.
 N rows, V words.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
-
-# Numbers of a slab: on a CPU what its second-level cache holds, else enough to fill a device.
-SLAB = {"cpu": 2**18}
-SLAB_OF_OTHERS = 2**26
+from fairseq_tutel.kernels.slabs import slabs
 
 
 def token_loss(
@@ -50,7 +46,7 @@ class _TokenLoss(torch.autograd.Function):
         spread = torch.zeros_like(nll)
         counts_N = target_N != ignored
         at_target_N = target_N.masked_fill(~counts_N, 0)
-        for rows in _slabs(logits_NV):
+        for rows in slabs(logits_NV):
             logs_nV = torch.log_softmax(logits_NV[rows], dim=1, dtype=dtype)
             of_target_n = logs_nV.gather(1, at_target_N[rows].unsqueeze(1)).squeeze(1)
             nll -= of_target_n.masked_fill(~counts_N[rows], 0.0).sum()
@@ -71,7 +67,7 @@ class _TokenLoss(torch.autograd.Function):
         dlogits_NV = torch.empty_like(logits_NV)
         scales_N = torch.where(counts_N, dloss, 0.0)
         of_all = of_target + of_each * logits_NV.shape[1]
-        for rows in _slabs(logits_NV):
+        for rows in slabs(logits_NV):
             scales_n1 = scales_N[rows].unsqueeze(1)
             own_nV = dlogits_NV[rows]
             same = own_nV.dtype == dloss.dtype
@@ -91,11 +87,3 @@ def _shares(smoothing: float, words: int) -> tuple[float, float]:
     """Return how much the target's and every word's log-probability count."""
     of_each = smoothing / (words - 1) if smoothing else 0.0
     return 1 - smoothing - of_each, of_each
-
-
-def _slabs(logits_NV: Tensor) -> Iterator[slice]:
-    num_rows, words = logits_NV.shape
-    size = SLAB.get(logits_NV.device.type, SLAB_OF_OTHERS)
-    step = max(1, size // max(words, 1))
-    for first in range(0, num_rows, step):
-        yield slice(first, first + step)

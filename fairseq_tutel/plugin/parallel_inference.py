@@ -6,6 +6,7 @@ experts of a model live that is opened, and the perplexity of all ranks: fairseq
 first one's part.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -192,6 +193,19 @@ def _let_stock_gather(cfg: Any) -> None:
         gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
 
 
+_beside: list[bool] = []
+
+
+@contextlib.contextmanager
+def beside_a_training() -> Iterator[None]:
+    """Open models in the block for a training's ranks, all of which will call them equally often."""
+    _beside.append(True)
+    try:
+        yield
+    finally:
+        _beside.pop()
+
+
 def topology_of_opened(
     requested: int,
     expert_counts: Sequence[int],
@@ -211,6 +225,8 @@ def topology_of_opened(
         CommunicationError: a rank did not come.
     """
     command = running()
+    if _beside:
+        return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of, beside=True)
     if command is None or command.expert_parallel_size == 1:
         if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             logger.warning(

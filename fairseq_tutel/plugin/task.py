@@ -132,6 +132,9 @@ class MoETaskMixin(InferenceMixin):
             experts.drop_everywhere(model)
         for context in contexts_of(layers):
             context.begin_step(is_dummy=ignore_grad)
+        begin_step = getattr(criterion, "begin_step", None)
+        if begin_step is not None:
+            begin_step(update_num, is_dummy=ignore_grad)
         self._begin_micro_batch(0 if ignore_grad else int(sample.get("ntokens", 0)), optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
@@ -243,11 +246,16 @@ def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
             module._backward_hooks.clear()
 
 
-def attach(task: Any, model: nn.Module) -> None:
-    """Give a task the mixin (a stock one by changing its class) and the layers the task's options."""
+def give_mixin(task: Any) -> None:
+    """Give a task the mixin, a stock one by changing its class."""
     if not isinstance(task, MoETaskMixin):
         stock = type(task)
         task.__class__ = type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__})
+
+
+def attach(task: Any, model: nn.Module) -> None:
+    """Give a task the mixin and the layers the task's options."""
+    give_mixin(task)
     task._has_experts, layers = True, moe_layers(model)
     task._layer_config = layers[0].config
     if read(TaskConfig, config_of(task)).record_a2a_perf_stats:

@@ -186,6 +186,7 @@ def make_topology(
     requested: int = 0,
     ranks_per_node: int = 0,
     degree_of: Callable[[int], int] | None = None,
+    beside: bool = False,
 ) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
@@ -199,6 +200,7 @@ def make_topology(
             makes none.
         degree_of: the one r that a layer with s slices will run with; None for any, which takes more
             groups.
+        beside: it is of another model than the one that is trained: `in_use` stays what it was.
 
     Raises:
         ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
@@ -211,8 +213,9 @@ def make_topology(
     key = (count, size, ranks_per_node, shares)
     if key not in _topologies:
         _topologies[key] = _create(count, rank, size, ranks_per_node, shares)
-    _in_use[:] = [_topologies[key]]
-    return _in_use[0]
+    if not beside:
+        _in_use[:] = [_topologies[key]]
+    return _topologies[key]
 
 
 def in_use() -> Topology:

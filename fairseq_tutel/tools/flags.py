@@ -8,6 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
+from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import Option, options_in
@@ -20,6 +21,7 @@ OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("of swin_v2 and swin_v2_moe", (SwinConfig, SwinExpertsConfig)),
     ("of the architecture ensemble_of", (EnsembleConfig,)),
     ("of the criterion cmcl", (CMCLConfig,)),
+    ("of the criterion moe_distillation", (DistillationConfig,)),
 )
 
 

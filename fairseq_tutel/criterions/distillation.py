@@ -1,0 +1,326 @@
+"""moe_distillation: another criterion's loss, and T² KL(teacher || student) until --distill-until.
+
+Which criterion is --distill-criterion's word; the class that trains is that one with `DistillationMixin`
+before it. N tokens of a micro-batch, padding included, V words.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fairseq.criterions import (
+    CRITERION_DATACLASS_REGISTRY,
+    CRITERION_REGISTRY,
+    FairseqCriterion,
+    register_criterion,
+)
+from fairseq.logging import metrics
+from torch import Tensor, nn
+
+from fairseq_tutel.checkpoint.files import identity
+from fairseq_tutel.criterions.teacher import Teacher, scores_of
+from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
+from fairseq_tutel.distillation.options import DistillationConfig
+from fairseq_tutel.distillation.stored_logits import StoredLogits, fingerprint
+from fairseq_tutel.moe.options import options_in, plain, read, refuse_bad_values
+from fairseq_tutel.plugin.flags import made
+from fairseq_tutel.plugin.run_config import config_of, is_opened
+from fairseq_tutel.plugin.task import give_mixin
+from fairseq_tutel.ranks import world
+
+logger = logging.getLogger(__name__)
+
+# Criterions on one table of scores; with their twins, where they are registered.
+STOCK = ("cross_entropy", "label_smoothed_cross_entropy", "masked_lm", "image_classification")
+WRAPPED = tuple(n for s in STOCK for n in (s, f"moe_{s}") if n in CRITERION_REGISTRY)
+
+
+class DistillationMixin:
+    """Goes before a criterion that calls the model once, for scores of its targets: adds the KL term."""
+
+    distillation: DistillationConfig
+    task: Any
+    padding_idx: int
+    training: bool
+    _source: "_Source | None" = None
+    _update, _is_dummy = 0, False
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> Any:
+        """Build the criterion that is wrapped, and look whether there is a teacher."""
+        criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
+        criterion.distillation = read(DistillationConfig, cfg)
+        if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
+            give_mixin(task)  # a stock task tells its criterion of no update
+            # No module of the criterion's, whose parameters would be trained and saved.
+            criterion._source = _Source(criterion.distillation, task)
+        return criterion
+
+    def begin_step(self, update_num: int, is_dummy: bool) -> None:
+        """Take the number of updates before this one, and whether the micro-batch keeps ranks in step."""
+        self._update, self._is_dummy = update_num, is_dummy
+
+    def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return (loss with the KL term, sample size, logging output)."""
+        options = self.distillation
+        if options.distill_until and self._update >= options.distill_until and self._source:
+            logger.info("distillation ended after %d updates", options.distill_until)
+            self._source.close()
+            self._source = None
+        asks = self.training or options.distill_in_validation
+        if self._source is None or not asks:
+            return super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
+        with _calls(model) as calls:
+            loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
+        words, named, output = calls[-1]
+        scores_NV = scores_of(model, output, sample)
+        scores_NV = scores_NV.reshape(-1, scores_NV.shape[-1])
+        call = _Call(sample, model, words, named, scores_NV, self.padding_idx)
+        call = dataclasses.replace(call, dummy=self.training and self._is_dummy)
+        teacher = self._source.answers(call, stored=self.training)
+        kl = loss.new_zeros(())
+        if teacher is not None:
+            kl = distillation_loss(scores_NV, teacher, call.counts_N, options.distill_temperature)
+            loss = loss + options.distill_alpha * kl
+        log["loss"] = log["loss"] + options.distill_alpha * kl.detach()
+        log["distill_loss"] = kl.detach()
+        return loss, sample_size, log
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log what the criterion logs, and the KL term per unit of sample size, in bits."""
+        super().reduce_metrics(logging_outputs)  # type: ignore[misc]
+        key = "distill_loss"
+        if any(key in log for log in logging_outputs):
+            total = sum(log.get(key, 0) for log in logging_outputs)
+            size = sum(log.get("sample_size", 0) for log in logging_outputs)
+            metrics.log_scalar(key, total / size / math.log(2), size, round=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of the student.
+
+    Attributes:
+        sample: the batch.
+        model: the student.
+        words: of the call.
+        named: likewise.
+        scores_NV: what it gave, of every position or of those with a target alone.
+        padding: the target that does not count.
+        dummy: whether the micro-batch keeps ranks in step.
+    """
+
+    sample: Any
+    model: nn.Module
+    words: tuple
+    named: dict[str, Any]
+    scores_NV: Tensor
+    padding: int
+    dummy: bool = False
+
+    @property
+    def counts_N(self) -> Tensor:  # noqa: N802 - a shape
+        """[N] bool: which rows of the scores are tokens."""
+        real = self.sample["target"].reshape(-1) != self.padding
+        if len(real) == len(self.scores_NV):
+            return real
+        return torch.ones(len(self.scores_NV), dtype=torch.bool, device=real.device)
+
+    def texts(self) -> list[tuple[int, bytes, int]]:
+        """Return of each sentence its id in the data set, its fingerprint, and its tokens.
+
+        Raises:
+            ValueError: the batch is of no text that has an id.
+        """
+        target, ids = self.sample.get("target"), self.sample.get("id")
+        source = self.sample.get("net_input", {}).get("src_tokens")
+        if ids is None or source is None or target is None or target.dim() != 2:
+            raise ValueError(
+                "--distill-logits is for sentences with ids, and this task has none; leave it out."
+            )
+        kept = [
+            (s[s != self.padding], t[t != self.padding])
+            for s, t in zip(source.cpu(), target.cpu(), strict=True)
+        ]
+        return [
+            (i, fingerprint(*of_one), len(of_one[1]))
+            for i, of_one in zip(ids.tolist(), kept, strict=True)
+        ]
+
+
+class _Source:
+    """Where answers come from: a folder, a teacher, or a folder that the teacher fills."""
+
+    def __init__(self, options: DistillationConfig, task: Any) -> None:
+        self.options, self.task = options, task
+        self.store: StoredLogits | None = None
+        if not (options.distill_teacher or options.distill_logits):
+            raise ValueError(
+                "--criterion moe_distillation needs a teacher; give --distill-teacher CHECKPOINT, or "
+                "--distill-logits FOLDER with its answers."
+            )
+        if options.distill_logits and not options.distill_top_k:
+            raise ValueError(
+                "--distill-logits keeps the likeliest words of a token; give --distill-top-k, such as 16."
+            )
+        self.teacher = Teacher(options, task) if options.distill_teacher else None
+        if self.teacher is None and options.distill_in_validation:
+            raise ValueError(
+                "--distill-in-validation asks the teacher, and --distill-logits has answers to the "
+                "training set alone; give --distill-teacher too, or leave it out."
+            )
+        if options.distill_logits:
+            self.store = self._folder()
+
+    def close(self) -> None:
+        """Free the teacher and close the folder."""
+        if self.teacher is not None:
+            self.teacher.close()
+        if self.store is not None:
+            self.store.close()
+
+    def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
+        """Return the teacher's scores [N, V], or its answers; None for a dummy batch, which needs none."""
+        in_step = self.teacher is not None and self.teacher.needs_all_ranks
+        if call.dummy and not in_step:
+            return None
+        store = self.store if stored else None
+        texts = call.texts() if store is not None and not call.dummy else []
+        found = [store.read(sample, text) for sample, text, _ in texts] if store is not None else []
+        missing = store is None or any(answer is None for answer in found)
+        if store is not None and in_step:
+            missing = any(world.told_by_all(missing, "the look at a teacher's answers"))
+        if not missing:
+            return None if call.dummy else _put(found, call)  # type: ignore[arg-type]
+        if self.teacher is None:
+            sample = texts[found.index(None)][0]
+            raise ValueError(
+                f"--distill-logits is {self.options.distill_logits}, which has no answers to sample "
+                f"{sample}; give --distill-teacher too, to have them written."
+            )
+        scores_NV = self._asked(self.teacher, call)
+        if not self.options.distill_top_k:
+            return scores_NV
+        answers = top_answers(
+            scores_NV, self.options.distill_top_k, self.options.distill_temperature
+        )
+        if store is not None:
+            of_each = _split(answers, call.counts_N, [tokens for *_, tokens in texts])
+            for (sample, text, _), before, own in zip(texts, found, of_each, strict=True):
+                if before is None:
+                    store.write(sample, text, own)
+        return answers
+
+    def _asked(self, teacher: Teacher, call: _Call) -> Tensor:
+        scores = teacher.scores(
+            call.words, call.named, call.sample, call.scores_NV.device, call.dummy
+        )
+        scores_NV = scores.reshape(-1, scores.shape[-1])
+        if scores_NV.shape != call.scores_NV.shape:
+            raise ValueError(
+                f"--distill-teacher gives {tuple(scores_NV.shape)} scores where the student gives "
+                f"{tuple(call.scores_NV.shape)}; give a teacher of the same task and words."
+            )
+        return scores_NV
+
+    def _folder(self) -> StoredLogits:
+        words = getattr(self.task.target_dictionary, "symbols", None)
+        path = self.options.distill_teacher
+        facts = {
+            "the dictionary": hashlib.sha256(repr(words).encode()).hexdigest()[:16],
+            "the teacher": identity(path)[:16] if path else None,
+            "--distill-top-k": self.options.distill_top_k,
+            "--distill-temperature": self.options.distill_temperature,
+        }
+        if words is not None and self.options.distill_top_k > len(words):
+            raise ValueError(
+                f"--distill-top-k is {self.options.distill_top_k} of {len(words)} words; give no more than "
+                "these."
+            )
+        return StoredLogits(self.options.distill_logits, facts, self.options.distill_top_k)
+
+
+def _split(answers: Answers, counts_N: Tensor, tokens: list[int]) -> list[Answers]:
+    """Return the answers of each sentence, without padding."""
+    parts = (
+        table[counts_N].split(tokens) for table in (answers.words_NK.cpu(), answers.logs_NK.cpu())
+    )
+    return [Answers(*part) for part in zip(*parts, strict=True)]
+
+
+def _put(found: list[Answers], call: _Call) -> Answers:
+    """Return the answers of sentences in the places of their tokens."""
+    counts_N = call.counts_N
+    words, logs = (
+        torch.cat(parts).to(counts_N.device)
+        for parts in zip(*((a.words_NK, a.logs_NK) for a in found), strict=True)
+    )
+    words_NK = words.new_zeros(len(counts_N), words.shape[1])
+    logs_NK = logs.new_zeros(len(counts_N), words.shape[1])
+    words_NK[counts_N], logs_NK[counts_N] = words, logs
+    return Answers(words_NK, logs_NK)
+
+
+@contextlib.contextmanager
+def _calls(model: nn.Module) -> Iterator[list[tuple[tuple, dict[str, Any], Any]]]:
+    """Give a list that has, after the block, what the model was called with there and what it gave."""
+    calls: list[tuple[tuple, dict[str, Any], Any]] = []
+    handle = model.register_forward_hook(
+        lambda _, words, named, output: calls.append((words, named, output)), with_kwargs=True
+    )
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+_WITH_MIXIN = {
+    name: type(
+        f"Distilled{CRITERION_REGISTRY[name].__name__}",
+        (DistillationMixin, CRITERION_REGISTRY[name]),
+        {"__module__": __name__},
+    )
+    for name in WRAPPED
+}
+DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
+# The flags of every criterion that may be wrapped, those of the twins first.
+_Options = dataclasses.make_dataclass(
+    "MoEDistillationConfig",
+    [],
+    bases=(
+        DistillationOptions,
+        *(CRITERION_DATACLASS_REGISTRY[n] for n in WRAPPED if n[:4] == "moe_"),
+    ),
+    namespace={"__module__": __name__},
+)
+
+
+@register_criterion("moe_distillation", dataclass=_Options)
+class MoEDistillationCriterion(FairseqCriterion):
+    """The name; what is built is the class of --distill-criterion with `DistillationMixin` before it."""
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> Any:
+        """Build the criterion that --distill-criterion names.
+
+        Raises:
+            ValueError: a bad option, no such criterion, or no teacher.
+        """
+        refuse_bad_values(read(DistillationConfig, cfg))
+        name = plain(cfg.distill_criterion)
+        if name not in _WITH_MIXIN:
+            raise ValueError(
+                f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}."
+            )
+        if name.startswith("moe_") and not getattr(task, "_has_experts", False):
+            raise ValueError(
+                f"--distill-criterion is {name}, and the student has no experts; give "
+                f"{name.removeprefix('moe_')}."
+            )
+        return _WITH_MIXIN[name].build_criterion(cfg, task)  # type: ignore[attr-defined]

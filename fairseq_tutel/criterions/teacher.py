@@ -1,0 +1,208 @@
+"""A teacher: a checkpoint that is opened beside a training, and asked as the student is called."""
+
+import ast
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf, open_dict
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fairseq_tutel.distillation.options import DistillationConfig
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
+from fairseq_tutel.plugin.load import is_of_the_machine
+from fairseq_tutel.plugin.parallel_inference import beside_a_training
+from fairseq_tutel.plugin.run_config import config_of
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--distill-teacher"
+# Where an embedding stands, and whose words it has.
+EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
+
+
+class Teacher:
+    """A model in evaluation that is no part of the training: no module of the criterion, no checkpoint's.
+
+    Args:
+        options: that name it.
+        task: the student's.
+
+    Raises:
+        ValueError: there is no such file, or the overrides are none.
+    """
+
+    def __init__(self, options: DistillationConfig, task: Any) -> None:
+        self.options, self.task, self.overrides = options, task, _read(options)
+        self._model: nn.Module | None = None
+        if not os.path.isfile(options.distill_teacher):
+            raise ValueError(
+                f"{FLAG} is {options.distill_teacher}, which is no file; give a checkpoint."
+            )
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether ranks share its experts, so that all of them must ask equally often."""
+        return self.options.distill_teacher_parallel_size > 1
+
+    def scores(
+        self, words: tuple, named: dict[str, Any], sample: Any, device: torch.device, dummy: bool
+    ) -> Tensor:
+        """Return the teacher's scores [..., V] for a call of the student's, without gradients.
+
+        Args:
+            words: of the student's call.
+            named: likewise.
+            sample: the batch.
+            device: of the student.
+            dummy: whether the batch keeps ranks in step.
+
+        Raises:
+            ValueError: the first time, where it is no teacher for this student.
+        """
+        if self._model is None:
+            self._model = self._opened(device)
+        model, dtype = self._model, torch.bfloat16 if self.options.distill_teacher_bf16 else None
+
+        def fitting(value: Any) -> Any:
+            is_float = torch.is_tensor(value) and value.is_floating_point()
+            return value.to(dtype or torch.float32) if is_float else value
+
+        for context in contexts_of(moe_layers(model)):
+            context.begin_step(is_dummy=dummy)
+        with torch.no_grad():
+            output = model(*tree_map(fitting, words), **tree_map(fitting, named))
+            return scores_of(model, output, sample)
+
+    def close(self) -> None:
+        """Free it; it is opened again if it is asked again."""
+        self._model = None
+
+    def _opened(self, device: torch.device) -> nn.Module:
+        path = self.options.distill_teacher
+        state = checkpoint_utils.load_checkpoint_to_cpu(path, self.overrides)
+        refuse_others(path, state, self.task)
+        state.pop("task_state", None)  # the student's task has one of its own
+        task = self._task_of()
+        try:
+            # What is drawn while it is built is not the training's.
+            with torch.random.fork_rng(), beside_a_training():
+                (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
+        except (RuntimeError, LookupError) as error:
+            if is_of_the_machine(error):
+                raise
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise ValueError(
+                f"{FLAG} is {path}, which can not be opened with this data: {reason.rstrip('.')}."
+            ) from error
+        model.requires_grad_(False)
+        model.to(device=device, dtype=torch.bfloat16 if self.options.distill_teacher_bf16 else None)
+        logger.info("teacher: %s", path)
+        return model.eval()
+
+    def _task_of(self) -> Any:
+        """Return a copy of the student's task, with the teacher's overrides, for it to be built with."""
+        task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
+        of_task = {option.key for option in options_of("task")}
+        values = {key: value for key, value in self.overrides.items() if key in of_task}
+        values["moe_expert_parallel_size"] = self.options.distill_teacher_parallel_size
+        if OmegaConf.is_config(given):
+            with open_dict(given):
+                given.update(values)
+        else:
+            vars(given).update(values)
+        setattr(task, "args" if getattr(self.task, "cfg", None) is None else "cfg", given)
+        return task
+
+
+def _read(options: DistillationConfig) -> dict[str, Any]:
+    """Return --distill-teacher-overrides.
+
+    Raises:
+        ValueError: it is no dictionary.
+    """
+    try:
+        found = ast.literal_eval(options.distill_teacher_overrides)
+    except (SyntaxError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"--distill-teacher-overrides is {options.distill_teacher_overrides!r}; give a dictionary, as "
+            "{'moe_expert_store': 'on-demand'}."
+        )
+    return found
+
+
+def refuse_others(path: str, state: Any, task: Any) -> None:
+    """Refuse a checkpoint of another task or another dictionary than the student's.
+
+    Of a teacher's words the file tells how many; which they are, its data folder, if it is still there.
+
+    Args:
+        path: of the checkpoint.
+        state: what is in it.
+        task: the student's.
+
+    Raises:
+        ValueError: naming the two.
+    """
+    of_teacher, of_student = state["cfg"]["task"], config_of(task)
+    names = [_name(cfg).removeprefix("moe_") for cfg in (of_teacher, of_student)]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"{FLAG} is {path}, of the task {names[0]}, and the student's is {names[1]}; give a teacher "
+            "of the same task."
+        )
+    for side, key in EMBEDDINGS.items():
+        dictionary = getattr(task, key, None)
+        embedding = state["model"].get(f"{side}.embed_tokens.weight")
+        if dictionary is None:
+            continue
+        if embedding is not None and len(embedding) != len(dictionary):
+            raise ValueError(
+                f"{FLAG} is {path}, which has {len(embedding):,} words, and this data has "
+                f"{len(dictionary):,}; give a teacher of the same dictionary."
+            )
+        file = _dictionary_of(of_teacher, side)
+        if file is not None:
+            words = Dictionary.load(str(file)).symbols
+            if words != dictionary.symbols[: len(words)]:
+                raise ValueError(
+                    f"{FLAG} is {path}, which was trained with the words of {file}, and this data has "
+                    "others; give a teacher of the same dictionary."
+                )
+
+
+def _name(cfg: Any) -> str:
+    return str(getattr(cfg, "_name", None) or getattr(cfg, "task", ""))
+
+
+def _dictionary_of(cfg: Any, side: str) -> Path | None:
+    """Return the file of a side's words in the data folder of a task's configuration; None for none."""
+    folder = Path(str(getattr(cfg, "data", None) or "").partition(os.pathsep)[0])
+    language = getattr(cfg, "source_lang" if side == "encoder" else "target_lang", None)
+    file = folder / (f"dict.{language}.txt" if language else "dict.txt")
+    return file if file.is_file() else None
+
+
+def scores_of(model: Any, output: Any, sample: Any) -> Tensor:
+    """Return a model's scores [..., V], whose softmax are its probabilities.
+
+    Args:
+        model: whose output it is.
+        output: of a call.
+        sample: the batch.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+    if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
+        scores: Tensor = model.get_normalized_probs(output, log_probs=True, sample=sample)
+        return scores
+    return output if torch.is_tensor(output) else output[0]

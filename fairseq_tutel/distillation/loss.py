@@ -1,0 +1,140 @@
+"""T² KL(teacher || student) of tables of scores, without a table of probabilities.
+
+Rows are taken some at a time, in fp32 at least; nothing is kept for backward but the two tables, or of the
+teacher its likeliest words. N rows, V words, K words of a teacher's answer, T the temperature.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.kernels.slabs import slabs
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A teacher's likeliest words; the rest of its probability is that of one word more.
+
+    Attributes:
+        words_NK: their ids, int64.
+        logs_NK: the logarithms of their probabilities under T, fp32 at least.
+    """
+
+    words_NK: Tensor
+    logs_NK: Tensor
+
+
+def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
+    """Return the K likeliest words of each row, without a gradient; all V where K is more.
+
+    Args:
+        scores_NV: a teacher's logits, or logarithms of probabilities, of any float dtype.
+        top_k: K.
+        temperature: T.
+    """
+    top_k = min(top_k, scores_NV.shape[1])
+    wide = torch.promote_types(scores_NV.dtype, torch.float32)
+    words_NK = scores_NV.new_empty(len(scores_NV), top_k, dtype=torch.int64)
+    logs_NK = scores_NV.new_empty(len(scores_NV), top_k, dtype=wide)
+    for rows, logs_nV in _logs(scores_NV.detach(), temperature):
+        logs_NK[rows], words_NK[rows] = logs_nV.topk(top_k, dim=1)
+    return Answers(words_NK, logs_NK)
+
+
+def distillation_loss(
+    scores_NV: Tensor, teacher: Tensor | Answers, counts_N: Tensor, temperature: float
+) -> Tensor:
+    """Return T² * sum over rows of KL(p || q), p = softmax(teacher / T), q = softmax(scores / T).
+
+    Of `Answers` the words are K + 1: those named, and one whose probability is what these leave of 1, in
+    the teacher and in the student. With K = V there is none left, and it is the same number.
+
+    Args:
+        scores_NV: [N, V] the student's logits, any float dtype.
+        teacher: [N, V] its logits, or its answers under the same T.
+        counts_N: [N] bool, which rows are tokens.
+        temperature: T.
+
+    Returns:
+        [] in fp32 at least, differentiable by the student's scores alone.
+
+    Source: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
+    """
+    if isinstance(teacher, Answers):
+        given, words_NK = teacher.logs_NK, teacher.words_NK
+    else:
+        given, words_NK = teacher, None
+    return _Distillation.apply(scores_NV, given, words_NK, counts_N, float(temperature))
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores_NV: Tensor,
+        given: Tensor,
+        words_NK: Tensor | None,
+        counts_N: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        total = scores_NV.new_zeros((), dtype=torch.promote_types(scores_NV.dtype, torch.float32))
+        for rows, q_nV in _logs(scores_NV, temperature):
+            if words_NK is None:
+                p_nV = _log_softmax(given[rows], temperature)
+                kl_n = (p_nV.exp() * (p_nV - q_nV)).sum(dim=1)
+            else:
+                p_nK, words_nK = given[rows], words_NK[rows]
+                kl_n = (p_nK.exp() * (p_nK - q_nV.gather(1, words_nK))).sum(dim=1)
+                if words_nK.shape[1] < q_nV.shape[1]:
+                    rest_n = _rest(p_nK)
+                    others_n = q_nV.scatter(1, words_nK, -torch.inf).logsumexp(dim=1)
+                    kl_n += torch.xlogy(rest_n, rest_n) - rest_n * others_n
+            total += kl_n.masked_fill(~counts_N[rows], 0.0).sum()
+        ctx.save_for_backward(scores_NV, given, words_NK, counts_N)
+        ctx.temperature = temperature
+        return total * temperature**2
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        scores_NV, given, words_NK, counts_N = ctx.saved_tensors
+        dscores_NV = torch.empty_like(scores_NV)
+        # T² of the loss, 1 / T of the scores.
+        scales_N = torch.where(counts_N, dloss * ctx.temperature, 0.0)
+        for rows, q_nV in _logs(scores_NV, ctx.temperature):
+            d_nV = q_nV.exp_()
+            if words_NK is None:
+                d_nV -= _log_softmax(given[rows], ctx.temperature).exp()
+            else:
+                p_nK, words_nK = given[rows], words_NK[rows]
+                named_nK = d_nV.gather(1, words_nK)
+                d_nV.scatter_(1, words_nK, 0.0)
+                # A word of the rest has its share of the rest's q - p.
+                least = torch.finfo(d_nV.dtype).tiny
+                rest_n = _rest(p_nK) / d_nV.sum(dim=1).clamp_min(least)
+                d_nV *= (1 - rest_n).unsqueeze(1)
+                d_nV.scatter_(1, words_nK, (named_nK - p_nK.exp()).to(d_nV.dtype))
+            # What is no token may hold anything.
+            d_nV.masked_fill_(~counts_N[rows].unsqueeze(1), 0.0)
+            dscores_NV[rows] = d_nV.mul_(scales_N[rows].unsqueeze(1))
+        return dscores_NV, None, None, None, None
+
+
+def _rest(logs_nK: Tensor) -> Tensor:
+    return (1 - logs_nK.exp().sum(dim=1)).clamp_min(0)
+
+
+def _logs(scores_NV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows and the logarithms of their probabilities, which are the caller's."""
+    for rows in slabs(scores_NV):
+        yield rows, _log_softmax(scores_NV[rows], temperature)
+
+
+def _log_softmax(scores_nV: Tensor, temperature: float) -> Tensor:
+    wide = torch.promote_types(scores_nV.dtype, torch.float32)
+    scaled_nV = scores_nV if temperature == 1 else scores_nV.to(wide) / temperature
+    return torch.log_softmax(scaled_nV, dim=1, dtype=wide)

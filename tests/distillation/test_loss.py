@@ -1,0 +1,102 @@
+"""The KL term against torch's over whole tables, and its gradient.
+
+Covered: all of a teacher's words and the likeliest K, K = V among them; T; rows that are no tokens, which
+may hold NaN; several slabs, one row wider than a slab; float64 to bfloat16; finite differences; what is
+kept for backward.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import TOLERANCE, close
+from torch import Tensor
+
+from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
+from fairseq_tutel.kernels import slabs
+
+V = 9
+
+
+def case(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+    tables = 3 * torch.randn(2, num_rows, V, generator=generator, dtype=torch.float64)
+    counts = torch.arange(num_rows) % 4 != 0
+    return tables[0].to(dtype).requires_grad_(), tables[1].to(dtype), counts
+
+
+def by_table(student: Tensor, teacher: Tensor, counts: Tensor, T: float, top_k: int = V) -> Tensor:
+    """T² KL by torch, of the K likeliest words and one that stands for the rest."""
+    wide = torch.promote_types(student.dtype, torch.float32)
+    q, p = (torch.softmax(table[counts].to(wide) / T, dim=1) for table in (student, teacher))
+    order = p.argsort(dim=1, descending=True)
+    q, p = q.gather(1, order), p.gather(1, order)
+    if top_k < V:
+        p, q = (torch.cat([t[:, :top_k], t[:, top_k:].sum(1, True)], dim=1) for t in (p, q))
+    return T**2 * F.kl_div(q.log(), p, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("T", (1.0, 2.5))
+@pytest.mark.parametrize("num_rows, slab", [(11, 10**6), (11, 30), (2, 3), (0, 30)])
+@pytest.mark.parametrize("top_k", (0, 3, V))
+def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, slab, top_k, T, dtype):
+    monkeypatch.setitem(slabs.SLAB, "cpu", slab)
+    student, teacher, counts = case(num_rows, dtype)
+    expected = by_table(student, teacher, counts, T, top_k or V)
+    (expected_grad,) = torch.autograd.grad(3 * expected, student)
+    given = top_answers(teacher, top_k, T) if top_k else teacher
+    with torch.no_grad():
+        student[~counts] = torch.nan
+    loss = distillation_loss(student, given, counts, T)
+    (grad,) = torch.autograd.grad(3 * loss, student)
+    assert loss.dtype == expected.dtype and grad.dtype == dtype
+    close(loss, expected, "loss")
+    close(grad, expected_grad, "gradient")
+
+
+@pytest.mark.parametrize("top_k", (0, 1, 3, V))
+def test_the_gradient_is_that_of_finite_differences(top_k):
+    student, teacher, counts = case(6, torch.float64)
+    given = top_answers(teacher, top_k, 2.0) if top_k else teacher
+    assert torch.autograd.gradcheck(lambda x: distillation_loss(x, given, counts, 2.0), student)
+
+
+def test_all_words_and_the_likeliest_of_all_are_the_same_number():
+    student, teacher, counts = case(8, torch.float64)
+    of_all, of_likeliest = (
+        distillation_loss(student, given, counts, 1.0).item()
+        for given in (teacher, top_answers(teacher, V, 1.0))
+    )
+    assert of_likeliest == pytest.approx(of_all, rel=1e-12)
+
+
+def test_a_student_that_is_the_teacher_has_nothing_to_learn():
+    student, _, counts = case(8, torch.float64)
+    for given in (student.detach(), top_answers(student, 2, 1.0)):
+        loss = distillation_loss(student, given, counts, 1.0)
+        (grad,) = torch.autograd.grad(loss, student)
+        assert abs(loss.item()) < 1e-12 and grad.abs().max() < 1e-12
+
+
+def test_a_teacher_that_is_sure_gives_finite_numbers():
+    student, _, counts = case(4, torch.float32)
+    sure = Answers(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1))
+    with torch.no_grad():
+        student[:, 0] += 200.0
+    loss = distillation_loss(student, sure, counts, 1.0)
+    (grad,) = torch.autograd.grad(loss, student)
+    assert loss.isfinite() and grad.isfinite().all()
+
+
+def test_nothing_is_kept_but_the_two_tables():
+    student, teacher, counts = case(50, torch.bfloat16)
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        distillation_loss(student, teacher, counts, 1.0)
+    tables = {t.data_ptr() for t in kept if t.numel() >= student.numel()}
+    assert tables == {student.data_ptr(), teacher.data_ptr()}

@@ -1,0 +1,108 @@
+"""A folder of a teacher's answers: what is read is what was written, by whomever, or it is refused.
+
+Covered: two writers at once, a third that reads; a record that is cut off, one that was changed on the
+disk; answers of another text, teacher, dictionary or K; no answers and no teacher; a full disk.
+"""
+
+import os
+
+import pytest
+import torch
+
+from fairseq_tutel.distillation import stored_logits
+from fairseq_tutel.distillation.loss import Answers
+from fairseq_tutel.distillation.stored_logits import StoredLogits, fingerprint
+
+K = 3
+FACTS = {"the dictionary": "d", "the teacher": "t", "--distill-top-k": K}
+
+
+def opened(folder, **other):
+    return StoredLogits(str(folder), {**FACTS, **other}, K)
+
+
+def answers(sample, tokens=4):
+    generator = torch.Generator().manual_seed(sample)
+    words = torch.randint(100, (tokens, K), generator=generator)
+    return Answers(words, torch.randn(tokens, K, generator=generator))
+
+
+def text(sample):
+    return fingerprint(torch.tensor([sample, 5]), torch.tensor([7]))
+
+
+def holds(store, sample, tokens=4):
+    found = store.read(sample, text(sample))
+    if found is None:
+        return False
+    expected = answers(sample, tokens)
+    assert torch.equal(found.words_NK, expected.words_NK)
+    assert torch.equal(found.logs_NK, expected.logs_NK)
+    return True
+
+
+def test_writers_share_a_folder_and_see_each_others_answers(tmp_path):
+    first, second = opened(tmp_path / "new"), opened(tmp_path / "new")
+    first.write(3, text(3), answers(3))
+    assert holds(second, 3) and not holds(second, 8)
+    second.write(8, text(8), answers(8, tokens=1))
+    second.write(2**40, text(1), answers(1, tokens=0))
+    assert holds(first, 8, tokens=1)
+    first.close()
+    reader = opened(tmp_path / "new", **{"the teacher": None})
+    assert holds(reader, 3) and len(reader.read(2**40, text(1)).words_NK) == 0
+    assert len(list((tmp_path / "new").iterdir())) == 3
+
+
+def test_what_is_cut_off_or_changed_is_not_there(tmp_path):
+    store = opened(tmp_path)
+    for sample in range(3):
+        store.write(sample, text(sample), answers(sample))
+    (path,) = tmp_path.glob("*.answers")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert [holds(opened(tmp_path), sample) for sample in range(3)] == [True, True, False]
+    path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
+    damaged = opened(tmp_path)
+    assert [holds(damaged, sample) for sample in range(3)] == [False, True, True]
+    damaged.write(0, text(0), answers(0))
+    assert holds(damaged, 0)
+
+
+@pytest.mark.parametrize(
+    "other", [{"the dictionary": "e"}, {"the teacher": "u"}, {"--distill-top-k": 4}]
+)
+def test_answers_of_something_else_are_refused(other, tmp_path):
+    opened(tmp_path)
+    (what,) = other
+    with pytest.raises(ValueError, match=rf"{what} was .* and is {other[what]}; give another"):
+        opened(tmp_path, **other)
+
+
+def test_answers_to_another_text_are_refused(tmp_path):
+    store = opened(tmp_path)
+    store.write(0, text(0), answers(0))
+    with pytest.raises(ValueError, match="answers to sample 0 are to another text"):
+        store.read(0, text(1))
+
+
+def test_a_folder_without_answers_needs_a_teacher(tmp_path):
+    with pytest.raises(ValueError, match="holds no teacher's answers; give --distill-teacher"):
+        opened(tmp_path, **{"the teacher": None})
+    (tmp_path / "about.json").write_text("{")
+    with pytest.raises(ValueError, match=r"about\.json is damaged"):
+        opened(tmp_path)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    monkeypatch.setattr(stored_logits.os, "write", lambda fd, content: len(content) - 1)
+    with pytest.raises(ValueError, match="can not be written: the disk is full"):
+        store.write(0, text(0), answers(0))
+
+
+def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="can not be written: "):
+        opened(tmp_path / "file" / "in")
+    assert os.listdir(tmp_path) == ["file"]

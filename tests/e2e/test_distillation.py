@@ -1,0 +1,251 @@
+"""Students that learn from a teacher, through the real command line.
+
+Covered: the end at an update, a resume across it, one and two ranks, a teacher that two ranks share; a
+teacher's answers in a folder, and all of them; a dense student with a stock criterion, and a teacher in
+shards, in bf16, its experts in the file; translation and masked language models; hydra; validation; what
+is refused.
+"""
+
+import shutil
+
+import pytest
+import torch
+from cli import HYDRA, ROOT, USER_DIR, fairseq, refused
+from equality import facts_of, same_bits, same_weights
+from models import lm_args, mt_args
+
+LONG = pytest.mark.long
+FILE = "checkpoint_last.pt"
+
+
+def loaded(folder):
+    return torch.load(folder / FILE, weights_only=False)
+
+
+def distill(*extra, criterion="moe_cross_entropy"):
+    return ("--criterion", "moe_distillation", "--distill-criterion", criterion, *extra)
+
+
+@pytest.fixture(scope="module")
+def teacher(lm_data, tmp_path_factory):
+    """A language model of two layers with four experts, in shards."""
+    folder = tmp_path_factory.mktemp("teacher")
+    sharded = ("--moe-checkpoint", "sharded", "--dropout", 0.1)
+    fairseq("train", *lm_args(lm_data, folder, *sharded, updates=4))
+    return folder / FILE
+
+
+def student(data, folder, teacher, *extra, criterion="moe_cross_entropy", updates=4, **options):
+    """Train a student of one layer; return the run."""
+    asks = ("--distill-teacher", teacher) if teacher else ()
+    words = distill(*asks, *extra, criterion=criterion)
+    return fairseq(
+        "train",
+        *lm_args(data, folder, "--decoder-layers", 1, "--seed", 3, *words, updates=updates),
+        **options,
+    )
+
+
+def test_it_ends_at_its_update_and_resumes_across_it(lm_data, teacher, tmp_path):
+    extra = ("--distill-until", 1, "--optimizer", "moe_sgd")
+    run = student(lm_data, tmp_path / "whole", teacher, *extra, updates=2)
+    of_teacher = [record["distill_loss"] for record in run.stats("train_inner")]
+    assert float(of_teacher[0]) > 0 and of_teacher[1] is None
+    assert "distillation ended after 1 updates" in run.output
+    for updates in (1, 2):
+        student(lm_data, tmp_path / "parts", teacher, *extra, updates=updates)
+        if updates == 1:
+            first = ("--restore-file", shutil.copy(tmp_path / "parts" / FILE, tmp_path))
+    words = (
+        "--decoder-layers",
+        1,
+        "--seed",
+        3,
+        "--optimizer",
+        "moe_sgd",
+        *first,
+        "--reset-optimizer",
+    )
+    fairseq("train", *lm_args(lm_data, tmp_path / "plain", *words, updates=1))
+    whole, parts, plain = (loaded(tmp_path / name) for name in ("whole", "parts", "plain"))
+    same_bits(whole["model"], parts["model"])
+    same_bits(whole["model"], plain["model"])
+    assert not whole["criterion"]
+
+
+@LONG
+def test_a_teacher_leaves_the_trainings_random_numbers_alone(lm_data, teacher, tmp_path):
+    """Of so little weight it changes nothing; other dropout would."""
+    extra = ("--dropout", 0.3, "--optimizer", "moe_sgd")
+    student(lm_data, tmp_path / "with", teacher, "--distill-alpha", 1e-30, *extra, updates=2)
+    words = ("--decoder-layers", 1, "--seed", 3, *extra)
+    fairseq("train", *lm_args(lm_data, tmp_path / "without", *words, updates=2))
+    without = loaded(tmp_path / "without")["model"]
+    same_weights(without, loaded(tmp_path / "with")["model"], adam=False)
+
+
+SHARED = ("--distill-teacher-parallel-size", 2, "--moe-expert-parallel-size", 2)
+
+
+@pytest.mark.parametrize("extra", [(), pytest.param(SHARED, marks=LONG)], ids=["each", "shared"])
+def test_ranks_agree_with_one(lm_data, teacher, extra, tmp_path):
+    """With --distill-in-validation, and batches that do not go round: dummies keep ranks in step."""
+    words = (
+        "--optimizer",
+        "moe_sgd",
+        "--distill-in-validation",
+        "--max-epoch",
+        1,
+        "--batch-size",
+        16,
+    )
+    facts = {}
+    for ranks in (1, 2):
+        of_ranks = [1 if word == 2 and ranks == 1 else word for word in extra]
+        folder, freq = tmp_path / str(ranks), ("--update-freq", 4 // ranks)
+        run = student(lm_data, folder, teacher, *words, *freq, *of_ranks, updates=99, ranks=ranks)
+        facts[ranks] = loaded(folder)
+        valid = run.stats("valid")
+        facts[ranks]["valid"] = [float(record["valid_distill_loss"]) for record in valid]
+    assert facts_of(facts[1])["distill_loss 0"] > 0 and facts[1]["valid"][0] > 0
+    assert facts_of(facts[2]) == pytest.approx(facts_of(facts[1]), rel=1e-5, abs=1e-6)
+    assert facts[2]["valid"] == pytest.approx(facts[1]["valid"], rel=1e-3)
+    same_weights(facts[1]["model"], facts[2]["model"], adam=False)
+
+
+def test_answers_in_a_folder_are_the_running_teachers(lm_data, teacher, tmp_path):
+    """Two epochs of seven updates: the second one reads what the first one wrote."""
+    folder, epochs = (
+        tmp_path / "answers",
+        ("--max-epoch", 2, "--batch-size", 32, "--distill-top-k", 4),
+    )
+    models = [
+        (
+            student(lm_data, tmp_path / str(i), path, *epochs, *extra, updates=99).output,
+            loaded(tmp_path / str(i)),
+        )
+        for i, (path, extra) in enumerate(
+            [
+                (teacher, ()),
+                (teacher, ("--distill-logits", folder)),
+                (None, ("--distill-logits", folder)),
+            ]
+        )
+    ]
+    (running, _), (writing, written), (reading, read) = models
+    assert "teacher: " in running and "teacher: " in writing and "teacher: " not in reading
+    same_bits(written["model"], read["model"])
+    same_weights(models[0][1]["model"], read["model"], adam=True)
+
+
+DENSE = ("--task", "language_modeling", "--arch", "transformer_lm", "--optimizer", "adam")
+AWAY = ("--distill-teacher-overrides", "{'moe_expert_store': 'on-demand', 'moe_expert_cache': '2'}")
+
+
+def dense_lm_args(data, folder, *extra, updates=2):
+    """The arguments of the language model without its experts."""
+    words = lm_args(data, folder, *extra, updates=updates)
+    for flag in ("--moe-freq", "--moe-expert-count"):
+        at = words.index(flag)
+        del words[at : at + 2]
+    return words
+
+
+@LONG
+def test_a_dense_student_of_stocks_and_a_teacher_in_its_files(lm_data, teacher, tmp_path):
+    stock = (*DENSE, *distill(criterion="cross_entropy"), "--distill-teacher", teacher)
+    losses = {}
+    for name, extra in {"here": (), "away": AWAY, "bf16": ("--distill-teacher-bf16",)}.items():
+        run = fairseq("train", *dense_lm_args(lm_data, tmp_path / name, *stock, *extra))
+        losses[name] = [float(record["distill_loss"]) for record in run.stats("train_inner")]
+        assert bool(run.stats("expert_store")) == (name == "away")
+    assert losses["away"] == losses["here"] and len(losses["here"]) == 2
+    assert losses["bf16"] == pytest.approx(losses["here"], rel=0.1)
+    saved = loaded(tmp_path / "here")
+    assert not any("experts" in key for key in saved["model"])
+    assert saved["optimizer_history"][-1]["criterion_name"] == "DistilledCrossEntropyCriterion"
+
+
+@LONG
+def test_validation_needs_no_teacher(lm_data, teacher, tmp_path):
+    path = shutil.copy(teacher, tmp_path / "teacher.pt")
+    shutil.copytree(teacher.parent / "experts", tmp_path / "experts")
+    run = student(lm_data, tmp_path / "student", path, updates=1)
+    path.unlink()
+    words = [
+        lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling", "--tokens-per-sample", 16,
+        "--batch-size", 4, "--required-batch-size-multiple", 1, "--log-format", "json",
+    ]  # fmt: skip
+    again = fairseq("validate", *words, "--path", tmp_path / "student" / FILE)
+    (before,), (after,) = run.stats("valid"), again.stats("valid")
+    assert float(after["valid_nll_loss"]) == pytest.approx(
+        float(before["valid_nll_loss"]), abs=2e-3
+    )
+
+
+@LONG
+def test_a_translator_learns_from_all_words_or_the_likeliest(mt_data, tmp_path):
+    """Of V words the likeliest V are all; a coarser answer differs less: KL never grows by merging."""
+    fairseq("train", *mt_args(mt_data, tmp_path / "teacher", updates=1))
+    teach = distill(
+        *("--distill-teacher", tmp_path / "teacher" / FILE, "--distill-temperature", 2),
+        *("--label-smoothing", 0.1, "--decoder-layers", 1, "--seed", 2),
+        criterion="moe_label_smoothed_cross_entropy",
+    )
+    found = {}
+    for top_k in (0, 10**6, 1):
+        words = mt_args(mt_data, tmp_path / str(top_k), *teach, "--distill-top-k", top_k, updates=1)
+        (record,) = fairseq("train", *words).stats("train_inner")
+        found[top_k] = float(record["distill_loss"])
+    assert found[10**6] == pytest.approx(found[0], rel=1e-3) and 0 < found[1] < 0.9 * found[0]
+
+
+@LONG
+def test_a_masked_language_model_learns_at_its_masks(lm_data, tmp_path):
+    words = (
+        lm_data, "--user-dir", USER_DIR, "--task", "moe_masked_lm", "--arch", "moe_roberta_base",
+        "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32, "--encoder-attention-heads", 2,
+        "--moe-freq", 1, "--moe-expert-count", 4, "--mask-prob", 0.3, "--tokens-per-sample", 32,
+        "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--max-update", 2, "--num-workers", 0,
+        "--log-format", "json", "--log-interval", 1,
+    )  # fmt: skip
+    plain = ("--criterion", "moe_masked_lm", "--encoder-layers", 2)
+    fairseq("train", *words, *plain, "--save-dir", tmp_path / "teacher")
+    teach = ("--distill-teacher", tmp_path / "teacher" / FILE, "--encoder-layers", 1)
+    extra = distill(*teach, "--save-dir", tmp_path / "student", criterion="moe_masked_lm")
+    run = fairseq("train", *words, *extra)
+    assert all(float(record["distill_loss"]) > 0 for record in run.stats("train_inner"))
+
+
+@LONG
+def test_it_goes_through_hydra(lm_data, teacher, tmp_path):
+    fairseq(
+        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
+        f"checkpoint.save_dir={tmp_path}", "criterion._name=moe_distillation",
+        "+criterion.distill_criterion=moe_label_smoothed_cross_entropy", "+criterion.label_smoothing=0.1",
+        f"+criterion.distill_teacher={teacher}", "optimization.max_update=1", "model.decoder_layers=1",
+        "+criterion.distill_teacher_bf16=true", "common.log_interval=1",
+        "task.tokens_per_sample=16", env={"PWD": str(ROOT)},
+    )  # fmt: skip
+    saved = loaded(tmp_path)
+    assert facts_of(saved)["distill_loss 0"] > 0
+    assert saved["cfg"]["criterion"]["label_smoothing"] == 0.1
+
+
+@LONG
+def test_teachers_of_something_else_are_refused(lm_data, mt_data, teacher, tmp_path):
+    fairseq("train", *mt_args(mt_data, tmp_path / "mt", updates=1))
+    lines = (lm_data / "dict.txt").read_text().splitlines(keepends=True)
+    for name, words in {"fewer": lines[:-1], "others": lines[::-1]}.items():
+        folder = tmp_path / name
+        shutil.copytree(lm_data, folder)
+        (folder / "dict.txt").write_text("".join(words))
+    of = {
+        "task": (lm_data, tmp_path / "mt" / FILE, "of the task translation, and the student's is "),
+        "words": (tmp_path / "others", teacher, "was trained with the words of"),
+        "sizes": (tmp_path / "fewer", teacher, "give a teacher of the same dictionary"),
+    }
+    for name, (data, path, sentence) in of.items():
+        words = lm_args(data, tmp_path / name, *distill("--distill-teacher", path))
+        last = refused("train", *words).strip().splitlines()[-1]
+        assert last.startswith(f"error: --distill-teacher is {path}, ") and sentence in last
