@@ -14,6 +14,7 @@ from time import monotonic
 
 import corpus
 import steps
+import tools
 from recipes import DENSE, MOE, UPDATES
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     begin("6 of 7: let the MoE model write")
     steps.generate(MOE)
     begin("7 of 7: draw both trainings")
-    page = steps.report([DENSE, MOE])
+    page = tools.report([DENSE.name, MOE.name], steps.OUT)
 
     result = {
         "dense_ppl": dense_ppl,

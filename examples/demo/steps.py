@@ -1,11 +1,10 @@
 """The demo's steps, each one command of fairseq's; all that they write is in `demo/`."""
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
 
+import tools
 from recipes import TOKENS_PER_SAMPLE, Recipe, training_flags
 from tools import run
 
@@ -27,9 +26,6 @@ TRAINING_PROGRESS = (
     r'|"(valid_ppl)": "(.+?)"'
 )
 
-# The first updates allocate memory and warm up; they say nothing about speed.
-UNTIMED_UPDATES = 10
-
 
 def preprocess(splits: Iterable[str]) -> None:
     """Binarise the splits of the corpus."""
@@ -41,10 +37,9 @@ def preprocess(splits: Iterable[str]) -> None:
 
 def train(recipe: Recipe) -> float:
     """Train a model; return its speed in tokens per second."""
-    arguments = [*_model(recipe), *training_flags(recipe), "--save-dir", str(OUT / recipe.name)]
-    arguments += ["--log-file", str(_statistics(recipe))]
-    run("fairseq-train", arguments, OUT / f"train-{recipe.name}.log", show=TRAINING_PROGRESS)
-    return _tokens_per_second(_statistics(recipe))
+    return tools.train(
+        recipe.name, [*_model(recipe), *training_flags(recipe)], OUT, TRAINING_PROGRESS
+    )
 
 
 def evaluate(recipe: Recipe) -> float:
@@ -67,37 +62,9 @@ def generate(recipe: Recipe) -> None:
     run("fairseq-interactive", arguments, OUT / "generate.log", show=r"^D-\d+\t\S+\t(.*)")
 
 
-def report(recipes: Sequence[Recipe]) -> Path:
-    """Draw the trainings, over one another, on one page; return its place."""
-    page = OUT / "report.html"
-    arguments = ["-m", "fairseq_tutel", "report", "--output", str(page)]
-    arguments += [f"--name={recipe.name}" for recipe in recipes]
-    arguments += [str(_statistics(recipe)) for recipe in recipes]
-    run("python", arguments, OUT / "report.log", show=r"(.+)")
-    return page
-
-
 def _model(recipe: Recipe) -> list[str]:
     return [DATA, "--user-dir", "user_dir", "--task", recipe.task, "--cpu"]
 
 
-def _statistics(recipe: Recipe) -> Path:
-    return OUT / f"train-{recipe.name}.json"
-
-
 def _checkpoint(recipe: Recipe) -> str:
     return str(OUT / recipe.name / "checkpoint_last.pt")
-
-
-def _tokens_per_second(statistics: Path) -> float:
-    """The median over the entries of a training log; each times the updates since the last one.
-
-    A median, since other work on the machine spoils some entries and must not spoil the result.
-    """
-    with open(statistics, encoding="utf-8") as lines:
-        entries = [json.loads(line) for line in lines if line.startswith('{"epoch"')]
-    return median(
-        float(entry["wps"])
-        for entry in entries
-        if "wps" in entry and int(entry["num_updates"]) > UNTIMED_UPDATES
-    )
