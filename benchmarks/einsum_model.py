@@ -20,18 +20,19 @@ class EinsumFeedForward(nn.Module):
         super().__init__()
         self.config = ours.config
         self.gate, self.experts = ours.gate, ours.experts
-        # Places of an expert; None for the usual capacity.
+        # Places of an expert; None for those of the capacity factor, which is 1 where there is none.
         self.capacity: int | None = None
 
     def begin_call(self, *_: object, **__: object) -> None:
         """Take what our layer takes from the stock one, which is not of use here."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the experts' output for x [time, batch, D]."""
+        """Return the experts' output for x [time, batch, D], or batch first."""
         x_TD = x.flatten(0, 1)
         num_experts, top_k = self.config.num_experts, self.config.top_k
         weights_TK, ids_TK, _ = top_k_gate(x_TD, self.gate.weight, top_k)
-        capacity = self.capacity or usual_capacity(len(x_TD), num_experts, top_k)
+        factor = self.config.capacity_factor or 1.0
+        capacity = self.capacity or usual_capacity(len(x_TD), num_experts, top_k, factor)
         combine_TEC = combine_mask(weights_TK, ids_TK, num_experts, capacity)
         return einsum_moe(x_TD, combine_TEC, self._experts).view_as(x)
 

@@ -7,7 +7,6 @@ faster than stock's; dense_stock_adam is what fairseq has without the plugin.
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -85,7 +84,7 @@ def measured(
     built = {name: _built(name, shape, device) for name in VARIANTS}
     rows["moe_einsum"] |= _compared(built["moe"].model, built["moe_einsum"].model, shape)
     steps = {
-        name: _step(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"
+        name: step_of(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"
     }
     rounds = QUICK_ROUNDS if options.quick else options.rounds
     with command.beside(options.busy):
@@ -98,8 +97,7 @@ def measured(
     if options.profile:
         about["profile"] = {name: profiled(steps[name]) for name in PROFILED}
     report.add(f"{options.arch} k{shape.top_k}", about, rows.values())
-    for name, entries in about.get("profile", {}).items():
-        print(f"\n{name}: the {ENTRIES} largest by their own CPU time\n\n{_table(entries)}")
+    print_profiles(about.get("profile", {}))
 
 
 def _built(name: str, shape: Shape, device: torch.device) -> Built:
@@ -114,7 +112,8 @@ def _built(name: str, shape: Shape, device: torch.device) -> Built:
     return built
 
 
-def _step(built: Built, samples: list[dict[str, Any]]) -> timing.Step:
+def step_of(built: Built, samples: list[dict[str, Any]]) -> timing.Step:
+    """Return an update by fairseq's Trainer."""
     trainer = built.trainer()
 
     def step() -> None:
@@ -159,11 +158,13 @@ def profiled(step: timing.Step) -> list[dict[str, Any]]:
     ]
 
 
-def _table(entries: Iterable[dict[str, Any]]) -> str:
-    return "\n".join(
-        f"{entry['self_ms']:10.2f} ms {100 * entry['share']:5.1f} % {entry['calls']:6} x {entry['name']}"
-        for entry in entries
-    )
+def print_profiles(profiles: dict[str, list[dict[str, Any]]]) -> None:
+    """Print what `profiled` returns of every variant."""
+    for name, entries in profiles.items():
+        print(f"\n{name}: the {ENTRIES} largest by their own CPU time\n")
+        for entry in entries:
+            share = f"{entry['self_ms']:10.2f} ms {100 * entry['share']:5.1f} %"
+            print(f"{share} {entry['calls']:6} x {entry['name']}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ as T squared since E * C is at least K * T. Experts are batched products over [E
 T tokens, E experts, K top_k, C capacity.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -99,9 +100,9 @@ def combine_mask(weights_TK: Tensor, ids_TK: Tensor, num_experts: int, capacity:
     return combine_TEC
 
 
-def usual_capacity(tokens: int, num_experts: int, top_k: int) -> int:
-    """Return the capacity that Meta's branch trains with, at its capacity factor of 1."""
-    return top_k * -(-tokens // num_experts)
+def usual_capacity(tokens: int, num_experts: int, top_k: int, factor: float = 1.0) -> int:
+    """Return the capacity of a factor; Meta's branch trains with 1."""
+    return top_k * math.ceil(factor * tokens / num_experts)
 
 
 def build(case: Case, inputs: Inputs) -> Einsum:
