@@ -8,7 +8,7 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo vision-data test test-long test-faults lint format clean
+.PHONY: help setup link demo vision-data vision test test-long test-faults lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ demo: setup ## train, evaluate and compare a dense and a MoE language model; wri
 
 vision-data: setup ## write the digits of scikit-learn and 5,000 of MNIST to vision/, as .npz
 	$(BIN)/python examples/demo/digits.py vision
+
+vision: setup ## train and compare a dense and a MoE Swin V2 on 5,000 digits; writes vision/result.json
+	$(BIN)/python examples/demo/vision.py
 
 test: setup ## run the quick tests, and name the twenty slowest
 	$(BIN)/python -m pytest $(SHARED) --durations=20

@@ -3,7 +3,7 @@
 The model with experts beside the dense one of equal active operations, and beside itself with the einsum
 formulation in place of our layer, with the same places for as many patches. What is timed of training is an
 update by fairseq's Trainer, of inference a forward pass. Every other block of the last two stages has
-experts, of which a patch takes one, with places for 1.25 even shares in training and in inference, as published.
+experts, of which a patch takes one, with places for 1.25 even shares, in training and in inference.
 """
 
 import argparse

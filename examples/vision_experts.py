@@ -4,7 +4,7 @@
 
 CHECKPOINT is a model of the task image_classification with experts, DATA its folder, whose test split is
 read. Above: a picture of every class, and its patches in the colours of their first experts, a row for each
-MoE layer. Below: for each layer and expert, which share of the patches at a place goes to it, of all pictures.
+MoE layer. Below: for each layer and expert, which share of all pictures' patches at a place goes to it.
 B pictures, L patches of one, C classes, E experts.
 """
 
