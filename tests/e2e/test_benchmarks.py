@@ -1,9 +1,9 @@
 """The benchmarks that need fairseq, by their commands; nothing here asserts a time.
 
 Covered: file and table of small runs of a training step (language model and translation, one and two
-experts a token, with a profile), of generation and of the store; what grows with ranks, by its counts; an
-einsum model that computes something else, and a decoder whose steps are not its whole, are reported;
-options that cannot work.
+experts a token, with a profile), of Swin V2, of generation and of the store; what grows with ranks, by its
+counts; an einsum model that computes something else, and a decoder whose steps are not its whole, are
+reported; options that cannot work.
 """
 
 import json
@@ -58,14 +58,14 @@ def _child(module, words, before, log):
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def measured(module, path, *words):
+def measured(module, path, *words, unit="tokens/s"):
     """Return the file and the output of a small run that ended well."""
     code, output = run(module, "--quick", "--json", path, *words)
     assert code == 0, tail(output)
     found = json.loads(path.read_text())
     assert found["complete"] and found["benchmark"] == module and found["base"] == "dense"
     for row in found["rows"]:
-        assert row["seconds"] > 0 and row["ratio"] > 0 and row["rate_unit"] == "tokens/s"
+        assert row["seconds"] > 0 and row["ratio"] > 0 and row["rate_unit"] == unit
     return found, output
 
 
@@ -96,6 +96,23 @@ def test_generation(tmp_path):
     assert [row["variant"] for row in found["rows"]] == 2 * ["dense", "moe", "products alone"]
 
 
+def test_swin_with_experts(tmp_path):
+    found, _ = measured("vision", tmp_path / "out.json", unit="images/s")
+    rows = {(row["mode"], row["variant"]): row for row in found["rows"]}
+    assert len(rows) == 2 * 4
+    for mode in ("training", "inference"):
+        einsum = rows[mode, "moe_einsum"]
+        assert einsum["error"] < 1e-5 and einsum["over_ours"] > 0 and "times moe" in einsum["note"]
+    # Every second block of both stages, of 2 images of 8 x 8 patches and then a quarter of them.
+    layers = found["configurations"]["2 images"]["layers"]
+    assert {label: each["tokens"] for label, each in layers.items()} == {
+        "stages_0_1": 128,
+        "stages_1_1": 32,
+    }
+    assert all(each["busiest_over_mean"] >= 1 for each in layers.values())
+    assert any(each["dropped"] > 0 for each in layers.values())  # alike by both: see error
+
+
 @pytest.mark.long
 def test_the_store(tmp_path):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
@@ -124,6 +141,7 @@ def test_the_store(tmp_path):
     "module, before, reason",
     [
         ("step", NEGATED_GATE, "wrong: its output differs from moe's by"),
+        ("vision", NEGATED_GATE, "wrong: an output of its layers differs from moe's by"),
         ("generate", FORGETFUL, "wrong: its last logits differ from those of the whole text by"),
     ],
 )
@@ -141,6 +159,7 @@ def test_what_is_wrong_is_reported(tmp_path, module, before, reason):
     [
         ("step", ["--quick", "--top-k", 5], "--top-k is 5; give 1 to 4"),
         ("step", ["--rounds", 0], "--rounds is 0; give at least 1"),
+        ("vision", ["--capacity", 0], "--capacity is 0.0; einsum has no other"),
         ("generate", ["--tokens", 0], "--tokens is 0; give at least 1"),
     ],
 )
