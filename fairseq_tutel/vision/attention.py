@@ -50,19 +50,20 @@ class WindowAttention(nn.Module):
         """Return what every place takes from those that it sees, [B, P, D]."""
         B, P, D = x_BPD.shape
         G, M, N = windows.number, self.heads, P // windows.number
-        q, k, v = self._qkv(x_BPD).view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
-        if self.by_cosine:
-            scale_M11 = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp()
-            q, k = F.normalize(q, dim=-1) * scale_M11, F.normalize(k, dim=-1)
-        bias = self._bias(windows)
         # With a mask of its own a window is as a head; else images are as windows.
-        batch = (B, G * M) if windows.mask_G1NN is not None else (B * G, M)
-        q, k, v = (t.reshape(*batch, N, D // M) for t in (q, k, v))
-        y = _attention(
-            *(q, k, v, bias.to(v.dtype)),
-            dropout=self.attention_dropout if self.training else 0.0,
-            scale=1.0 if self.by_cosine else (D // M) ** -0.5,
+        copies = 1 if windows.mask_G1NN is None else G
+        batch = B * G // copies, copies * M
+        q, k, v = (
+            tensor.reshape(*batch, N, D // M)
+            for tensor in self._qkv(x_BPD).view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
         )
+        scale: float | Tensor = (D // M) ** -0.5
+        if self.by_cosine:
+            scale = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp().repeat(copies, 1, 1)
+            # A factor for each row: to divide all of it, as F.normalize does, takes several times longer.
+            scale, k = scale * _inverse_norm(q), k * _inverse_norm(k)
+        dropout = self.attention_dropout if self.training else 0.0
+        y = _attention(q, k, v, scale, self._bias(windows).to(v.dtype), dropout)
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
 
     def _qkv(self, x_BPD: Tensor) -> Tensor:
@@ -81,15 +82,20 @@ class WindowAttention(nn.Module):
         return (bias_MNN + windows.mask_G1NN).flatten(0, 1).unsqueeze(0)
 
 
+def _inverse_norm(x: Tensor) -> Tensor:
+    """Return 1 / |x| of the last dimension, [..., 1]; F.normalize's bound is for a row of zeros."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12).reciprocal()
+
+
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, dropout: float, scale: float
+    q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor, bias: Tensor, dropout: float
 ) -> Tensor:
     """Return softmax(q k^T * scale + bias) v."""
-    if not torch.is_grad_enabled() or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale
-        )
-    # torch has no fused kernel for the CPU that knows the gradient of a bias; what it does instead makes
-    # more passes over the scores than these (attention with its backward takes 1.1 to 1.2 times as long).
-    weights = ((q * scale) @ k.mT).add_(bias).softmax(-1)
-    return F.dropout(weights, dropout) @ v
+    if torch.is_grad_enabled() and q.device.type == "cpu":
+        # torch has no fused kernel for the CPU that knows the gradient of a bias; what it does instead
+        # makes more passes over the scores (1.1 to 1.2 times the time of attention and its backward).
+        weights = ((q * scale) @ k.mT).add_(bias).softmax(-1)
+        return F.dropout(weights, dropout) @ v
+    if isinstance(scale, Tensor):
+        q, scale = q * scale, 1.0
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
