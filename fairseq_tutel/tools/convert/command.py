@@ -7,7 +7,17 @@ from fairseq_tutel.tools.arguments import LateParser
 
 # Each is a module with `add_to(kinds)`, which adds its options and, as their default `convert`, a function
 # of the parsed arguments that raises ValueError where the conversion cannot be done.
-KINDS = ("sharded", "upcycle", "fewer_experts", "pregate", "dense", "members", "meta", "tutel")
+KINDS = (
+    "sharded",
+    "upcycle",
+    "fewer_experts",
+    "pregate",
+    "dense",
+    "members",
+    "meta",
+    "tutel",
+    "swin",
+)
 
 
 def add_to(tools: Any) -> None:

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.moe.config import BY_OWNER, MoEConfig, label_of, options_of
+from fairseq_tutel.moe.options import options_in
 from fairseq_tutel.moe.slots import capacity_of
+from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.layers import (
     DENSE,
@@ -28,9 +30,17 @@ from fairseq_tutel.tools.convert.layers import (
     layers_of,
     open_moe,
 )
-from fairseq_tutel.tools.convert.options import PARTS, drop, model_options, name_of, rename
+from fairseq_tutel.tools.convert.options import (
+    PARTS,
+    drop,
+    model_options,
+    name_of,
+    rename,
+    without_experts,
+)
 from fairseq_tutel.tools.convert.selection import by_layer, ids, refuse_unknown
 from fairseq_tutel.tools.convert.upcycle_layer import sums_to_1
+from fairseq_tutel.vision.options import SwinExpertsConfig
 
 
 def add_to(kinds: Any) -> None:
@@ -120,11 +130,21 @@ def _widen(file: MoEFile, steps: dict[Layer, dict[str, Tensor]]) -> dict[str, in
 def _make_dense(state: dict[str, Any], widths: dict[str, int]) -> None:
     """Let the options be those of a dense model, by the names that stock fairseq knows."""
     for part in PARTS:
-        rename(state, part, name_of(state, part).removeprefix("moe_"))
+        rename(state, part, without_experts(name_of(state, part)))
     for owner in BY_OWNER:
         drop(state, [option.key for option in options_of(owner)])
+    drop(state, [option.key for option in options_in(SwinExpertsConfig)])
+    options = model_options(state)
     for side, width in widths.items():
-        model_options(state)[f"{side}_ffn_embed_dim"] = width
+        if side in SIDES:
+            options[f"{side}_ffn_embed_dim"] = width
+            continue
+        dim, ratio = options["swin_embed_dim"], options["swin_mlp_ratio"]
+        if width != int(dim * 2 ** int(side.partition(".")[2]) * ratio):
+            raise ValueError(
+                f"--experts makes the steps of {side} {width} wide, where all of a Swin's are {ratio:g} "
+                "times as wide as its tokens (--swin-mlp-ratio); choose one expert of that width."
+            )
 
 
 def _weights(file: MoEFile, steps: dict[Layer, dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
 ROWS = {"linear": "weight", "cosine": "directions"}
 
 _LAYER = re.compile(
-    r"(?P<name>(?P<side>encoder|decoder)(?P<inner>\.sentence_encoder)?\.layers\.(?P<index>\d+))"
-    r"\.fc1\.(?P<what>weight|experts\.)"
+    r"(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?\.(layers|blocks)"
+    r"\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
 
 
@@ -31,21 +31,18 @@ class Layer:
     """A layer of a model, ordered as --moe-expert-count orders them: the encoder's first.
 
     Attributes:
-        on_decoder: whether it is one of the decoder's.
+        place: of its side, in the order of sides: of a stage its number from 0.
         index: within its side, from 0.
+        side: the side's name, encoder, decoder or, of a Swin, stages.N.
         name: before its tensors, such as decoder.layers.1.
         has_experts: in place of the dense step.
     """
 
-    on_decoder: bool
+    place: int
     index: int
+    side: str
     name: str
     has_experts: bool
-
-    @property
-    def side(self) -> str:
-        """The side's name."""
-        return "decoder" if self.on_decoder else "encoder"
 
     @property
     def step(self) -> str:
@@ -64,9 +61,10 @@ def layers_of(model: Mapping[str, Any]) -> list[Layer]:
     for key in model:
         if match := _LAYER.match(key):
             # Before roberta's encoder was called so, it was decoder.sentence_encoder.
-            on_decoder = match["side"] == "decoder" and not match["inner"]
+            side = "encoder" if match["inner"] else match["side"]
+            place = int(side.partition(".")[2] or side == "decoder")
             has_experts = match["what"] != "weight"
-            found.add(Layer(on_decoder, int(match["index"]), match["name"], has_experts))
+            found.add(Layer(place, int(match["index"]), side, match["name"], has_experts))
     return sorted(found)
 
 
@@ -129,7 +127,9 @@ def _config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Lay
 
     first = next(iter(experts_of(model, layer).values()))
     hidden = model.get(f"{layer.step}.experts.fc1_weight")
-    norm = model.get(f"{layer.name}.final_layer_norm.weight")
+    norm = model.get(
+        f"{layer.name}.final_layer_norm.weight", model.get(f"{layer.name}.norm2.weight")
+    )
     if norm is None:
         raise ValueError(
             f"--input lacks {layer.name}.final_layer_norm.weight; give a whole checkpoint of a transformer."

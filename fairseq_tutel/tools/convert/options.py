@@ -12,6 +12,9 @@ from fairseq_tutel.moe import config
 
 Options = dict[str, Any]
 
+# Its twin has moe behind it, not before.
+SWIN = "swin_v2"
+
 # A part, and its name's key where everything is flat.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 
@@ -97,6 +100,16 @@ def options_of(state: dict[str, Any], part: str) -> dict[str, Any]:
     if isinstance(own, argparse.Namespace):
         return vars(own)
     return own if isinstance(own, dict) else {}
+
+
+def with_experts(name: str) -> str:
+    """Return the name of the twin with experts of an architecture, task, criterion or optimizer."""
+    return name.replace(SWIN, f"{SWIN}_moe", 1) if name.startswith(SWIN) else f"moe_{name}"
+
+
+def without_experts(name: str) -> str:
+    """Return the name of the dense twin."""
+    return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
 
 
 def drop(state: dict[str, Any], keys: Collection[str]) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from fairseq_tutel import plugin
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.config import MoEConfig, options_of
-from fairseq_tutel.moe.options import flag_of
-from fairseq_tutel.plugin.feed_forward import chosen_layers
+from fairseq_tutel.moe.options import flag_of, options_in
+from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import begun_anew, load, write
 from fairseq_tutel.tools.convert.layers import (
@@ -33,7 +33,7 @@ from fairseq_tutel.tools.convert.layers import (
     layers_of,
 )
 from fairseq_tutel.tools.convert.optimizer_state import InexactError, checked, one_group, trained
-from fairseq_tutel.tools.convert.options import model_options, name_of, rename
+from fairseq_tutel.tools.convert.options import SWIN, model_options, name_of, rename, with_experts
 from fairseq_tutel.tools.convert.upcycle_layer import (
     Variation,
     copies,
@@ -41,6 +41,7 @@ from fairseq_tutel.tools.convert.upcycle_layer import (
     moe_tensors,
     trained_tensors,
 )
+from fairseq_tutel.vision.options import SwinExpertsConfig
 from fairseq_tutel.zero.state import MASTER
 
 FIX = "leave --copy-optimizer-state out"
@@ -134,7 +135,7 @@ def _give_options(state: dict[str, Any], given: Mapping[str, Any]) -> dict[Layer
 
     The options are changed in place; task, criterion and optimizer get the names of their twins too.
     """
-    from fairseq.models import ARCH_CONFIG_REGISTRY
+    from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     from fairseq_tutel.plugin.flags import (
         EncoderDecoderOptions,
@@ -150,6 +151,11 @@ def _give_options(state: dict[str, Any], given: Mapping[str, Any]) -> dict[Layer
         raise ValueError("--input has experts already; give the checkpoint of a dense model.")
     arch = _take_names_of_twins(state)
     known = defaults(EncoderDecoderOptions if _has_two_sides(layers) else ModelOptions)
+    dataclass = MODEL_DATACLASS_REGISTRY.get(arch)
+    if arch.startswith(SWIN) and dataclass is not None:  # its experts have defaults of their own
+        own = defaults(dataclass)
+        swins = [option.key for option in options_in(SwinExpertsConfig)]
+        known = {key: own[key] for key in (*known, *swins)}
     for key in sorted(set(given) - set(known)):
         raise ValueError(
             f"{flag_of(key)} is given, but {arch} has one side; give --moe-freq instead."
@@ -172,12 +178,13 @@ def _take_names_of_twins(state: dict[str, Any]) -> str:
     """Rename what has a twin that knows experts, and return the architecture's."""
     for part, registry in _registries().items():
         name = name_of(state, part)
-        if f"moe_{name}" in registry:
-            rename(state, part, f"moe_{name}")
+        if with_experts(name) in registry:
+            rename(state, part, with_experts(name))
         elif part == "model":
             raise ValueError(
                 f"--input holds a model of the architecture {name}, which has no twin with experts; give a "
-                "checkpoint of a transformer_lm, transformer, roberta or bart architecture of fairseq's."
+                "checkpoint of a transformer_lm, transformer, roberta or bart architecture of fairseq's, "
+                "or of swin_v2."
             )
     return name_of(state, "model")
 
@@ -198,13 +205,15 @@ def _registries() -> dict[str, dict[str, Any]]:
 
 
 def _has_two_sides(layers: list[Layer]) -> bool:
-    return len({layer.side for layer in layers}) == 2
+    return {layer.side for layer in layers} == set(SIDES)
 
 
 def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
     """Return the layers that get experts."""
     found: list[Layer] = []
-    for side in dict.fromkeys(layer.side for layer in layers):
+    sides = list(dict.fromkeys(layer.side for layer in layers))
+    last = getattr(args, "swin_expert_stages", len(sides))
+    for side in sides[max(0, len(sides) - last) :]:
         own = getattr(args, f"{side}_moe_freq") if _has_two_sides(layers) else -1
         freq = args.moe_freq if own == -1 else own
         if freq < 0:

@@ -1,0 +1,183 @@
+"""convert swin: write a released checkpoint of Swin V2 as one of fairseq.
+
+Of microsoft/Swin-Transformer: dense models in Swin V2's form, and in that of SwinV2-MoE. The file says what
+its model is; only its image size is concluded, from the windows of its last stage.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel import plugin
+from fairseq_tutel.moe.options import options_in
+from fairseq_tutel.tools.arguments import add_conversion
+from fairseq_tutel.tools.convert.files import begun_anew, load_any, write
+from fairseq_tutel.vision.options import SwinConfig
+from fairseq_tutel.vision.position_bias import SPAN
+from fairseq_tutel.vision.swin_v2 import SwinV2
+
+TASK = "image_classification"
+# What the released code computes from sizes and keeps beside the weights.
+COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_mask)")
+BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
+
+
+def add_to(kinds: Any) -> None:
+    """Add the conversion to the command line."""
+    text = "from a released Swin V2"
+    parser = add_conversion(kinds, "swin", convert, text, __doc__, "the released .pth file")
+    parser.add_argument(
+        "--classes",
+        type=int,
+        metavar="N",
+        help="begin a new head for N classes, of zeros, in place of the released one, to fine-tune",
+    )
+
+
+def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
+    """Convert as the command line says, and say what the model is."""
+    if arguments.classes is not None and arguments.classes < 1:
+        raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
+    content = load_any(path, "--input")
+    theirs = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(theirs, dict) or "patch_embed.proj.weight" not in theirs:
+        raise ValueError(
+            f"--input names {path}, which holds no Swin (no patch_embed.proj.weight in its model); give a "
+            "released .pth file."
+        )
+    config, image_size = config_of(theirs)
+    model = _renamed(theirs)
+    if arguments.classes is not None:
+        width = model["norm.weight"].shape
+        model["head.weight"] = torch.zeros(arguments.classes, *width)
+        model["head.bias"] = torch.zeros(arguments.classes)
+    _check(model, config)
+    write(_checkpoint(model, config, image_size), output)
+    classes, channels = len(model["head.weight"]), model["patch_embed.proj.weight"].shape[1]
+    print(
+        f"wrote {output}: swin_v2, form {config.form}, {sum(t.numel() for t in model.values()):,} "
+        f"parameters, {classes} classes, images of {channels} x {image_size} x {image_size}"
+    )
+
+
+def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
+    """Return what a released model is, by its tensors, and the side of its images.
+
+    Raises:
+        ValueError: it says too little, or is another kind of Swin.
+    """
+    numbers = [
+        (int(match[1]), int(match[2]))
+        for match in map(BLOCK.fullmatch, theirs)
+        if match is not None
+    ]
+    stages = range(1 + max((stage for stage, _ in numbers), default=-1))
+    depths = [1 + max((j for i, j in numbers if i == stage), default=-1) for stage in stages]
+    if not depths or 0 in depths:
+        raise ValueError("--input has a stage without blocks; give a whole checkpoint of Swin.")
+
+    def first(stage: int, name: str) -> Tensor:
+        key = f"layers.{stage}.blocks.0.{name}"
+        if key not in theirs:
+            raise ValueError(
+                f"--input lacks {key}, which Swin V2 and SwinV2-MoE have; give a checkpoint of one of "
+                "these."
+            )
+        return theirs[key]
+
+    heads = [len(first(i, "attn.cpb_mlp.2.weight")) for i in stages]
+    windows = [math.isqrt(len(first(i, "attn.relative_position_index"))) for i in stages]
+    patch = theirs["patch_embed.proj.weight"]
+    scales_heads = "layers.0.blocks.0.attn.logit_scale" in theirs
+    config = SwinConfig(
+        form="v2" if scales_heads else "moe",
+        patch_size=patch.shape[2],
+        embed_dim=patch.shape[0],
+        depths=_list(depths),
+        heads=_list(heads),
+        window=max(windows),
+        position_windows=_list(
+            [_trained_window(theirs, i, window) for i, window in enumerate(windows)]
+        ),
+        mlp_ratio=len(first(0, "mlp.fc1.weight")) / patch.shape[0],
+    )
+    return config, patch.shape[2] * 2 ** (len(depths) - 1) * windows[-1]
+
+
+def _trained_window(theirs: Mapping[str, Tensor], stage: int, window: int) -> int:
+    """Return the window that offsets are measured by; 0 where it is the window itself."""
+    table = theirs.get(f"layers.{stage}.blocks.0.attn.relative_coords_table")
+    if table is None or window == 1:
+        return 0
+    farthest = 2 ** (math.log2(SPAN) * table.max().item()) - 1
+    trained = round((window - 1) * SPAN / farthest) + 1
+    return 0 if trained == window else trained
+
+
+def _list(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers if any(numbers) else [0]))
+
+
+def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights by our names."""
+    model = {}
+    for name, tensor in theirs.items():
+        if COMPUTED.fullmatch(name):
+            continue
+        if match := BLOCK.fullmatch(name):
+            name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
+        model[re.sub(r"^layers\.", "stages.", name)] = tensor
+    return model
+
+
+def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
+    """Refuse weights that are not those of the model which they say they are."""
+    head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
+    with torch.device("meta"):
+        made = SwinV2(config, patch.shape[1], 1 if head is None else len(head)).state_dict()
+    for name in sorted(made.keys() ^ model.keys()):
+        what = "lacks" if name in made else "has"
+        raise ValueError(
+            f"--input {what} {name} (by the name here), unlike a dense Swin V2 or SwinV2-MoE; give a "
+            "checkpoint of one of these."
+        )
+    for name, tensor in made.items():
+        if model[name].shape != tensor.shape:
+            raise ValueError(
+                f"--input has a {name} (by the name here) of shape {tuple(model[name].shape)}, where the "
+                f"others ask for {tuple(tensor.shape)}; give a whole checkpoint."
+            )
+
+
+def _checkpoint(model: dict[str, Tensor], config: SwinConfig, image_size: int) -> dict[str, Any]:
+    """Return a checkpoint of fairseq with these weights, whose options are those of a command line."""
+    plugin.register()
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from omegaconf import OmegaConf
+
+    words = ["", "--task", TASK, "--arch", "swin_v2", "--image-size", str(image_size)]
+    for option in options_in(SwinConfig):
+        value = getattr(config, option.name)
+        words += [] if isinstance(value, bool) else [option.flag, str(value)]
+    arguments = options.parse_args_and_arch(options.get_training_parser(), words)
+    channels, classes = model["patch_embed.proj.weight"].shape[1], len(model["head.weight"])
+    return begun_anew(
+        {
+            "cfg": OmegaConf.to_container(convert_namespace_to_omegaconf(arguments)),
+            "args": None,
+            "model": model,
+            "task_state": {
+                "images": {
+                    "classes": [str(i) for i in range(classes)],
+                    "shape": [channels, image_size, image_size],
+                }
+            },
+        }
+    )
