@@ -121,16 +121,19 @@ def system_error(error: BaseException) -> OSError | None:
     return cause if isinstance(cause, OSError) else None
 
 
-def let_checkpoints_load() -> None:
+def let_checkpoints_load(*classes: type) -> None:
     """Name the classes as safe that stock fairseq pickles beside tensors: torch.load refuses others.
 
     Encoder-decoder checkpoints hold a Namespace; those of a training with --eval-bleu hold meters of
     numpy numbers and arrays.
+
+    Args:
+        classes: of fairseq's own.
     """
     rebuilders: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
     dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
     torch.serialization.add_safe_globals(
-        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes]
+        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes, *classes]
     )
 
 

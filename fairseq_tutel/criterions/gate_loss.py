@@ -24,6 +24,7 @@ class GateLossMixin:
 
     gate_loss: Any  # GateLossOptions
     logs_lists: bool = False
+    keeps_loss: bool = True  # as it was without the balance loss, under nll_loss
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
@@ -50,7 +51,8 @@ class GateLossMixin:
         """
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
-        log.setdefault("nll_loss", log["loss"])
+        if self.keeps_loss:
+            log.setdefault("nll_loss", log["loss"])
         # Layerdrop may leave layers out; they have no balance loss in this micro-batch.
         layers = [layer for layer in all_layers if layer.seen]
         combined, leaves = self._combine(layers) if layers else (loss.new_zeros(()), [])

@@ -18,6 +18,9 @@ from fairseq_tutel.plugin.flags import GateLossOptions
 # insists on its name; the third needs Megatron.
 WITHOUT_TWIN = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
+# These take any key that ends with _loss for one of theirs.
+TAKE_ANY_LOSS = ("speech_dlm_criterion",)
+
 
 class _FlagsMixin(GateLossMixin):
     """Goes before a criterion without a dataclass, whose configuration is the whole command line."""
@@ -42,7 +45,8 @@ def _register_twins() -> None:
             options = dataclasses.make_dataclass(
                 f"MoE{options.__name__}", [], bases=(GateLossOptions, options)
             )
-        twin = twin_of(stock, GateLossMixin if options else _FlagsMixin, module=__name__)
+        mixin, keeps_loss = GateLossMixin if options else _FlagsMixin, name not in TAKE_ANY_LOSS
+        twin = twin_of(stock, mixin, module=__name__, keeps_loss=keeps_loss)
         register_criterion(f"moe_{name}", dataclass=options)(twin)
 
 

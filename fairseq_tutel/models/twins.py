@@ -144,6 +144,8 @@ class FineTunedMixin(MoEModelMixin):
         Raises:
             ValueError: that one has no experts.
         """
+        with open_dict(cfg):
+            cfg.setdefault("autoregressive", False)  # which stock's hubert_ctc reads and lacks
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]

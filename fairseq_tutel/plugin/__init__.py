@@ -31,7 +31,9 @@ def register() -> None:
     if _registered:
         return
     _check_fairseq()
-    let_checkpoints_load()
+    from fairseq.data import Dictionary  # checkpoints of speech tasks hold it
+
+    let_checkpoints_load(Dictionary)
     keep_freed_memory()
     _registered = True  # the models call this, too
     try:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairseq.distributed import utils as distributed_utils
 from torch import nn
 
 from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.config import MoEConfig, TaskConfig, label_of
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
-from fairseq_tutel.plugin.startup import limit_fairseqs_own, set_timeout
+from fairseq_tutel.plugin.startup import let_stock_gather, limit_fairseqs_own, set_timeout
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology, make_topology
@@ -164,7 +163,7 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
         return
     command, results = Command(cfg), None
     _give_own_files(command)
-    _let_stock_gather(cfg)
+    let_stock_gather(cfg)
     _running[:] = [command]
     try:
         try:
@@ -183,14 +182,6 @@ def _give_own_files(command: Command) -> None:
         cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
     if command.expert_parallel_size > 1 and rank > 0:
         cfg.interactive.input = os.devnull
-
-
-def _let_stock_gather(cfg: Any) -> None:
-    """On a CPU, give the function that gathers fairseq-validate's logs the buffers it wants of a GPU."""
-    if not torch.cuda.is_available():
-        size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
-        gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
-        gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
 
 
 _beside: list[bool] = []

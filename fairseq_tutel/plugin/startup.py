@@ -191,6 +191,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
         return
     agree(facts_of(root, model, task))
     limit_fairseqs_own()
+    let_stock_gather(root)
 
 
 def set_timeout(task_cfg: Any) -> None:
@@ -210,6 +211,14 @@ def limit_fairseqs_own() -> None:
         of_fairseq = distributed_utils.get_global_group()
     for group in (None, of_fairseq):
         guard.limit(group)
+
+
+def let_stock_gather(cfg: Any) -> None:
+    """On a CPU, give the function that gathers logs that cannot be summed the buffers it wants of a GPU."""
+    if not torch.cuda.is_available():
+        size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
+        gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
+        gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
 
 
 def facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:

@@ -33,9 +33,10 @@ What else changes in a process, and where:
   the class of a task that has not our mixin, and then that of its iterator (`task.py`);
 - where commands run: `train` and `run` add --user-dir to sys.argv, and `run` takes its command out;
   torchrun's ranks go into the configuration, and a rank's GPU becomes torch's current one (`startup.py`);
-  ranks that use a model write their results apart, and without a GPU fairseq's all_gather_list gets buffers
-  on the CPU (`parallel_inference.py`); torch's groups get time-outs (`ranks/guard.py`), and threads, one of
-  ours and those that read batches, leave before the process does (`comm/background.py`, `startup.py`);
+  ranks that use a model write their results apart (`parallel_inference.py`); without a GPU fairseq's
+  all_gather_list gets buffers on the CPU (`startup.py`); torch's groups get time-outs (`ranks/guard.py`),
+  and threads, one of ours and those that read batches, leave before the process does
+  (`comm/background.py`, `startup.py`);
 - where a training diagnoses a NaN: hooks of encoders' backwards go before stock looks for it (`task.py`).
 
 No environment variable is set, and no logger but our own is touched.
