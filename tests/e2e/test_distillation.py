@@ -2,8 +2,8 @@
 
 Covered: the end at an update, a resume across it, one and two ranks, a teacher that two ranks share; a
 teacher's answers in a folder, and all of them; a dense student with a stock criterion, and a teacher in
-shards, in bf16, its experts in the file; translation and masked language models; hydra; validation; what
-is refused.
+shards, in bf16, its experts in the file; translation and masked language models; hydra; validation;
+students of `convert student`; what is refused.
 """
 
 import shutil
@@ -13,6 +13,7 @@ import torch
 from cli import HYDRA, ROOT, USER_DIR, fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import lm_args, mt_args
+from tool_in_process import convert
 
 LONG = pytest.mark.long
 FILE = "checkpoint_last.pt"
@@ -136,6 +137,17 @@ def test_answers_in_a_folder_are_the_running_teachers(lm_data, teacher, tmp_path
     assert "teacher: " in running and "teacher: " in writing and "teacher: " not in reading
     same_bits(written["model"], read["model"])
     same_weights(models[0][1]["model"], read["model"], adam=True)
+
+
+def test_a_student_of_convert_trains(lm_data, teacher, tmp_path):
+    """It begins with the teacher's last layer, and is opened by its own options."""
+    convert("student", "--input", teacher, "--output", tmp_path / "begin.pt", "--drop-layers", 0)
+    begin = torch.load(tmp_path / "begin.pt", weights_only=False)
+    assert begin["cfg"]["model"]["decoder_layers"] == 1
+    assert len(begin["model"]["decoder.layers.0.fc1.experts.fc1_weight"]) == 4
+    extra = ("--finetune-from-model", tmp_path / "begin.pt", "--lr", 1e-9)
+    student(lm_data, tmp_path / "student", teacher, *extra, updates=1)
+    same_weights(begin["model"], loaded(tmp_path / "student")["model"], adam=True)
 
 
 DENSE = ("--task", "language_modeling", "--arch", "transformer_lm", "--optimizer", "adam")

@@ -11,6 +11,7 @@ KINDS = (
     "sharded",
     "upcycle",
     "fewer_experts",
+    "student",
     "pregate",
     "dense",
     "members",

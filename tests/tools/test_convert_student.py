@@ -1,0 +1,94 @@
+"""`convert student` on small files: which layers are left and what their options are, or why not.
+
+tests/e2e/test_distillation.py trains what it writes.
+"""
+
+import pytest
+import torch
+from moe_files import load, save
+from tool_in_process import convert, refusal
+
+# Every second one has experts, the third of them more.
+EIGHT = tuple(f"decoder.layers.{i}{'!' * (i % 2 == 0)}" for i in range(6))
+BOTH = ("encoder.layers.0!", "encoder.layers.1", "encoder.layers.2", *EIGHT)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return ("student", "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt")
+
+
+def written(tmp_path, layers, freq, **options):
+    def of_freq(model):
+        model["decoder.layers.3.fc1.gate.weight"] += 1
+
+    save(tmp_path / "a.pt", layers, change=of_freq)
+    state = load(tmp_path / "a.pt")
+    state["cfg"]["model"] |= {"moe_freq": freq, "decoder_layers": 6, **options}
+    torch.save(state, tmp_path / "a.pt")
+    return state
+
+
+@pytest.mark.parametrize(
+    "words, kept, freq",
+    [
+        (("--drop-layers", "0,1"), [2, 3, 4, 5], 2),
+        (("--keep-layers", "0,2,3"), [0, 2, 3], 3),
+        (("--keep-layers", "5, 3"), [3, 5], 1),
+    ],
+    ids=["every second", "the third", "each"],
+)
+def test_layers_are_left_with_new_numbers_and_options(files, words, kept, freq, tmp_path):
+    a = written(tmp_path, EIGHT, 2, decoder_layers_to_keep="0,1,2,3,4,5")
+    printed = convert(*files, *words)
+    b = load(tmp_path / "b.pt")
+    for new, old in enumerate(kept):
+        before, after = (
+            {k.removeprefix(name): t for k, t in state["model"].items() if k.startswith(name)}
+            for state, name in ((a, f"decoder.layers.{old}."), (b, f"decoder.layers.{new}."))
+        )
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    others = {key for key in a["model"] if ".layers." not in key}
+    assert {key for key in b["model"] if ".layers." not in key} == others
+    assert not any(f".layers.{len(kept)}." in key for key in b["model"])
+    options = {"decoder_layers": len(kept), "moe_freq": freq, "decoder_layers_to_keep": None}
+    assert b["cfg"]["model"] == {**a["cfg"]["model"], **options}
+    assert "last_optimizer_state" not in b
+    assert f"decoder: {len(kept)} of 6 layers: {', '.join(map(str, kept))}" in printed
+    assert f"--decoder-layers {len(kept)}" in printed.splitlines()[-1]
+
+
+def test_each_side_of_a_translator_has_its_own(files, tmp_path):
+    """The encoder's two that are left both have experts, by a frequency of its own."""
+    written(tmp_path, BOTH, 2, encoder_layers=3)
+    convert(*files, "--drop-layers", "0,1,2,3", "--encoder-drop-layers", "0")
+    options = load(tmp_path / "b.pt")["cfg"]["model"]
+    named = ("encoder_layers", "decoder_layers", "encoder_moe_freq", "moe_freq", "moe_expert_count")
+    assert [options[key] for key in named] == [2, 2, 1, 2, "4"]
+    assert "decoder_moe_freq" not in options
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ((), "no layer would be left out; give --drop-layers"),
+        (
+            ("--drop-layers", "6"),
+            "the decoder has the layers 0 to 5; name some of these, once each",
+        ),
+        (("--drop-layers", "1,1"), "name some of these, once each"),
+        (("--keep-layers", "one"), "--keep-layers is 'one'; give numbers of layers with commas"),
+        (("--drop-layers", "0,1,2,3,4,5"), "leaves no layer of the decoder"),
+        (("--encoder-drop-layers", "0"), "but the model has one side; give --drop-layers"),
+        (
+            ("--drop-layers", "0"),
+            "those with experts would be 0, 2, 4 (from 0), which no --moe-freq",
+        ),
+        (("--keep-layers", "0,2"), "no layer with experts would be left; leave one"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_can_not_be_left_out_is_refused(files, words, sentence, tmp_path):
+    written(tmp_path, EIGHT, 2)
+    assert sentence in refusal(*files, *words)
