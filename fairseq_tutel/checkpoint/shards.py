@@ -187,7 +187,9 @@ def unreadable(path: Path, reason: str) -> ValueError:
     )
 
 
-def write_file(values: dict[str, Tensor], path: Path) -> None:
+def write_file(
+    values: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors into a file of shards, down to the disk; who may read its folder may read it.
 
     Raises:
@@ -197,7 +199,7 @@ def write_file(values: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(values, path)
+        save_file(values, path, metadata)
     except SafetensorError as error:  # what the system said, in its own words
         raise OSError(str(error)) from error
     with contextlib.suppress(OSError):  # a disk that knows no modes

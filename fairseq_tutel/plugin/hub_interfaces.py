@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 
@@ -147,6 +148,65 @@ class Denoising(Beams, BARTHubInterface, Interface):
         return super().fill_mask(masked_inputs, topk, **options)
 
 
+class ImageClassification(nn.Module, Interface):
+    """A classifier of images, or an ensemble of them: `classify`."""
+
+    kind, offers = "a classifier of images", "classify"
+
+    def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.cfg, self.task = cfg, task
+        self.models: Any = nn.ModuleList(models)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.parameters()).device
+
+    def classify(self, images: Any, topk: int = 1) -> Any:
+        """Return the `topk` likeliest classes of each image, or of the one: (name, probability).
+
+        Args:
+            images: a file, or an array, uint8 [h, w] or [h, w, C]; or a sequence of these.
+            topk: how many.
+
+        Raises:
+            ValueError: one cannot be read, or has other channels than the model.
+        """
+        if isinstance(images, str | Path) or getattr(images, "ndim", 0) == 2:
+            return self.classify([images], topk)[0]
+        names, like = self.task.class_names, next(self.parameters())
+        found = []
+        for (
+            image
+        ) in images:  # one after the other: they may be of any size, and as many as there are
+            x_1CHW = self._normalised(image)[None].to(like)
+            with torch.no_grad():
+                each = [m.get_normalized_probs(m(x_1CHW), log_probs=False)[0] for m in self.models]
+            best = torch.stack(each).float().mean(0).topk(min(topk, len(names)))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            found.append([(names[i], probability) for i, probability in pairs])
+        return found
+
+    def _normalised(self, image: Any) -> torch.Tensor:
+        channels, height, width = self.task.state.images["shape"]
+        if isinstance(image, str | Path):
+            try:
+                pixels = decoded(str(image), channels)
+            except UnreadableImageError as error:
+                raise ValueError(f"{error}; give another file.") from error
+        else:
+            pixels = torch.as_tensor(image)
+            pixels = (pixels[..., None] if pixels.ndim == 2 else pixels).permute(2, 0, 1)
+            if pixels.dtype != torch.uint8 or len(pixels) != channels:
+                raise ValueError(
+                    f"classify got an array of {pixels.dtype} with {len(pixels)} channels; give uint8 "
+                    f"[height, width, {channels}]."
+                )
+        mean, std = normalisation(self.task.image_config, channels)
+        return (fitted(pixels, height, width) - mean) / std
+
+
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
     if not is_right:
         raise ValueError(f"fill_mask got {text!r}; give a text with {wanted} in it.")
@@ -195,6 +255,10 @@ def open_interface(
 
 
 def _interface_of(model: nn.Module, task: Any) -> Any:
+    if hasattr(
+        type(task), "class_names"
+    ):  # image_classification, whose folder stands below this one
+        return ImageClassification
     if isinstance(model, RobertaModel):
         return MaskedLanguageModel
     if isinstance(model, FairseqLanguageModel):

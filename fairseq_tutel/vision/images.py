@@ -89,16 +89,7 @@ class ImageFolder:
         Raises:
             UnreadableImageError: it cannot be decoded.
         """
-        with _opened(self.name(i)) as image:
-            try:
-                if image.mode[0] == "I":  # 16 bits of grey, which Pillow would cut off at 255
-                    image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                pixels = np.array(image.convert(MODES[channels]))
-            except MemoryError:
-                raise
-            except Exception as error:  # Pillow's readers have no exception of their own
-                raise UnreadableImageError(f"{self.name(i)}: {_reason(error)}") from None
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
+        return decoded(self.name(i), channels)
 
 
 class ImageArrays:
@@ -226,6 +217,24 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
             f"{len(classes)}, {classes[0]} to {classes[-1]}; remove it, or train with it."
         )
     return np.array([number_of[name] for name in images.class_names])[images.labels_N]
+
+
+def decoded(path: str, channels: int) -> Tensor:
+    """Return the image of a file, uint8 [C, h, w], in grey (C = 1) or red, green and blue (C = 3).
+
+    Raises:
+        UnreadableImageError: it cannot be decoded.
+    """
+    with _opened(path) as image:
+        try:
+            if image.mode[0] == "I":  # 16 bits of grey, which Pillow would cut off at 255
+                image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            pixels = np.array(image.convert(MODES[channels]))
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's readers have no exception of their own
+            raise UnreadableImageError(f"{path}: {_reason(error)}") from None
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
 
 
 def fitted(pixels: Tensor, height: int, width: int) -> Tensor:

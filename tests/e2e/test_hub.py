@@ -2,16 +2,23 @@
 
 Covered: translations of shards that two ranks wrote, with experts in memory and in a store, in fp32 and
 bf16; scores and samples of a language model; the data that a checkpoint names, beside it and given; a dense
-one; what is refused. Masked and denoising models: test_other_models.
+one; images; what safetensors bring back, used and trained on; examples/hub.py; what is refused. Masked and
+denoising models: test_other_models.
 """
 
+import io
 import re
+import runpy
 import shutil
+import sys
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from cli import USER_DIR, fairseq
+from cli import ROOT, USER_DIR, fairseq
 from models import lm_args, mt_args
+from PIL import Image
 from tool_in_process import convert
 
 import fairseq_tutel
@@ -109,6 +116,66 @@ def test_a_dense_checkpoint_opens(lm, tmp_path):
     model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert model.sample("w1 w3").startswith("w1 w3")
+
+
+def test_the_example_answers_lines(mt, capsys):
+    argv = ["hub.py", str(mt), "moe_expert_store=on-demand"]
+    example = ROOT / "examples" / "hub.py"
+    with mock.patch.object(sys, "argv", argv), mock.patch("sys.stdin", io.StringIO("w1 w3\nw2\n")):
+        runpy.run_path(str(example), run_name="__main__")
+    expected = [fairseq_tutel.from_checkpoint(mt).translate(text) for text in ("w1 w3", "w2")]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == expected and "a translation model" in printed.err
+
+
+def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (12, 6, 8), dtype=np.uint8), np.arange(12) % 3
+    for split in ("train", "valid"):
+        np.savez(tmp_path / f"{split}.npz", images=images, labels=labels, classes=["a", "b", "c"])
+    fairseq(
+        "train", tmp_path, "--user-dir", USER_DIR, "--task", "image_classification", "--arch",
+        "swin_v2_moe_tiny", "--swin-embed-dim", 8, "--moe-expert-count", 2, "--criterion", "cross_entropy",
+        "--optimizer", "sgd", "--lr", 0.01, "--batch-size", 6, "--max-update", 1,
+        "--save-dir", tmp_path / "run", "--num-workers", 0,
+    )  # fmt: skip
+    model = fairseq_tutel.from_checkpoint(tmp_path / "run")
+    Image.fromarray(images[2]).save(tmp_path / "image.png")
+    from_array, from_file = model.classify([images[2], tmp_path / "image.png"], topk=3)
+    x_BCHW = (torch.tensor(images[2]).float() / 255 - 0.5)[None, None] / 0.5
+    probabilities_C = model.models[0](x_BCHW)[0].softmax(0)
+    assert dict(from_array) == pytest.approx(
+        dict(zip("abc", probabilities_C.tolist(), strict=True))
+    )
+    assert from_array == from_file == sorted(from_array, key=lambda pair: -pair[1])
+    assert model.classify(images[2]) == from_array[:1]
+    for wrong in (images[2].astype(float), np.zeros((4, 4, 3), np.uint8)):
+        with pytest.raises(ValueError, match=r"give uint8 \[height, width, 1\]\.$"):
+            model.classify([wrong])
+    (tmp_path / "image.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"image\.png: .*; give another file\.$"):
+        model.classify(tmp_path / "image.png")
+
+
+def test_what_comes_back_from_safetensors_is_used_and_trained_alike(lm, lm_data, mt, tmp_path):
+    back = {}
+    for path in (lm, mt / "checkpoint_best.pt"):
+        folder, back[path] = tmp_path / path.stem, tmp_path / path.name
+        convert("safetensors", "--input", path, "--output", folder, "--max-shard-size", "9KB")
+        assert len([*folder.glob("model-*.safetensors")]) > 1
+        convert("from-safetensors", "--input", folder, "--output", back[path])
+    models = [fairseq_tutel.from_checkpoint(path) for path in (path, back[path])]
+    a, b = (model.generate(model.encode("w1 w2 w3"), beam=1, max_len_b=9)[0] for model in models)
+    assert torch.equal(a["positional_scores"], b["positional_scores"]) and len(a["tokens"]) > 1
+    runs = [
+        fairseq(
+            "train",
+            *lm_args(lm_data, tmp_path / f"run{i}", "--finetune-from-model", path, updates=2),
+        )
+        for i, path in enumerate((lm, back[lm]))
+    ]
+    facts = [[(s["loss"], s["gnorm"]) for s in run.stats("train_inner")] for run in runs]
+    assert facts[0] == facts[1] and len(facts[0]) == 2
 
 
 REFUSED = {

@@ -34,6 +34,7 @@ READERS = {
     "merge": ("x.pt", ("--input", "x.pt", "--moe-expert-count", 2)),
     "prune": ("x.pt", ("--input", "x.pt", "--drop", 0)),
     "dense": ("x.pt", ("--input", "x.pt", "--experts", 0)),
+    "safetensors": ("x.pt", ("--input", "x.pt")),
 }
 
 
@@ -180,7 +181,7 @@ def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
     assert (tmp_path / written).read_bytes() != b"older"
 
 
-@pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
+@pytest.mark.parametrize("kind", [*FROM_OURS, "safetensors", "upcycle", "average"])
 def test_no_tool_makes_a_valid_file_of_a_damaged_one(kind, tmp_path):
     path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
     weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]

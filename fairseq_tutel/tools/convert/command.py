@@ -18,6 +18,7 @@ KINDS = (
     "meta",
     "tutel",
     "swin",
+    "safetensors_folder",
 )
 
 
