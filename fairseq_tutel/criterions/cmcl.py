@@ -13,6 +13,7 @@ from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
+from fairseq_tutel.criterions.taught_router import forward_and_teach
 from fairseq_tutel.ensemble.cmcl import confident_loss, random_labels
 from fairseq_tutel.ensemble.options import CMCLConfig
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
@@ -45,26 +46,36 @@ class CMCLCriterion(FairseqCriterion):
         Raises:
             ValueError: the model is no ensemble, or one of fewer members than are to learn a sample.
         """
-        net_output = model(**sample["net_input"])
-        logits_MXC = _member_logits(net_output)
-        members, classes = logits_MXC.shape[0], logits_MXC.shape[-1]
-        if self.options.cmcl_overlap > members:
-            raise ValueError(
-                f"--cmcl-overlap is {self.options.cmcl_overlap}, and --ensemble-size is {members}; give at "
-                f"most {members}."
-            )
-        logits_MNC = logits_MXC.reshape(members, -1, classes)
         target_N = sample["target"].reshape(-1)
         counts_N = target_N != self.padding_idx  # -100 where there are no words
+        overlap, lesson = self.options.cmcl_overlap, None
+        if self.options.cmcl_teach_router and model.training:
+            net_output, lesson = forward_and_teach(model, sample, counts_N)
+        else:
+            net_output = model(**sample["net_input"])
+        logits_MXC = _member_logits(net_output)
+        self._refuse_model(is_ensemble=logits_MXC is not None)
+        logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]
+        if logits_MXC is None:  # one member, which learns all
+            logits_MXC, overlap = logs_XC.unsqueeze(0), 1
+        members, classes = logits_MXC.shape[0], logits_MXC.shape[-1]
+        if overlap > members:
+            raise ValueError(
+                f"--cmcl-overlap is {overlap}, and --ensemble-size is {members}; give at most {members}."
+            )
+        logits_MNC = logits_MXC.reshape(members, -1, classes)
         loss, _ = confident_loss(
             logits_MNC,
             target_N,
-            self.options.cmcl_overlap,
+            overlap,
             self.options.cmcl_beta,
             random_labels(logits_MNC) if self.options.cmcl_stochastic else None,
             counts_N,
         )
-        log = _answers(net_output[0].detach().reshape(-1, classes), logits_MNC, target_N, counts_N)
+        log = _answers(logs_XC.reshape(-1, classes), logits_MNC, target_N, counts_N)
+        if lesson is not None:
+            loss = loss + self.options.cmcl_teach_router * lesson.loss
+            log |= {"router_loss": lesson.loss.detach(), "right_router": lesson.right}
         log |= {
             "loss": loss.detach(),
             "ntokens": sample["ntokens"],
@@ -73,6 +84,18 @@ class CMCLCriterion(FairseqCriterion):
         }
         return loss, sample["ntokens"], log
 
+    def _refuse_model(self, is_ensemble: bool) -> None:
+        teaches_router = self.options.cmcl_teach_router > 0
+        if teaches_router and is_ensemble:
+            raise ValueError(
+                "--cmcl-teach-router is for one model with experts, and the model is an ensemble; drop it."
+            )
+        if not teaches_router and not is_ensemble:
+            raise ValueError(
+                "--criterion cmcl teaches the members of an ensemble, and the model is none; choose --arch "
+                "ensemble_of, or --criterion cross_entropy."
+            )
+
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log what was summed: losses in bits, shares in percent."""
@@ -80,7 +103,8 @@ class CMCLCriterion(FairseqCriterion):
         total = {
             key: float(sum(log.get(key, 0) for log in logging_outputs))
             for key in found
-            if key in ("loss", "nll_loss", "sample_size", "counted") or key.startswith("right_")
+            if key in ("loss", "nll_loss", "router_loss", "sample_size", "counted")
+            or key.startswith("right_")
         }
         size, counted = (max(total[key], 1e-9) for key in ("sample_size", "counted"))
         bits = 1 / math.log(2)
@@ -94,6 +118,10 @@ class CMCLCriterion(FairseqCriterion):
         of_members = [total[f"{RIGHT}{m}"] for m in range(sum(RIGHT in key for key in total))]
         shares["member_accuracy"] = sum(of_members) / len(of_members)
         shares |= {f"member{m}_accuracy": right for m, right in enumerate(of_members)}
+        if "router_loss" in total:
+            router_loss = total["router_loss"] / counted * bits
+            metrics.log_scalar("router_loss", router_loss, counted, round=3)
+            shares["router_accuracy"] = total["right_router"]
         for name, share in shares.items():
             metrics.log_scalar(name, 100 * share / counted, counted, round=2)
 
@@ -103,14 +131,10 @@ class CMCLCriterion(FairseqCriterion):
         return True
 
 
-def _member_logits(net_output: Any) -> Tensor:
+def _member_logits(net_output: Any) -> Tensor | None:
+    """Return the members' logits, or None of a model that is no ensemble."""
     extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
-    if not isinstance(extra, dict) or "member_logits" not in extra:
-        raise ValueError(
-            "--criterion cmcl teaches the members of an ensemble, and the model is none; choose --arch "
-            "ensemble_of, or --criterion cross_entropy."
-        )
-    return extra["member_logits"]
+    return extra.get("member_logits") if isinstance(extra, dict) else None
 
 
 @torch.no_grad()

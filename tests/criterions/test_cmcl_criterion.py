@@ -25,6 +25,16 @@ class Given(torch.nn.Module):
     def forward(self, logits):
         return mean_log_probs(logits), {"member_logits": logits}
 
+    def get_normalized_probs(self, net_output, log_probs):
+        return net_output[0]
+
+
+class NoEnsemble(Given):
+    """Returns one table of logits."""
+
+    def forward(self, logits):
+        return logits[0], None
+
 
 def criterion(**options):
     return CMCLCriterion(TASK, CMCLConfig(**options))
@@ -87,6 +97,10 @@ def test_what_it_refuses():
     ):
         criterion()(Given(), sample)
     with pytest.raises(ValueError, match="the model is none; choose --arch ensemble_of"):
-        criterion()(lambda logits: (logits[0], None), sample)
+        criterion()(NoEnsemble(), sample)
+    with pytest.raises(
+        ValueError, match="for one model with experts, and the model is an ensemble"
+    ):
+        criterion(cmcl_teach_router=0.1)(Given().eval(), sample)
     with pytest.raises(ValueError, match="--cmcl-overlap is 0; give a whole number, at least 1"):
         CMCLCriterion.build_criterion(SimpleNamespace(cmcl_overlap=0), TASK)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cli import USER_DIR, fairseq, refused
 from equality import facts_of, same_bits, same_weights
+from models import lm_args as moe_lm_args
 from tool_in_process import convert, refusal
 
 SIZE = 3
@@ -195,3 +196,16 @@ def test_another_checkpoint_has_no_members(lm_data, tmp_path):
     torch.save({"model": {}, "cfg": {"model": {"_name": "transformer_lm"}}}, tmp_path / "a.pt")
     said = refusal("members", "--input", tmp_path / "a.pt", "--output", tmp_path / "members")
     assert "a checkpoint of transformer_lm; give one of --arch ensemble_of" in said
+
+
+def test_a_router_is_taught_alike_on_two_ranks_that_share_experts(lm_data, tmp_path):
+    extra = ("--criterion", "moe_cmcl", "--cmcl-teach-router", 0.5, "--optimizer", "moe_sgd")
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        args = moe_lm_args(lm_data, folder, *extra, "--update-freq", 2 // ranks, updates=3)
+        run = fairseq("train", *args, ranks=ranks)
+        found[ranks] = load(folder)
+    assert facts_of(found[2]) == pytest.approx(facts_of(found[1]), rel=1e-5, abs=1e-6)
+    same_weights(found[1]["model"], found[2]["model"], adam=False)
+    assert float(run.stats("train_inner")[-1]["router_accuracy"]) > 0
