@@ -7,6 +7,7 @@ shape at once.
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -56,12 +57,14 @@ def attention_by_pairs(attn, x, window, shifted):
     }
     spans = [min(side, window) - 1 or 1 for side in (H, W)]
 
-    def bias(query, key):
-        offset = torch.tensor([(q - k) / s * 8 for q, k, s in zip(query, key, spans, strict=True)])
+    @cache
+    def bias(*offset):
+        offset = torch.tensor([n / span * 8 for n, span in zip(offset, spans, strict=True)])
         offset = (offset.sign() * torch.log2(offset.abs() + 1) / 3).double()
         of_heads = attn.cpb_mlp[2](attn.cpb_mlp[1](attn.cpb_mlp[0](offset)))
         return 16 * of_heads.sigmoid() if attn.by_cosine else of_heads
 
+    @cache
     def part(token, n):
         projected = attn.qkv.weight[n * D : (n + 1) * D] @ x[token]
         if not attn.by_cosine:
@@ -72,10 +75,11 @@ def attention_by_pairs(attn, x, window, shifted):
 
     def score(query, key):
         q, k = part(query, 0), part(key, 1)
+        here = bias(query[0] - key[0], query[1] - key[1])
         if not attn.by_cosine:
-            return (q * k).sum(1) / math.sqrt(dim) + bias(query, key)
+            return (q * k).sum(1) / math.sqrt(dim) + here
         cosine = (q * k).sum(1) / (q.norm(dim=1) * k.norm(dim=1))
-        return cosine * attn.logit_scale.view(-1).clamp(max=math.log(100)).exp() + bias(query, key)
+        return cosine * attn.logit_scale.view(-1).clamp(max=math.log(100)).exp() + here
 
     rows = []
     for query in tokens:

@@ -1,7 +1,7 @@
 """Swin V2 as a model of fairseq, built as fairseq builds it.
 
-Covered: sizes as published; which blocks have experts, and what these compute; images of any size;
-checkpointed activations; what contradicts itself.
+Covered: sizes as published; which blocks have experts, and what these compute; images of any size, in
+half precision too; names under hydra; checkpointed activations; what contradicts itself.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import models
+from fairseq.dataclass.initialize import add_defaults
 from omegaconf import OmegaConf
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
@@ -61,6 +62,24 @@ def test_images_of_any_size_train_every_parameter(arch, size):
     assert logits.shape == (3, 10)
     logits.logsumexp(1).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_size_s_name_brings_its_options_under_hydra():
+    cfg = OmegaConf.create({"model": {"_name": "swin_v2_moe_base", "swin_window": 8}})
+    add_defaults(cfg)
+    found = [cfg.model[key] for key in ("swin_embed_dim", "swin_form", "swin_window", "moe_top_k")]
+    assert found == [128, "moe", 8, 1]
+
+
+@torch.no_grad()
+def test_half_precision_is_near_single():
+    model, images = build("swin_v2_moe_tiny").eval(), torch.randn(3, 1, 28, 30)
+    logits = model(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(images).float(), logits, rtol=0, atol=2e-3)
+    halved = model.bfloat16()(images.bfloat16())
+    assert halved.dtype == torch.bfloat16
+    torch.testing.assert_close(halved.float(), logits, rtol=0, atol=2e-3)
 
 
 def test_maps_that_a_size_has_made_serve_evaluation_and_training():
