@@ -6,6 +6,8 @@ system options, every criterion those of the balance loss; what has no twin, and
 
 import argparse
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from fairseq_tutel.plugin.task import MoETaskMixin
 
 register()
 
+ROOT = Path(__file__).resolve().parents[2]
 # Of a tiny model, and what a task would add.
 SIZES = {
     **{f"{side}_{part}": 2 for side in ("encoder", "decoder") for part in ("layers", "attention_heads")},
@@ -197,6 +200,34 @@ def test_what_experts_fit_has_a_twin_and_no_other():
     }
     assert not {f"moe_{name}" for name in WITHOUT_TWIN} & {*MODEL_REGISTRY}
     assert not [name for name in MODELS if "parallel" in name]
+
+
+def _rows(columns):
+    """Return the rows of that many columns of docs/models.md, without the head."""
+    lines = (ROOT / "docs" / "models.md").read_text().splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
+    return [row for row in rows if len(row) == columns and row[0].startswith("`")]
+
+
+def test_the_page_of_models_has_every_stock_model_with_its_twin_or_a_reason():
+    stock = {name for name, of in MODEL_REGISTRY.items() if of.__module__.startswith("fairseq.")}
+    twins, others = {row[0].strip("`"): row[1:] for row in _rows(3)}, _rows(2)
+    without = [name for names, _ in others for name in re.findall(r"`(\w+)`", names)]
+    assert sorted([*twins, *without]) == sorted(stock)
+    assert twins.keys() == {name for name in stock if f"moe_{name}" in MODEL_REGISTRY}
+    assert all(reason for _, reason in others)
+    for name, (sides, shown) in twins.items():
+        if name != "transformer_lm":  # a module of its own
+            assert sides.split(", ") == [
+                *getattr(MODEL_REGISTRY[f"moe_{name}"], "sides", ["encoder"])
+            ]
+        if "::" in shown:
+            path, test = shown.strip("`").split("::")
+            assert f"def {test}(" in (ROOT / path).read_text(), name
+        else:
+            assert f"moe_{name}" in UNBUILT or name == "masked_lm"
 
 
 def test_every_stock_optimizer_has_a_twin():
