@@ -9,6 +9,8 @@ TensorBoard files, or a --save-dir that holds one of these. Several runs are ove
 import argparse
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,7 +83,7 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template("report.html.j2").render(
-        rows=[summary_row(name, run) for name, run in runs.items()],
+        rows=[summary_row(name, run, _quality(runs)) for name, run in runs.items()],
         sections=[section for section in sections_of(runs) if any(section.groups.values())],
         runs=runs,
         files=files,
@@ -89,20 +91,40 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
     )
 
 
-def summary_row(name: str, run: Run) -> dict[str, str]:
-    """Return the cells of a run by their headings; perplexities are of one validation subset."""
+@dataclass(frozen=True)
+class Quality:
+    """What a summary says of a model: by which key it is logged, its name, and what is best of it."""
+
+    key: str
+    name: str
+    best: Callable[..., Any]
+
+
+PERPLEXITY, ACCURACY = Quality("ppl", "perplexity", min), Quality("accuracy", "accuracy (%)", max)
+
+
+def _quality(runs: dict[str, Run]) -> Quality:
+    """Return the accuracy where any run has one, else the perplexity."""
+    records = [
+        r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of
+    ]
+    return ACCURACY if any(ACCURACY.key in record.values for record in records) else PERPLEXITY
+
+
+def summary_row(name: str, run: Run, quality: Quality = PERPLEXITY) -> dict[str, str]:
+    """Return the cells of a run by their headings; validation is that of one subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
-    perplexities = _finite(run.subsets.get(subset, []), "ppl")
+    values = _finite(run.subsets.get(subset, []), quality.key)
     suffix = "" if subset == "valid" else f" ({subset})"
-    best = min(perplexities, key=lambda point: point[1], default=None)
+    best = quality.best(values, key=lambda point: point[1], default=None)
     speeds = [speed for _, speed in _finite(run.training, "wps")]
     speeds = speeds[1:] or speeds  # the first updates warm up
     return {
         "Run": name,
         "Updates": f"{run.last_update:,}",
-        "Training perplexity, last": _last(_finite(run.training, "ppl")),
-        "Validation perplexity, last": _last(perplexities) + suffix,
-        "Validation perplexity, best": (
+        f"Training {quality.name}, last": _last(_finite(run.training, quality.key)),
+        f"Validation {quality.name}, last": _last(values) + suffix,
+        f"Validation {quality.name}, best": (
             NOTHING if best is None else f"{best[1]:.2f} at update {best[0]:,}{suffix}"
         ),
         "Tokens per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,

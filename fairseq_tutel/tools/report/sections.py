@@ -76,15 +76,20 @@ class Chart:
 
 
 SECTIONS = {
-    ("loss", "Loss and perplexity", ""): [
+    ("loss", "Loss", ""): [
         Chart("Perplexity", "ppl", "perplexity",
               "Per token, without balance loss: dense and MoE runs compare here.",
               log=True, against_time=True, validation=True),
+        Chart("Accuracy", "accuracy", "right (%)",
+              "Of images, those whose likeliest class is theirs; in training, as augmented.",
+              against_time=True, validation=True),
+        Chart("Accuracy of five", "top5_accuracy", "right (%)",
+              "Of all images, those whose class is among the five likeliest.", validation=True),
         Chart("Loss", "loss", "loss (bits)",
               "What is trained: that of a MoE run holds its weighted balance loss.",
               against_time=True, validation=True),
-        Chart("Negative log-likelihood", "nll_loss", "nll loss (bits per token)",
-              "Of the targets alone. A criterion that logs none has it as its loss.",
+        Chart("Negative log-likelihood", "nll_loss", "nll loss (bits)",
+              "Without balance loss or smoothing. A criterion that logs none has it as its loss.",
               against_time=True, validation=True),
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
