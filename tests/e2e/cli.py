@@ -54,7 +54,8 @@ class Run:
 def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
     """Run fairseq-`command` on `ranks` processes and wait; with `check`, fail on a bad exit.
 
-    The command "tutel-train" is `python -m fairseq_tutel.train`, "tutel-run" likewise.
+    The command "tutel-train" is `python -m fairseq_tutel.train`, "tutel-run" likewise; "tutel-__main__"
+    is `python -m fairseq_tutel`, for a tool that imports fairseq.
     """
     run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:
@@ -169,7 +170,7 @@ def _child(command, argv, env, log, stdin):
     if "fairseq_tutel.plugin" in sys.modules:  # what registering says depends on the words
         sys.modules["fairseq_tutel.plugin"]._registered = False
     try:
-        if command in ("tutel-train", "tutel-run"):
+        if command.startswith("tutel-"):
             importlib.import_module("fairseq_tutel." + command.removeprefix("tutel-")).main()
         else:
             importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()

@@ -224,6 +224,20 @@ def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
     assert curves == ["Gate entropy against updates"]
 
 
+def test_accuracies_are_drawn_where_there_are_some():
+    log = [
+        json.dumps({"valid_accuracy": "50", "valid_top5_accuracy": "90", "valid_num_updates": u})
+        for u in "36"
+    ]
+    titles = [
+        p.title
+        for of in curve_sections({"images": join(read_log(log))})[0].groups.values()
+        for p in of
+    ]
+    accuracy = ["Accuracy against updates", "Accuracy of five against updates"]
+    assert titles[:2] == accuracy and "Perplexity against updates" not in titles
+
+
 def test_the_table_holds_the_numbers_of_the_log(page, runs):
     rows = [page.cells[:9], page.cells[9:]]
     for name, save_dir, row in zip(("dense", "moe"), runs, rows, strict=True):

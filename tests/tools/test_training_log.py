@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from fairseq_tutel.tools.report.page import duration, summary_row
+from fairseq_tutel.tools.report.page import duration, quality_of, summary_row
 from fairseq_tutel.tools.training_log import Record, default_names, find_log, join, read_log
 
 
@@ -193,6 +193,24 @@ def test_the_summary_names_another_subset():
     row = summary_row("one", run_of(inner(5, moe_gate_loss="1"), valid(5, subset="test")))
     assert row["Validation perplexity, last"] == "9.50 (test)"
     assert row["MoE layers × experts"] == "not logged"
+
+
+def test_the_summary_has_the_accuracy_where_a_run_logs_one():
+    log = [
+        json.dumps({"epoch": 1, "valid_accuracy": a, "valid_num_updates": u})
+        for u, a in (("3", "87.5"), ("6", "80"))
+    ]
+    runs = {
+        "images": run_of(inner(2, accuracy="12.5"), *log),
+        "words": run_of(inner(2, ppl="9"), valid(4)),
+    }
+    rows = {name: summary_row(name, run, quality_of(runs)) for name, run in runs.items()}
+    values = {
+        name: [value for key, value in row.items() if "accuracy (%)" in key]
+        for name, row in rows.items()
+    }
+    assert values == {"images": ["12.50", "80.00", "87.50 at update 3"], "words": ["–"] * 3}
+    assert quality_of({"words": runs["words"]}).name == "perplexity"
 
 
 def test_durations():

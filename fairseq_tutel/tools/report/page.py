@@ -83,7 +83,7 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template("report.html.j2").render(
-        rows=[summary_row(name, run, _quality(runs)) for name, run in runs.items()],
+        rows=[summary_row(name, run, quality_of(runs)) for name, run in runs.items()],
         sections=[section for section in sections_of(runs) if any(section.groups.values())],
         runs=runs,
         files=files,
@@ -103,7 +103,7 @@ class Quality:
 PERPLEXITY, ACCURACY = Quality("ppl", "perplexity", min), Quality("accuracy", "accuracy (%)", max)
 
 
-def _quality(runs: dict[str, Run]) -> Quality:
+def quality_of(runs: dict[str, Run]) -> Quality:
     """Return the accuracy where any run has one, else the perplexity."""
     records = [
         r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of

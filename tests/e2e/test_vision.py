@@ -1,0 +1,206 @@
+"""Images through the real command line: SwinV2-MoE on scikit-learn's digits.
+
+Covered: one rank against two, with ZeRO 1, experts shared out and a sharded checkpoint; a resume in the
+middle of an epoch, on another number of ranks; the best checkpoint by accuracy; validate,
+predict and its grid; hydra; a dense model and stock's criterion; an image that cannot be read,
+left out on two ranks and refused; classes that the training set lacks.
+"""
+
+import csv
+import re
+
+import numpy as np
+import pytest
+import torch
+from cli import USER_DIR, fairseq, refused
+from equality import facts_of, same_weights
+from PIL import Image
+from sklearn.datasets import load_digits
+from test_sharded_checkpoints import load
+
+AUGMENTED = (
+    "--image-crop-padding", 1, "--image-flip", 0.2, "--image-jitter", 0.2, "--image-erase", 0.2,
+    "--image-mixup", 0.2, "--image-cutmix", 1,
+)  # fmt: skip
+BY_ACCURACY = ("--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric")
+UPDATES = 6  # of 8 micro-batches in 4 updates of an epoch
+
+
+def swin_args(data, save_dir, *extra):
+    """A two-stage SwinV2-MoE, an update of two micro-batches of 11 images; `extra` comes last and wins."""
+    return [
+        data, "--user-dir", USER_DIR, "--task", "moe_image_classification",
+        "--arch", "swin_v2_moe_tiny", "--criterion", "moe_image_classification", "--label-smoothing", 0.1,
+        "--swin-embed-dim", 8, "--swin-expert-dropout", 0, "--moe-gate-noise", 0,
+        "--moe-balance-loss", "gshard:1", "--moe-expert-count", 4,
+        "--batch-size", 11, "--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.1,
+        "--max-update", UPDATES, "--log-format", "json", "--log-interval", 1, "--save-dir", save_dir,
+        "--no-epoch-checkpoints", "--num-workers", 0, "--update-freq", 2, *BY_ACCURACY, *AUGMENTED, *extra,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Arrays of 88 digits to train on and 40 to look at."""
+    folder, found = tmp_path_factory.mktemp("digits"), load_digits()
+    pixels = (found.images * 255 / 16).astype(np.uint8)
+    for split, part in (("train", slice(88)), ("valid", slice(88, 128))):
+        np.savez(folder / f"{split}.npz", images=pixels[part], labels=found.target[part])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same as 24 files in folders, of which one of the training is cut off, and 6 to look at."""
+    folder, found = tmp_path_factory.mktemp("folders"), load_digits()
+    for i in range(30):
+        at = folder / ("train" if i < 24 else "valid") / f"digit {found.target[i] % 3}"
+        at.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((found.images[i] * 15.9).astype(np.uint8)).save(at / f"{i}.png")
+    cut = folder / "train" / "digit 1" / "4.png"
+    cut.write_bytes(cut.read_bytes()[:40])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(digits, tmp_path_factory):
+    """The folder of a training on one rank, and what it printed."""
+    folder = tmp_path_factory.mktemp("plain")
+    run = fairseq("train", *swin_args(digits, folder, "--save-interval-updates", 3))
+    return folder, run
+
+
+@pytest.fixture(scope="module")
+def sharded(digits, tmp_path_factory):
+    """The folder of the same training on two ranks that share experts, in ZeRO's stage 1."""
+    folder = tmp_path_factory.mktemp("sharded")
+    flags = (
+        "--update-freq",
+        1,
+        "--moe-zero-stage",
+        1,
+        "--moe-checkpoint",
+        "sharded",
+        "--moe-expert-parallel-size",
+        2,
+    )
+    fairseq("train", *swin_args(digits, folder, *flags), ranks=2)
+    return folder
+
+
+def same_training(expected, found):
+    assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], found["model"], adam=False)
+
+
+def test_two_ranks_train_as_one_does(plain, sharded):
+    expected = load(plain[0])
+    assert facts_of(expected)["moe_gate_loss 0"] > 0
+    same_training(expected, load(sharded))
+
+
+def test_a_resume_in_the_middle_of_an_epoch_goes_on_as_if_undisturbed(plain, digits, tmp_path):
+    begin = ("--restore-file", plain[0] / "checkpoint_1_3.pt")
+    fairseq("train", *swin_args(digits, tmp_path, *begin, "--update-freq", 1), ranks=2)
+    same_weights(load(plain[0])["model"], load(tmp_path)["model"], adam=False)
+
+
+def test_the_best_checkpoint_is_the_most_accurate(plain):
+    folder, run = plain
+    accuracies = {
+        int(record["valid_num_updates"]): float(record["valid_accuracy"])
+        for record in run.stats("valid")
+    }
+    assert len(accuracies) >= 2
+    assert all(float(record["valid_top5_accuracy"]) >= 40 for record in run.stats("valid"))
+    best = torch.load(folder / "checkpoint_best.pt", weights_only=False)
+    assert best["extra_state"]["best"] == pytest.approx(max(accuracies.values()), abs=0.01)
+    assert accuracies[best["optimizer_history"][-1]["num_updates"]] == max(accuracies.values())
+
+
+def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
+    """Both open a checkpoint in shards; predict in a folder that has no training set."""
+    (tmp_path / "valid.npz").write_bytes((digits / "valid.npz").read_bytes())
+    words = (
+        "--user-dir",
+        USER_DIR,
+        "--task",
+        "image_classification",
+        "--path",
+        sharded / "checkpoint_last.pt",
+    )
+    found = fairseq(
+        "validate", tmp_path, *words, "--batch-size", 16, "--log-format", "simple"
+    ).output
+    accuracy = re.search(r"accuracy ([\d.]+)", found)[1]
+    checkpoint, table, grid = (
+        sharded / "checkpoint_last.pt",
+        tmp_path / "found.csv",
+        tmp_path / "grid.png",
+    )
+    run = fairseq(
+        "tutel-__main__", "predict", checkpoint, tmp_path, "--output", table, "--grid", grid
+    )
+    assert f"images right, {float(accuracy):.2f} %" in run.output and f"wrote {grid}" in run.output
+    with table.open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 40 and lines[3]["image"].endswith("valid.npz[3]")
+    right = sum(line["class"] == line["class_1"] for line in lines)
+    assert right / 40 == pytest.approx(float(accuracy) / 100)
+    probabilities = [float(lines[0][f"probability_{k}"]) for k in range(1, 6)]
+    assert probabilities == sorted(probabilities, reverse=True) and sum(probabilities) < 1
+    with Image.open(grid) as picture:
+        assert picture.width > 500 and len(picture.getcolors(2**24)) > 20
+
+
+def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_model(
+    folders, tmp_path
+):
+    dense = [
+        folders, "--user-dir", USER_DIR, "--task", "image_classification", "--arch", "swin_v2_tiny",
+        "--criterion", "cross_entropy", "--optimizer", "adam", "--lr", 0.01, "--batch-size", 1,
+        "--max-epoch", 1, "--save-dir", tmp_path, "--image-size", 6, "--image-channels", 3,
+        "--log-format", "json", "--num-workers", 0, "--ddp-backend", "legacy_ddp",
+    ]  # fmt: skip
+    run = fairseq("train", *dense, "--image-errors", "skip", ranks=2)
+    (named,) = re.findall(r"left out (.*)", run.output)
+    assert "digit 1/4.png: " in named and named.endswith("(1 so far)")
+    assert run.stats("train")[0]["train_num_updates"] == "12"
+    dense += ["--save-dir", tmp_path / "refused"]
+    sentence = r"^error: \S.*4\.png: .*; repair or remove it, or add --image-errors skip\.$"
+    assert re.search(sentence, refused("train", *dense, ranks=2), re.MULTILINE)
+    (folders / "valid" / "zebra").mkdir()
+    Image.new("L", (8, 8)).save(folders / "valid" / "zebra" / "1.png")
+    assert (
+        "has the class zebra, which is none of the training set's 3, digit 0 to digit 2"
+        in refused("train", *dense)
+    )
+
+
+HYDRA_FILE = """
+common: {cpu: true, log_format: json, user_dir: %s}
+task: {_name: moe_image_classification, data: "???", image_size: 8}
+model: {_name: swin_v2_moe_tiny, swin_embed_dim: 8, moe_expert_count: "2"}
+criterion: {_name: moe_image_classification, label_smoothing: 0.1}
+dataset: {batch_size: 11, num_workers: 0}
+optimization: {max_update: 2, lr: [0.01]}
+optimizer: {_name: moe_adam}
+lr_scheduler: {_name: fixed}
+checkpoint: {save_dir: "???", best_checkpoint_metric: accuracy, maximize_best_checkpoint_metric: true}
+"""
+
+
+def test_hydra_trains_it(digits, tmp_path):
+    (tmp_path / "images.yaml").write_text("# @package _group_\n" + HYDRA_FILE % USER_DIR)
+    run = fairseq(
+        "hydra-train", "--config-dir", tmp_path, "--config-name", "images", f"task.data={digits}",
+        f"checkpoint.save_dir={tmp_path}", "+task.image_flip=0.5",
+    )  # fmt: skip
+    assert "done training" in run.output
+    assert float(re.findall(r'"valid_top5_accuracy": "([\d.]+)"', run.output)[-1]) > 20
+    saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
+    assert saved["cfg"]["task"]["image_flip"] == 0.5 and saved["task_state"]["images"]["shape"] == [
+        1,
+        8,
+        8,
+    ]
