@@ -246,7 +246,7 @@ def open_interface(
         _refuse_unknown(options, known)
         for model in models:
             model.to(device=device, dtype=dtype)
-        return _interface_of(models[0], task)(cfg, task, models).to(device).eval()
+        return interface_of(models[0], task)(cfg, task, models).to(device).eval()
     except Exception as error:
         sentence = _sentence(error, files, data)
         if sentence is None:
@@ -254,21 +254,36 @@ def open_interface(
         raise sentence from error
 
 
-def _interface_of(model: nn.Module, task: Any) -> Any:
+def interface_of(model: nn.Module, task: Any) -> Any:
+    """Return the class of the interface for a model of a task.
+
+    Raises:
+        ValueError: there is none.
+    """
     if hasattr(
         type(task), "class_names"
     ):  # image_classification, whose folder stands below this one
         return ImageClassification
-    if isinstance(model, RobertaModel):
-        return MaskedLanguageModel
-    if isinstance(model, FairseqLanguageModel):
-        return LanguageModel
-    if isinstance(model, FairseqEncoderDecoderModel):
-        return Denoising if hasattr(task, "mask_idx") else Translation
+    kinds = {
+        RobertaModel: MaskedLanguageModel,
+        FairseqLanguageModel: LanguageModel,
+        FairseqEncoderDecoderModel: Denoising if hasattr(task, "mask_idx") else Translation,
+    }
+    for kind, interface in kinds.items() if _reads_text(task) else ():
+        if isinstance(model, kind):
+            return interface
     raise ValueError(
-        f"path names a {type(model).__name__}, of which there is no interface; open it by fairseq's "
-        "checkpoint_utils.load_model_ensemble_and_task."
+        f"path names a {type(model).__name__} of the task {type(task).__name__}, of which there is no "
+        "interface; open it by fairseq's checkpoint_utils.load_model_ensemble_and_task."
     )
+
+
+def _reads_text(task: Any) -> bool:
+    """Whether a task has words to read; those of speech have none."""
+    try:
+        return task.source_dictionary is not None
+    except NotImplementedError:
+        return False
 
 
 def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError | None:
