@@ -10,7 +10,7 @@ from typing import Any
 from fairseq.models import BaseFairseqModel, register_model
 from torch import nn
 
-from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.config import SidesConfig, options_of
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.flags import made
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts
@@ -18,7 +18,7 @@ from fairseq_tutel.plugin.task import attach
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
-# Of experts, what the released model does.
+# Of experts, what the released model does, but for their second bias, which it lacks: here it begins at 0.
 EXPERTS = {"activation": "gelu", "init_std": 0.005}
 RELEASED = {
     "swin_form": "moe",
@@ -28,6 +28,8 @@ RELEASED = {
     "moe_gate_noise": 1.0,
     "moe_balance_loss": "load_importance:1",
 }
+# What is the encoder's or the decoder's alone is not for stages.
+ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
 SIZES: dict[str, dict[str, Any]] = {
     "": {},
     "_tiny": {
@@ -99,6 +101,6 @@ for _size, _sizes in SIZES.items():
     _register(
         f"swin_v2_moe{_size}",
         SwinV2MoEModel,
-        [*options_in(SwinConfig), *options_in(SwinExpertsConfig), *options_of("model")],
+        [*options_in(SwinConfig), *options_in(SwinExpertsConfig), *ALL_SIDES],
         _sizes | RELEASED,
     )
