@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# A student of fewer layers with and without its teacher, at equal steps and data: what DeepSpeed-MoE's
+# staged distillation brings on the language model of language_model.sh.
+#
+#   examples/distillation.sh DATA_DIR [OUT]
+#
+# DATA_DIR is that of language_model.sh, whose MoE model of 4 layers is the teacher. The student begins as the
+# teacher without its second layer, and is trained without the teacher, with it for the first half of the
+# updates (staged), and with it to the end (full). The table says the perplexity on the report half.
+# Environment: SEEDS of students ("1 2 3"), UPDATES of theirs (300), START (the teacher's, 640), ALPHA (1).
+set -euo pipefail
+
+data=${1:?usage: examples/distillation.sh DATA_DIR [OUT]}
+out=${2:-outputs/distillation}
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PATH="$root/.venv/bin:$PATH"
+updates=${UPDATES:-300}
+teacher="$out/moe-1/checkpoint_last.pt"
+
+if [ ! -e "$teacher" ]; then
+    MODELS=moe SEEDS=1 EXTRA="--max-update ${START:-640} --total-num-update ${START:-640}" \
+        "$root/examples/language_model.sh" "$data" "$out" | sed "s/^moe/teacher/"
+fi
+python -m fairseq_tutel convert student --input "$teacher" --output "$out/student.pt" --overwrite \
+    --drop-layers 1
+
+distill="--criterion moe_distillation --distill-criterion moe_cross_entropy --distill-teacher $teacher
+    --distill-alpha ${ALPHA:-1}"
+declare -A cases=(
+    [without]=""
+    [staged]="$distill --distill-until $((updates / 2))"
+    [full]="$distill"
+)
+for seed in ${SEEDS:-1 2 3}; do
+    for name in without staged full; do
+        mkdir -p "$out/$name"
+        ln -sfn ../bin "$out/$name/bin"
+        [ -e "$out/$name/moe-$seed/eval.txt" ] && continue
+        EXTRA="--decoder-layers 3 --finetune-from-model $out/student.pt --lr 0.003 --warmup-updates 20
+            --total-num-update $updates --max-update $updates ${cases[$name]}" \
+            MODELS=moe SEEDS=$seed "$root/examples/language_model.sh" "$data" "$out/$name" | sed "s/^moe/$name/"
+    done
+done
+python "$root/examples/distillation_table.py" "$out"
