@@ -99,7 +99,7 @@ def test_generation(tmp_path):
 def test_swin_with_experts(tmp_path):
     found, _ = measured("vision", tmp_path / "out.json", unit="images/s")
     rows = {(row["mode"], row["variant"]): row for row in found["rows"]}
-    assert len(rows) == 2 * 4
+    assert len(rows) == 2 * 3
     for mode in ("training", "inference"):
         einsum = rows[mode, "moe_einsum"]
         assert einsum["error"] < 1e-5 and einsum["over_ours"] > 0 and "times moe" in einsum["note"]
