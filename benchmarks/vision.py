@@ -31,6 +31,23 @@ ROUNDS, QUICK_ROUNDS = 5, 2
 CLASSES = 10
 
 
+def _training(built: Built, sample: dict[str, Any]) -> timing.Step:
+    return step_of(built, [sample])
+
+
+def _inference(built: Built, sample: dict[str, Any]) -> timing.Step:
+    model = built.model
+
+    def step() -> None:
+        with torch.no_grad():
+            model.eval()(**sample["net_input"])
+
+    return step
+
+
+MODES = {"inference": _inference, "training": _training}
+
+
 def main(words: list[str] | None = None) -> int:
     """Measure; return 1 where the two models with experts do not agree, else 0."""
     parser = command.parser_of("vision", "Time Swin V2 with experts, training and inference.")
@@ -43,6 +60,7 @@ def main(words: list[str] | None = None) -> int:
     add("--depths", default="1,1,8,2", help="blocks of each stage")
     add("--experts", type=int, default=8, help="of a layer that has some")
     add("--capacity", type=float, default=1.25, help="places, in even shares")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="what is timed")
     add("--threads", type=int, default=1, help="on CPU")
     add("--rounds", type=int, default=ROUNDS, help="timed steps of each")
     add("--profile", action="store_true", help="what takes most of a step, dense and with experts")
@@ -79,13 +97,13 @@ def measured(
     compared, layers = _compared(built[OURS].model, built[EINSUM].model, sample)
     rows: list[Row] = []
     about = {"layers": layers, "parameters": {name: _size(built[name].model) for name in VARIANTS}}
-    for mode, step_of_mode in (("inference", _inference), ("training", _training)):
+    for mode in options.modes:
         of_mode: dict[str, Row] = {
             name: {"mode": mode, "variant": name, "status": "ok"} for name in VARIANTS
         }
         of_mode[EINSUM] |= compared
         steps = {
-            name: step_of_mode(built[name], sample)
+            name: MODES[mode](built[name], sample)
             for name, row in of_mode.items()
             if row["status"] == "ok"
         }
@@ -99,7 +117,7 @@ def measured(
             about[f"{mode}_profile"] = {name: profiled(steps[name]) for name in (BASE, OURS)}
         rows += of_mode.values()
     report.add(f"{images} images", about, rows)
-    for mode in ("inference", "training"):
+    for mode in options.modes:
         print_profiles(about.get(f"{mode}_profile", {}))
 
 
@@ -198,20 +216,6 @@ def _sample(images: int, side: int) -> dict[str, Any]:
         "net_input": {"images": pixels},
         "target": torch.randint(CLASSES, (images,), generator=generator),
     }
-
-
-def _training(built: Built, sample: dict[str, Any]) -> timing.Step:
-    return step_of(built, [sample])
-
-
-def _inference(built: Built, sample: dict[str, Any]) -> timing.Step:
-    model = built.model
-
-    def step() -> None:
-        with torch.no_grad():
-            model.eval()(**sample["net_input"])
-
-    return step
 
 
 if __name__ == "__main__":
