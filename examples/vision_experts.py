@@ -9,6 +9,7 @@ B pictures, L patches of one, C classes, E experts.
 """
 
 import argparse
+import logging
 import math
 import sys
 from pathlib import Path
@@ -109,6 +110,7 @@ def _square(of_patches_L: Tensor) -> Tensor:
 
 def main(checkpoint: str, data: str, picture: str) -> None:
     """Draw the picture, and say how evenly the patches are shared out."""
+    logging.disable(logging.INFO)
     *found, ids, experts = watched(checkpoint, data)
     draw(*found, ids, experts, Path(picture))
     for label, ids_BL in ids.items():
