@@ -1,4 +1,4 @@
-"""A --user-dir with a network of one hidden layer on images, for examples/cmcl/study.py."""
+"""A --user-dir with a network of one hidden layer on images, for examples/cmcl/compare.py."""
 
 from dataclasses import dataclass, field
 

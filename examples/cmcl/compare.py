@@ -1,6 +1,6 @@
 """Independent ensembles, multiple choice learning and its confident form on two sets of digits.
 
-    make vision-data && python examples/cmcl/study.py vision OUT [--sets digits] [--seeds 1 2] [--print]
+    make vision-data && python examples/cmcl/compare.py vision OUT [--sets digits] [--seeds 1 2] [--print]
 
 Every method of METHODS is trained by fairseq-train with each seed on what digits.py writes, and validated
 on the test split when it ends; nothing was chosen by it. A run that is done is not done again. Then it
@@ -105,18 +105,26 @@ def main() -> None:
         torch.set_num_threads(1)
         register()
     for name in given.sets:
-        rows = []
-        for method, options in METHODS.items():
-            folder = given.out / name / re.sub(r"\W+", "_", method)
-            logs = [folder / f"{seed}.log" for seed in given.seeds]
-            for seed, log in zip(given.seeds, logs, strict=True):
-                if not log.exists() and not given.print:
-                    train(given.data / name, log, f"{options} {SETS[name]}", seed)
-            done = [log for log in logs if log.exists()]
-            rows.append([method, *(row(done) if done else [])])
-        print(f"\n{name}, error in percent, {len(given.seeds)} seeds\n")
+        logs = {
+            (method, seed): given.out / name / re.sub(r"\W+", "_", method) / f"{seed}.log"
+            for seed in given.seeds
+            for method in METHODS
+        }
+        for (method, seed), log in logs.items():
+            if not log.exists() and not given.print:
+                train(given.data / name, log, f"{METHODS[method]} {SETS[name]}", seed)
+        done = {
+            method: [log for (of, _), log in logs.items() if of == method and log.exists()]
+            for method in METHODS
+        }
+        rows = [
+            [method, len(found), *(row(found) if found else [])] for method, found in done.items()
+        ]
+        print(f"\n{name}, error in percent\n")
         print(
-            tabulate(rows, ("method", "mean of softmaxes", "oracle", "a member"), "github"),
+            tabulate(
+                rows, ("method", "seeds", "mean of softmaxes", "oracle", "a member"), "github"
+            ),
             flush=True,
         )
 
