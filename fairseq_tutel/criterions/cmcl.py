@@ -111,13 +111,12 @@ class CMCLCriterion(FairseqCriterion):
         metrics.log_scalar("loss", total["loss"] / size * bits, size, round=3)
         metrics.log_scalar("nll_loss", total["nll_loss"] / counted * bits, counted, round=3)
         metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
-        shares = {
-            "accuracy": total["right_mean"],
-            "oracle_error": total["counted"] - total["right_any"],
-        }
+        shares = {"accuracy": total["right_mean"]}
         of_members = [total[f"{RIGHT}{m}"] for m in range(sum(RIGHT in key for key in total))]
-        shares["member_accuracy"] = sum(of_members) / len(of_members)
-        shares |= {f"member{m}_accuracy": right for m, right in enumerate(of_members)}
+        if len(of_members) > 1:
+            shares["oracle_error"] = total["counted"] - total["right_any"]
+            shares["member_accuracy"] = sum(of_members) / len(of_members)
+            shares |= {f"member{m}_accuracy": right for m, right in enumerate(of_members)}
         if "router_loss" in total:
             router_loss = total["router_loss"] / counted * bits
             metrics.log_scalar("router_loss", router_loss, counted, round=3)
