@@ -14,6 +14,7 @@ import torch
 from fairseq import models
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary
+from fairseq.data.legacy.masked_lm_dictionary import MaskedLMDictionary
 from fairseq.logging import metrics
 from fairseq.models import (
     ARCH_MODEL_INV_REGISTRY,
@@ -202,6 +203,38 @@ def test_what_experts_fit_has_a_twin_and_no_other():
     assert not [name for name in MODELS if "parallel" in name]
 
 
+def test_a_pretrained_xlm_is_in_the_layers_without_experts(tmp_path):
+    args = argparse.Namespace(arch="xlm_base", **{**SIZES, "tokens_per_sample": 32})
+    weights = models.build_model(args, _Task(code=False)).state_dict()
+    history = {
+        "num_updates": 0,
+        "criterion_name": "",
+        "optimizer_name": "",
+        "lr_scheduler_state": {},
+    }
+    state = {"model": weights, "args": args, "cfg": None, "optimizer_history": [history]}
+    state |= {
+        "extra_state": {"epoch": 1, "train_iterator": {"epoch": 1}},
+        "last_optimizer_state": None,
+    }
+    torch.save(state, tmp_path / "xlm.pt")
+    task, words = _Task(code=False), MaskedLMDictionary()
+    while len(words) < len(task.src_dict):
+        words.add_symbol(f"w{len(words)}")
+    task.source_dictionary = task.target_dictionary = words
+    learned = {"encoder_learned_pos": True, "decoder_learned_pos": True, "activation_fn": "gelu"}
+    args = argparse.Namespace(
+        **SIZES, **learned, arch="moe_transformer_from_pretrained_xlm", moe_freq=2, moe_expert_count="3",
+        pretrained_xlm_checkpoint=str(tmp_path / "xlm.pt"),
+    )  # fmt: skip
+    model = models.build_model(args, task)
+    for side in (model.encoder, model.decoder):
+        taken = weights["encoder.sentence_encoder.layers.0.fc1.weight"]
+        assert torch.equal(side.layers[0].fc1.weight, taken)
+    assert len(moe_layers(model)) == 2
+    _run(model, "moe_transformer").backward()
+
+
 def _rows(columns):
     """Return the rows of that many columns of docs/models.md, without the head."""
     lines = (ROOT / "docs" / "models.md").read_text().splitlines()
@@ -227,7 +260,7 @@ def test_the_page_of_models_has_every_stock_model_with_its_twin_or_a_reason():
             path, test = shown.strip("`").split("::")
             assert f"def {test}(" in (ROOT / path).read_text(), name
         else:
-            assert f"moe_{name}" in UNBUILT or name == "masked_lm"
+            assert f"moe_{name}" in UNBUILT
 
 
 def test_every_stock_optimizer_has_a_twin():
