@@ -94,7 +94,7 @@ def draw(name: str) -> None:
     words += ["--output", str(OUT / "predictions.csv"), "--grid", str(OUT / "predictions.png")]
     run("python", [*words, "--overwrite"], OUT / "predict.log", show=r"(.*)")
     words = ["examples/vision_experts.py", _checkpoint(name), str(DATA), str(OUT / "experts.png")]
-    run("python", words, OUT / "experts.log", show=r"(.*)")
+    run("python", words, OUT / "experts.log", show=r"(.*patches of each expert.*)")
 
 
 def _checkpoint(name: str) -> str:

@@ -1,11 +1,14 @@
 """Swin V2 as a model of fairseq, built as fairseq builds it.
 
 Covered: sizes as published; which blocks have experts, and what these compute; images of any size, in
-half precision too; names under hydra; checkpointed activations; what contradicts itself.
+half precision too; names under hydra; checkpointed activations; what contradicts itself; the picture of
+which patches go to which expert.
 """
 
 import argparse
+import importlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from fairseq_tutel.plugin.flags import GateLossOptions, defaults
 from fairseq_tutel.vision.windows import windows_of
 
 register()
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def build(arch, channels=1, num_classes=10, **options):
@@ -155,3 +159,29 @@ def test_what_contradicts_itself_is_refused():
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             build("swin_v2_moe_tiny", **options)
+
+
+@torch.no_grad()
+def test_the_picture_of_experts_shows_where_every_patch_goes(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("vision_experts")
+    model, images = build("swin_v2_moe_tiny", moe_expert_count="4").eval(), torch.randn(12, 1, 8, 8)
+    wanted = {}
+    for layer in moe_layers(model):
+        layer.register_forward_pre_hook(
+            lambda layer, args: wanted.update({layer.label: layer.gate(args[0]).argmax(-1)})
+        )
+    watch = example.Watch(model)
+    model(images)
+    model(images[:5])
+    ids = {label: torch.cat(parts) for label, parts in watch.seen.items()}
+    assert {label: each.shape for label, each in ids.items()} == {
+        "stages_0_1": (17, 16),
+        "stages_1_1": (17, 4),
+    }
+    for label, ids_BL in ids.items():
+        torch.testing.assert_close(ids_BL[12:], wanted[label])
+    example.draw(
+        images, torch.arange(12), {k: v[:12] for k, v in ids.items()}, 4, tmp_path / "it.png"
+    )
+    assert (tmp_path / "it.png").stat().st_size > 10_000
