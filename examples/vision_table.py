@@ -2,12 +2,11 @@
 
 Accuracy on the test split in percent, mean of the seeds with the standard deviation: of every model without
 dropping, and of MoE models with fewer places than patches, by who keeps one. "against" is the difference,
-seed by seed, to the dense model; images per second are those of training, the median over its log.
+seed by seed, to the dense model.
 """
 
 import argparse
-import json
-import statistics
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,15 +48,9 @@ def accuracy(run: Path, data: str, **overrides: Any) -> float:
     return 100 * right / len(dataset)
 
 
-def speed(run: Path) -> float:
-    """Return the images per second of a training."""
-    lines = (run / "train.log").read_text().splitlines()
-    records = [json.loads(line) for line in lines if line.startswith('{"epoch"')]
-    return statistics.median(float(record["wps"]) for record in records if "wps" in record)
-
-
 def main(data: str, out: Path) -> None:
     """Print both tables."""
+    logging.disable(logging.INFO)
     utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
     runs = {name: sorted(path.parent for path in out.glob(f"{name}-*/done")) for name in CASES}
     found = {name: [accuracy(run, data) for run in each] for name, each in runs.items() if each}
@@ -65,9 +58,8 @@ def main(data: str, out: Path) -> None:
     for name, each in found.items():
         against = [a - b for a, b in zip(each, found.get("dense", ()), strict=False)]
         difference = mean_of(against, 2) if against and name != "dense" else ""
-        speeds = f"{statistics.median(map(speed, runs[name])):.0f}"
-        rows.append([CASES[name], str(len(each)), mean_of(each, 2), difference, speeds])
-    header = ["model", "seeds", "accuracy, %", "against", "images per second"]
+        rows.append([CASES[name], str(len(each)), mean_of(each, 2), difference])
+    header = ["model", "seeds", "accuracy, %", "against"]
     print(tabulate(rows, header, tablefmt="github", disable_numparse=True))
 
     rows = []
