@@ -54,7 +54,7 @@ for seed in ${SEEDS:-1 2 3}; do
             --log-file "$run/train.log" > "$run/output.txt" 2>&1
         fairseq-eval-lm "$out/bin" --user-dir "$root/user_dir" --path "$run/checkpoint_last.pt" \
             --gen-subset test --tokens-per-sample 128 --batch-size 16 > "$run/eval.txt" 2>&1
-        echo "$name seed $seed: $(grep -o 'Perplexity: .*' "$run/eval.txt")," \
+        echo "$name seed $seed: $(grep -o 'Perplexity: .*' "$run/eval.txt" | tee "$run/score.txt")," \
             "$(grep -o '"train_wall": "[0-9]*"' "$run/output.txt" | tail -n 1 | cut -d'"' -f 4) s of training"
     done
 done

@@ -37,4 +37,4 @@ for seed in ${SEEDS:-1 2 3}; do
             --lr 0.003 --warmup-updates 20 --total-num-update "$updates" --max-update "$updates"
     done
 done
-python "$root/examples/pregated_table.py" "$out"
+python "$root/examples/score_table.py" "$out" moe pregated:moe converted:moe tuned/moe tuned/pregated:tuned/moe

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Residual and pyramid Mixture-of-Experts (PR-MoE) against the standard one, on the language model and the
+# translation model of language_model.sh and translation.sh.
+#
+#   examples/prmoe.sh WIKITEXT_DIR MULTI30K_DIR [OUT]
+#
+# Equal active FLOPs: a token goes through two networks of half the dense layer's width, both of them
+# experts (standard), or one expert and the dense part beside it (residual). What OUT has already is not
+# done again; the tables are printed at the end.
+# Environment: SEEDS ("1 2 3"), CASES (all), STUDIES ("language_model translation"), OMP_NUM_THREADS.
+set -euo pipefail
+
+usage="usage: examples/prmoe.sh WIKITEXT_DIR MULTI30K_DIR [OUT]"
+declare -A data=([language_model]=${1:?$usage} [translation]=${2:?$usage})
+out=${3:-outputs/prmoe}
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PATH="$root/.venv/bin:$PATH"
+
+# Short trainings: one epoch of the language model, a third of the translation model's updates.
+declare -A length=(
+    [language_model]="--max-epoch 1 --max-update 320 --total-num-update 320"
+    [translation]="--max-update 250 --total-num-update 250"
+)
+# Experts of each layer, encoder first: more of them in the deeper ones, or in the first ones.
+declare -A deep=([language_model]=4,4,8,16 [translation]=4,8,16,4,8,16)
+declare -A shallow=([language_model]=16,8,4,4 [translation]=16,8,4,16,8,4)
+cases=${CASES:-standard residual pyramid both inverted fewer}
+
+for study in ${STUDIES:-language_model translation}; do
+    residual="--moe-top-k 1 --moe-residual"
+    declare -A flags=(
+        [standard]="--moe-expert-count 16"
+        [residual]="--moe-expert-count 16 $residual"
+        [pyramid]="--moe-expert-count ${deep[$study]}"
+        [both]="--moe-expert-count ${deep[$study]} $residual"
+        [inverted]="--moe-expert-count ${shallow[$study]}"
+        [fewer]="--moe-expert-count 8"
+    )
+    mkdir -p "$out/$study/bin"
+    for seed in ${SEEDS:-1 2 3}; do
+        for name in $cases; do
+            folder="$out/$study/$name"
+            mkdir -p "$folder"
+            ln -sfn ../bin "$folder/bin"
+            [ -e "$folder/moe-$seed/score.txt" ] && continue
+            MODELS=moe SEEDS=$seed EXTRA="${length[$study]} ${flags[$name]}" \
+                "$root/examples/$study.sh" "${data[$study]}" "$folder" | sed "s/^moe/$study $name/"
+            rm "$folder/moe-$seed/"*.pt
+        done
+    done
+    # shellcheck disable=SC2046,SC2086 # one word for each case
+    python "$root/examples/score_table.py" "$out/$study" $(printf '%s/moe:standard/moe ' $cases)
+done
