@@ -16,15 +16,15 @@ out=${3:-outputs/prmoe}
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="$root/.venv/bin:$PATH"
 
-# Short trainings: one epoch of the language model, a third of the translation model's updates.
+# Short trainings: one epoch of the language model, 250 of the translation model's 600 updates.
 declare -A length=(
-    [language_model]="--max-epoch 1 --max-update 320 --total-num-update 320"
-    [translation]="--max-update 250 --total-num-update 250"
+    [language_model]="--max-epoch 1 --max-update 320 --total-num-update 320 --disable-validation"
+    [translation]="--max-update 250 --total-num-update 250 --disable-validation"
 )
 # Experts of each layer, encoder first: more of them in the deeper ones, or in the first ones.
 declare -A deep=([language_model]=4,4,8,16 [translation]=4,8,16,4,8,16)
 declare -A shallow=([language_model]=16,8,4,4 [translation]=16,8,4,16,8,4)
-cases=${CASES:-standard residual pyramid both inverted fewer}
+cases=${CASES:-standard residual pyramid both fewer inverted}
 
 for study in ${STUDIES:-language_model translation}; do
     residual="--moe-top-k 1 --moe-residual"

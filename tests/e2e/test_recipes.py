@@ -36,6 +36,8 @@ ZCODE_VOCABULARY = 192_000
 SIZES = {  # recipe: (vocabulary, billions of parameters)
     "gpt_125m_8_experts": (GPT2_VOCABULARY, 0.32),
     "gpt_125m_64_experts": (GPT2_VOCABULARY, 1.91),
+    "gpt_350m_128_experts": (GPT2_VOCABULARY, 13.15),
+    "gpt_350m_pr_moe": (GPT2_VOCABULARY, 4.12),
     "iwslt14_de_en": (10_000, 0.087),
     **{f"parallel_{form}": (4_000, 0.0017) for form in ("e", "e_d", "e_z", "e_z_offload")},
     "parallel_e_d_m": (4_000, 0.0009),
