@@ -1,4 +1,4 @@
-"""Print a table of what examples/ scored: python examples/score_table.py OUT MODEL[:BASE] …
+"""Print a table of what examples/ scored: python examples/score_table.py OUT MODEL[:BASE] [MODEL …].
 
 A model is the folders OUT/MODEL-SEED, each with a score.txt: perplexity, and BLEU where it translates.
 Its row has its parameters (in millions, where its training's log is there), and of each score the mean over
@@ -39,7 +39,7 @@ def cells(out: Path, model: str, base: str) -> list[str]:
     mine = scores(out, model)
     others = scores(out, base) if base not in ("", model) else {}
     row = [model.removesuffix("/moe"), millions(out, model)]
-    for i in range(len(next(iter(mine.values())))):
+    for i in range(min(map(len, mine.values()))):
         against = [of[i] - others[seed][i] for seed, of in mine.items() if seed in others]
         row += [mean_of([of[i] for of in mine.values()], 2), mean_of(against, 2) if against else ""]
     return row

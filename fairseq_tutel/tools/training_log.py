@@ -2,7 +2,8 @@
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
 `[…][train_inner][INFO] - {…}` under hydra, or the JSON alone in a `--log-file`. Its one key that ends
-in `num_updates` tells the update and, by its prefix, what was measured.
+in `num_updates` tells the update and, by its prefix, what was measured. fairseq-validate prints a record
+of its own, which knows no update.
 """
 
 import json
@@ -27,6 +28,8 @@ LOAD, DROPPED = "moe_load_", "moe_dropped_"
 LAYERS = "moe_layers_"
 
 _UPDATES = "num_updates"
+# In the place of an update, where the record does not tell.
+UNKNOWN = -1
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 
 
@@ -50,21 +53,27 @@ class Log:
 
     `starts` holds, for every process that said so, how many records came before it; `ranks` the
     numbers of ranks in that order, and `damaged` the numbers of the lines that could not be read.
+    `evaluations` has what fairseq-validate printed, by what it was measured on.
     """
 
     entries: list[Record] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
+    evaluations: dict[str, Record] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training: its records by tag, in order of updates, its ranks, and what the reader must know."""
+    """A training: its records by tag, in order of updates, its ranks, and what the reader must know.
+
+    And evaluations of what it trained, by what they were measured on.
+    """
 
     records: dict[str, list[Record]]
     ranks: list[int]
     notes: list[str]
+    evaluations: dict[str, Record] = field(default_factory=dict)
 
     @property
     def training(self) -> list[Record]:
@@ -127,7 +136,11 @@ def read_log(lines: Iterable[str]) -> Log:
             if text.startswith('{"epoch"'):
                 log.damaged.append(number)
             continue
-        if entry is not None:
+        if entry is None:
+            continue
+        if entry.update == UNKNOWN:
+            log.evaluations[entry.tag] = entry
+        else:
             log.entries.append(entry)
     return log
 
@@ -137,10 +150,12 @@ def read_entry(stats: object) -> Record | None:
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
-    update = None if key is None else _number(stats[key])
-    if key is None or update is None or not math.isfinite(update):
+    if key is None:
+        prefix, update = _prefix_of_evaluation(list(stats)), float(UNKNOWN)
+    else:
+        prefix, update = key.removesuffix(_UPDATES), _number(stats[key])
+    if prefix is None or update is None or not math.isfinite(update):
         return None
-    prefix = key.removesuffix(_UPDATES)
     entry = Record(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
     for name, value in stats.items():
         if isinstance(value, list):
@@ -149,6 +164,12 @@ def read_entry(stats: object) -> Record | None:
         elif (number := _number(value)) is not None:
             entry.values[name.removeprefix(prefix)] = number
     return entry
+
+
+def _prefix_of_evaluation(keys: list[str]) -> str | None:
+    """Return what fairseq-validate put before all keys, which begin with the loss; None if it did not."""
+    prefix = keys[0].removesuffix("loss") if keys and keys[0].endswith("_loss") else ""
+    return prefix if prefix and all(key.startswith(prefix) for key in keys) else None
 
 
 def join(log: Log) -> Run:
@@ -192,7 +213,8 @@ def join(log: Log) -> Run:
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
     ranks = log.ranks[:1] + [after for first, after in pairwise(log.ranks) if after != first]
-    return Run({tag: list(of.values()) for tag, of in by_tag.items()}, ranks, notes)
+    records = {tag: list(of.values()) for tag, of in by_tag.items()}
+    return Run(records, ranks, notes, log.evaluations)
 
 
 def _processes(log: Log) -> list[list[Record]]:
@@ -235,7 +257,8 @@ def _number(value: object) -> float | None:
 def find_log(path: Path) -> tuple[Log, list[Path]]:
     """Return what a training logged, and the files that hold it.
 
-    A folder is searched through, first for fairseq's JSON lines, then for TensorBoard's event files.
+    A folder is searched through, first for fairseq's JSON lines, then for TensorBoard's event files. What
+    fairseq-validate printed into other files there is told by their names.
 
     Raises:
         ValueError: the path does not exist, or it holds the records of no training or of several.
@@ -257,7 +280,9 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
         )
     if found:
         ((text, log),) = found.items()
-        return log, [text]
+        evaluated = [other for other, of in logs.items() if of.evaluations]
+        log.evaluations = _by_name({path: logs[path].evaluations for path in evaluated})
+        return log, [text, *(other for other in evaluated if other != text)]
     log = _read_events(events, path)
     if log.entries:
         return log, events
@@ -267,6 +292,16 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
         f"{path} holds no record of a training: looked for fairseq's JSON lines in {searched}, and for "
         f"TensorBoard's event files; train with --log-format json --log-file {folder}/train.log."
     )
+
+
+def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
+    """Return evaluations by file and, where there are several in one, by subset."""
+    names = default_names(list(evaluations)) if evaluations else []
+    return {
+        f"{name}, {tag}" if len(records) > 1 else name: record
+        for name, records in zip(names, evaluations.values(), strict=True)
+        for tag, record in records.items()
+    }
 
 
 def default_names(paths: list[Path]) -> list[str]:

@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import QuadMesh
 from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
@@ -153,20 +154,39 @@ def heat_map(
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(5, 3.2) if legend else (3.6, 2.4))
         axes = figure.add_subplot(xlabel="updates", ylabel=rows)
-        mesh = axes.pcolormesh(
-            edges,
-            np.arange(len(values_RU) + 1) - 0.5,
-            np.clip(values_RU, scale.norm.vmin, scale.norm.vmax),
-            norm=scale.norm,
-            cmap=scale.colors,
-            rasterized=True,
-        )
-        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        mesh = _draw_map(axes, edges, values_RU, scale)
         _mark(axes.xaxis)
-        axes.invert_yaxis()
         if legend:
             figure.colorbar(mesh, label=scale.label)
         return _svg(figure)
+
+
+def heat_map_by_name(
+    names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale
+) -> str:
+    """Return what the experts had on each of several data sets as SVG: a column for each, with its name."""
+    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
+        axes = figure.add_subplot(ylabel="expert")
+        edges = np.arange(len(names) + 1) - 0.5
+        _draw_map(axes, edges, np.asarray(values_NE, dtype=float).T, scale)
+        axes.set_xticks(range(len(names)), names)
+        return _svg(figure)
+
+
+def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale) -> QuadMesh:
+    """Draw rows from the top, and columns between the edges."""
+    mesh = axes.pcolormesh(
+        edges,
+        np.arange(len(values_RC) + 1) - 0.5,
+        np.clip(values_RC, scale.norm.vmin, scale.norm.vmax),
+        norm=scale.norm,
+        cmap=scale.colors,
+        rasterized=True,
+    )
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axes.invert_yaxis()
+    return mesh
 
 
 def legend_of(scale: Scale) -> str:

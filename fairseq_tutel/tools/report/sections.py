@@ -12,6 +12,7 @@ from fairseq_tutel.tools.report.figures import (
     Curve,
     Scale,
     heat_map,
+    heat_map_by_name,
     legend_of,
     line_chart,
     scale_of,
@@ -51,7 +52,8 @@ class Section:
 def sections_of(runs: dict[str, Run]) -> list[Section]:
     """Return all sections in their order; one is without pictures where nothing is to show."""
     loss, experts, *others = curve_sections(runs)
-    return [loss, experts, layer_section(runs), *expert_sections(runs), *others]
+    by_data = data_section(runs)
+    return [loss, experts, layer_section(runs), *expert_sections(runs), by_data, *others]
 
 
 @dataclass(frozen=True)
@@ -302,3 +304,31 @@ def _add_maps(
         alt = f"{name}, {what}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
         svg = heat_map(updates, values, scale, columns=columns)
         section.groups.setdefault(f"{name}, {what}", []).append(Picture(layer, "", alt, svg))
+
+
+DATA_TEXT = """
+Of the model that was trained, by fairseq-validate: one picture for each MoE layer, a row is an expert, a
+column a data set, such as a language, with its perplexity. Columns that look alike share their experts;
+a row that is orange in one column and violet in the others is an expert of that one.
+"""
+
+
+def data_section(runs: dict[str, Run]) -> Section:
+    """Return the load of experts by data set; without pictures if fairseq-validate printed none."""
+    section = Section("data", "Load of every expert by data set", DATA_TEXT)
+    for name, run in runs.items():
+        for key in list_keys(LOAD, list(run.evaluations.values())):
+            loads = {what: r for what, r in run.evaluations.items() if key in r.lists}
+            labels = [
+                f"{what}\nppl {r.values.get('ppl', math.nan):.2f}" for what, r in loads.items()
+            ]
+            values_NE = [record.lists[key] for record in loads.values()]
+            busiest = ", ".join(
+                f"{what} {values_E.index(max(values_E))} with {max(values_E):.2f} even shares"
+                for what, values_E in zip(loads, values_NE, strict=True)
+            )
+            layer = layer_of(key, LOAD)
+            svg = heat_map_by_name(labels, values_NE, LOAD_SCALE)
+            alt = f"{name}, {layer}: the busiest expert of {busiest}."
+            section.groups.setdefault(name, []).append(Picture(layer, "", alt, svg))
+    return section
