@@ -150,10 +150,8 @@ def read_entry(stats: object) -> Record | None:
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
-    if key is None:
-        prefix, update = _prefix_of_evaluation(list(stats)), float(UNKNOWN)
-    else:
-        prefix, update = key.removesuffix(_UPDATES), _number(stats[key])
+    prefix = _prefix_of_evaluation(list(stats)) if key is None else key.removesuffix(_UPDATES)
+    update = UNKNOWN if key is None else _number(stats[key])
     if prefix is None or update is None or not math.isfinite(update):
         return None
     entry = Record(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
