@@ -27,6 +27,8 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Cross entropy of a batch of the task image_classification, summed over its images."""
 
+    takes_mixed = True  # what the task asks of a criterion before it mixes images
+
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)
         if not 0 <= label_smoothing < 1:

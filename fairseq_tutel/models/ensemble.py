@@ -167,11 +167,14 @@ class EnsembleModel(BaseFairseqModel):
                 f"--ensemble-share-after is {name}, and a member has no such layer; choose one of "
                 f"{', '.join(path for path in list(modules)[1:12])}, …."
             )
-        above = [path for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(modules[path], "precheckpoint_forward") for path in above):
+        above = [modules[path] for path in modules if name.startswith(f"{path}.")]
+        # Of fairseq's layers, and of Swin's.
+        if any(
+            hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above
+        ):
             raise ValueError(
-                f"--ensemble-share-after is {name}, which --checkpoint-activations makes again in the "
-                "backward, when there are no other members; name a whole layer, or drop one of the two."
+                f"--ensemble-share-after is {name}, which is made again in the backward, since activations "
+                "are checkpointed, when there are no other members; name a whole layer, or drop one."
             )
 
 

@@ -10,6 +10,7 @@ from fairseq.tasks import FairseqTask, register_task
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.flags import made
 from fairseq_tutel.plugin.run_config import root_of
+from fairseq_tutel.plugin.task import InferenceMixin
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
@@ -34,7 +35,7 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
 
 
 @register_task("image_classification", dataclass=ImageClassificationConfig)
-class ImageClassificationTask(FairseqTask):
+class ImageClassificationTask(InferenceMixin, FairseqTask):
     """Tell the class of an image.
 
     What the model depends on, classes and the shape of images, is read off the training set and saved with
@@ -79,6 +80,21 @@ class ImageClassificationTask(FairseqTask):
             self.image_config,
             root.common.seed if trains else None,
         )
+
+    def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the criterion.
+
+        Raises:
+            ValueError: images are mixed, and it looks at one class of each.
+        """
+        criterion = super().build_criterion(cfg, *args, **kwargs)
+        if self.image_config.mixes and not getattr(criterion, "takes_mixed", False):
+            raise ValueError(
+                "--image-mixup and --image-cutmix give images two classes, and "
+                f"{type(criterion).__name__} learns one of them; choose --criterion image_classification, "
+                "or drop them."
+            )
+        return criterion
 
     def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step; the sentence of an image that cannot be read ends the training."""

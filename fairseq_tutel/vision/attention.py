@@ -61,7 +61,7 @@ class WindowAttention(nn.Module):
         if self.by_cosine:
             scale = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp().repeat(copies, 1, 1)
             # A factor for each row: to divide all of it, as F.normalize does, takes several times longer.
-            scale, k = scale * _inverse_norm(q), k * _inverse_norm(k)
+            scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
         dropout = self.attention_dropout if self.training else 0.0
         y = _attention(q, k, v, scale, self._bias(windows).to(v.dtype), dropout)
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
@@ -83,8 +83,14 @@ class WindowAttention(nn.Module):
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    """Return 1 / |x| of the last dimension, [..., 1]; F.normalize's bound is for a row of zeros."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12).reciprocal()
+    """Return 1 / |x| of the last dimension, [..., 1], fp32 at least; an empty place is a row of zeros.
+
+    The bound is F.normalize's; in fp16 it would be 0.
+    """
+    norm = torch.linalg.vector_norm(
+        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
+    return norm.clamp_min(1e-12).reciprocal()
 
 
 def _attention(
@@ -94,8 +100,8 @@ def _attention(
     if torch.is_grad_enabled() and q.device.type == "cpu":
         # torch has no fused kernel for the CPU that knows the gradient of a bias; what it does instead
         # makes more passes over the scores (1.1 to 1.2 times the time of attention and its backward).
-        weights = ((q * scale) @ k.mT).add_(bias).softmax(-1)
+        weights = ((q * scale).to(k.dtype) @ k.mT).add_(bias).softmax(-1)
         return F.dropout(weights, dropout) @ v
     if isinstance(scale, Tensor):
-        q, scale = q * scale, 1.0
+        q, scale = (q * scale).to(k.dtype), 1.0
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)

@@ -66,6 +66,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.norms_first, self.drop_path = config.form == "moe", drop_path
+        self.checkpoints = config.checkpoint_activations
         self.attn = WindowAttention(
             dim,
             heads,

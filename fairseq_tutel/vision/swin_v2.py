@@ -23,7 +23,7 @@ class Stage(nn.Module):
         self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None
     ) -> None:
         super().__init__()
-        self.window, self.checkpoints = config.window, config.checkpoint_activations
+        self.window = config.window
         self.blocks = nn.ModuleList(blocks)
         self.downsample = merging
 
@@ -31,7 +31,7 @@ class Stage(nn.Module):
         """Return the tokens after the stage and the size of what they show."""
         both = [windows_of(*size, self.window, shifted, x_BLD.device) for shifted in (False, True)]
         for i, block in enumerate(self.blocks):
-            if self.checkpoints and torch.is_grad_enabled():
+            if block.checkpoints and torch.is_grad_enabled():
                 x_BLD = checkpoint(block, x_BLD, windows=both[i % 2], use_reentrant=False)
             else:
                 x_BLD = block(x_BLD, windows=both[i % 2])

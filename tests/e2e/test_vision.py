@@ -2,8 +2,8 @@
 
 Covered: one rank against two, with ZeRO 1, experts shared out and a sharded checkpoint; a resume in the
 middle of an epoch, on another number of ranks; the best checkpoint by accuracy; validate,
-predict and its grid; hydra; a dense model and stock's criterion; an image that cannot be read,
-left out on two ranks and refused; classes that the training set lacks.
+predict and its grid; hydra; a dense model and stock's criterion, validated on two ranks; an image that
+cannot be read, left out on two ranks and refused; classes that the training set lacks.
 """
 
 import csv
@@ -166,6 +166,10 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
     (named,) = re.findall(r"left out (.*)", run.output)
     assert "digit 1/4.png: " in named and named.endswith("(1 so far)")
     assert run.stats("train")[0]["train_num_updates"] == "12"
+    # Of three batches the second rank has one, and an empty one.
+    words = ("--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--batch-size", 2)
+    found = fairseq("validate", folders, *words, "--task", "image_classification", ranks=2).output
+    assert f"| loss {float(run.stats('valid')[0]['valid_loss']):g} |" in found
     dense += ["--save-dir", tmp_path / "refused"]
     sentence = r"^error: \S.*4\.png: .*; repair or remove it, or add --image-errors skip\.$"
     assert re.search(sentence, refused("train", *dense, ranks=2), re.MULTILINE)

@@ -10,7 +10,8 @@ import logging
 import numpy as np
 import pytest
 import torch
-from fairseq.tasks import FairseqTask
+from fairseq.tasks import FairseqTask, setup_task
+from omegaconf import OmegaConf
 
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 from fairseq_tutel.tasks.image_dataset import ImageDataset
@@ -161,3 +162,11 @@ def test_an_unreadable_image_is_refused_in_a_sentence(images, monkeypatch):
     break_images(images, monkeypatch, set(range(N)))
     with pytest.raises(ValueError, match=r"has 22 images, none of which can be read\.$"):
         next(iterator_of(dataset_of(images, None, errors="skip")).next_epoch_itr())
+
+
+def test_a_criterion_of_one_class_gets_no_mixed_images():
+    options = {"_name": "image_classification", "image_cutmix": 1.0}
+    task = setup_task(OmegaConf.create(options))
+    task.build_criterion(OmegaConf.create({"_name": "image_classification"}))
+    with pytest.raises(ValueError, match="and CMCLCriterion learns one of them; choose"):
+        task.build_criterion(OmegaConf.create({"_name": "cmcl"}))

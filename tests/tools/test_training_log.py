@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from fairseq_tutel.tools.report.page import duration, quality_of, summary_row
+from fairseq_tutel.tools.report.page import duration, qualities_of, summary_row
 from fairseq_tutel.tools.training_log import Record, default_names, find_log, join, read_log
 
 
@@ -195,7 +195,7 @@ def test_the_summary_names_another_subset():
     assert row["MoE layers × experts"] == "not logged"
 
 
-def test_the_summary_has_the_accuracy_where_a_run_logs_one():
+def test_the_summary_has_the_accuracy_beside_the_perplexity_where_runs_log_them():
     log = [
         json.dumps({"epoch": 1, "valid_accuracy": a, "valid_num_updates": u})
         for u, a in (("3", "87.5"), ("6", "80"))
@@ -204,13 +204,11 @@ def test_the_summary_has_the_accuracy_where_a_run_logs_one():
         "images": run_of(inner(2, accuracy="12.5"), *log),
         "words": run_of(inner(2, ppl="9"), valid(4)),
     }
-    rows = {name: summary_row(name, run, quality_of(runs)) for name, run in runs.items()}
-    values = {
-        name: [value for key, value in row.items() if "accuracy (%)" in key]
-        for name, row in rows.items()
-    }
-    assert values == {"images": ["12.50", "80.00", "87.50 at update 3"], "words": ["–"] * 3}
-    assert quality_of({"words": runs["words"]}).name == "perplexity"
+    rows = [list(summary_row(n, run, qualities_of(runs)).values())[2:8] for n, run in runs.items()]
+    assert rows[0] == ["–", "–", "–", "12.50", "80.00", "87.50 at update 3"]
+    assert rows[1] == ["9.00", "9.50", "9.50 at update 4", "–", "–", "–"]
+    of_each = [[q.key for q in qualities_of({n: run})] for n, run in runs.items()]
+    assert of_each == [["accuracy"], ["ppl"]]
 
 
 def test_durations():

@@ -86,6 +86,13 @@ def test_half_precision_is_near_single():
     torch.testing.assert_close(halved.float(), logits, rtol=0, atol=2e-3)
 
 
+def test_empty_places_train_by_cosine_in_fp16():
+    """Their keys are rows of zeros, which have no norm to divide by."""
+    model = build("swin_v2_tiny").half()
+    model(torch.randn(2, 1, 22, 34).half()).float().logsumexp(1).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_maps_that_a_size_has_made_serve_evaluation_and_training():
     model = build("swin_v2_tiny")
     with torch.inference_mode():
@@ -185,3 +192,10 @@ def test_the_picture_of_experts_shows_where_every_patch_goes(monkeypatch, tmp_pa
         images, torch.arange(12), {k: v[:12] for k, v in ids.items()}, 4, tmp_path / "it.png"
     )
     assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def test_members_share_no_features_within_what_is_made_again():
+    options = {"ensemble_arch": "swin_v2_tiny", "swin_checkpoint_activations": True}
+    build("ensemble_of", ensemble_share_after="stages.0.blocks.0", **options)
+    with pytest.raises(ValueError, match="is made again in the backward"):
+        build("ensemble_of", ensemble_share_after="stages.0.blocks.0.norm1", **options)

@@ -9,7 +9,7 @@ TensorBoard files, or a --save-dir that holds one of these. Several runs are ove
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -83,7 +83,7 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template("report.html.j2").render(
-        rows=[summary_row(name, run, quality_of(runs)) for name, run in runs.items()],
+        rows=[summary_row(name, run, qualities_of(runs)) for name, run in runs.items()],
         sections=[section for section in sections_of(runs) if any(section.groups.values())],
         runs=runs,
         files=files,
@@ -103,30 +103,35 @@ class Quality:
 PERPLEXITY, ACCURACY = Quality("ppl", "perplexity", min), Quality("accuracy", "accuracy (%)", max)
 
 
-def quality_of(runs: dict[str, Run]) -> Quality:
-    """Return the accuracy where any run has one, else the perplexity."""
+def qualities_of(runs: dict[str, Run]) -> list[Quality]:
+    """Return those that any run has: words have a perplexity, images an accuracy, some have both."""
     records = [
         r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of
     ]
-    return ACCURACY if any(ACCURACY.key in record.values for record in records) else PERPLEXITY
+    logged = {key for record in records for key in record.values}
+    return [q for q in (PERPLEXITY, ACCURACY) if q.key in logged] or [PERPLEXITY]
 
 
-def summary_row(name: str, run: Run, quality: Quality = PERPLEXITY) -> dict[str, str]:
+def summary_row(
+    name: str, run: Run, qualities: Sequence[Quality] = (PERPLEXITY,)
+) -> dict[str, str]:
     """Return the cells of a run by their headings; validation is that of one subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
-    values = _finite(run.subsets.get(subset, []), quality.key)
     suffix = "" if subset == "valid" else f" ({subset})"
-    best = quality.best(values, key=lambda point: point[1], default=None)
     speeds = [speed for _, speed in _finite(run.training, "wps")]
     speeds = speeds[1:] or speeds  # the first updates warm up
-    return {
-        "Run": name,
-        "Updates": f"{run.last_update:,}",
-        f"Training {quality.name}, last": _last(_finite(run.training, quality.key)),
-        f"Validation {quality.name}, last": _last(values) + suffix,
-        f"Validation {quality.name}, best": (
-            NOTHING if best is None else f"{best[1]:.2f} at update {best[0]:,}{suffix}"
-        ),
+    row = {"Run": name, "Updates": f"{run.last_update:,}"}
+    for quality in qualities:
+        values = _finite(run.subsets.get(subset, []), quality.key)
+        best = quality.best(values, key=lambda point: point[1], default=None)
+        row |= {
+            f"Training {quality.name}, last": _last(_finite(run.training, quality.key)),
+            f"Validation {quality.name}, last": _last(values) + suffix,
+            f"Validation {quality.name}, best": (
+                NOTHING if best is None else f"{best[1]:.2f} at update {best[0]:,}{suffix}"
+            ),
+        }
+    return row | {
         "Tokens per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
         "Training time": duration(run.seconds),
         "MoE layers × experts": _layers(run),
