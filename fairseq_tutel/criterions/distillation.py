@@ -80,8 +80,13 @@ class DistillationMixin:
         words, named, output = calls[-1]
         scores_NV = scores_of(model, output, sample)
         scores_NV = scores_NV.reshape(-1, scores_NV.shape[-1])
-        call = _Call(sample, model, words, named, scores_NV, self.padding_idx)
-        call = dataclasses.replace(call, dummy=self.training and self._is_dummy)
+        target = sample["target"]
+        prefix = getattr(self, "ignore_prefix_size", 0)
+        if prefix:
+            target = target.clone()
+            target[:, :prefix] = self.padding_idx
+        dummy = self.training and self._is_dummy
+        call = _Call(sample, target, words, named, scores_NV, self.padding_idx, dummy)
         teacher = self._source.answers(call, stored=self.training)
         kl = loss.new_zeros(())
         if teacher is not None:
@@ -108,7 +113,7 @@ class _Call:
 
     Attributes:
         sample: the batch.
-        model: the student.
+        target: of it; what is not trained is padding.
         words: of the call.
         named: likewise.
         scores_NV: what it gave, of every position or of those with a target alone.
@@ -117,17 +122,17 @@ class _Call:
     """
 
     sample: Any
-    model: nn.Module
+    target: Tensor
     words: tuple
     named: dict[str, Any]
     scores_NV: Tensor
     padding: int
-    dummy: bool = False
+    dummy: bool
 
     @property
     def counts_N(self) -> Tensor:  # noqa: N802 - a shape
         """[N] bool: which rows of the scores are tokens."""
-        real = self.sample["target"].reshape(-1) != self.padding
+        real = self.target.reshape(-1) != self.padding
         if len(real) == len(self.scores_NV):
             return real
         return torch.ones(len(self.scores_NV), dtype=torch.bool, device=real.device)
@@ -138,15 +143,14 @@ class _Call:
         Raises:
             ValueError: the batch is of no text that has an id.
         """
-        target, ids = self.sample.get("target"), self.sample.get("id")
-        source = self.sample.get("net_input", {}).get("src_tokens")
-        if ids is None or source is None or target is None or target.dim() != 2:
+        ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
+        if ids is None or source is None or self.target.dim() != 2:
             raise ValueError(
                 "--distill-logits is for sentences with ids, and this task has none; leave it out."
             )
         kept = [
             (s[s != self.padding], t[t != self.padding])
-            for s, t in zip(source.cpu(), target.cpu(), strict=True)
+            for s, t in zip(source.cpu(), self.target.cpu(), strict=True)
         ]
         return [
             (i, fingerprint(*of_one), len(of_one[1]))
@@ -210,7 +214,7 @@ class _Source:
         answers = top_answers(
             scores_NV, self.options.distill_top_k, self.options.distill_temperature
         )
-        if store is not None:
+        if texts:
             of_each = _split(answers, call.counts_N, [tokens for *_, tokens in texts])
             for (sample, text, _), before, own in zip(texts, found, of_each, strict=True):
                 if before is None:
@@ -280,9 +284,11 @@ def _calls(model: nn.Module) -> Iterator[list[tuple[tuple, dict[str, Any], Any]]
         handle.remove()
 
 
+# Of the name of what they wrap: fairseq goes on with a training by a criterion of the same name alone, and
+# after --distill-until it is the same one.
 _WITH_MIXIN = {
     name: type(
-        f"Distilled{CRITERION_REGISTRY[name].__name__}",
+        CRITERION_REGISTRY[name].__name__,
         (DistillationMixin, CRITERION_REGISTRY[name]),
         {"__module__": __name__},
     )

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
@@ -36,7 +37,7 @@ class Teacher:
         task: the student's.
 
     Raises:
-        ValueError: there is no such file, or the overrides are none.
+        ValueError: there is no such file, or not the end of one, or the overrides are none.
     """
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
@@ -45,6 +46,10 @@ class Teacher:
         if not os.path.isfile(options.distill_teacher):
             raise ValueError(
                 f"{FLAG} is {options.distill_teacher}, which is no file; give a checkpoint."
+            )
+        if not has_an_end(options.distill_teacher):
+            raise ValueError(
+                f"{FLAG} is {options.distill_teacher}, which is cut off or no checkpoint; give another."
             )
 
     @property

@@ -45,7 +45,7 @@ def fingerprint(*texts: Tensor) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     path: Path
     start: int

@@ -88,7 +88,7 @@ class MaskedLanguageModel(RobertaHubInterface, Interface):
     bpe: Any
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
-        super().__init__(cfg, task, models[0])
+        super().__init__(cfg, task, _only(models, self.kind))
         self.bpe = self.bpe or Words()
 
     def fill_mask(self, masked_input: str, topk: int = 5) -> Any:
@@ -132,7 +132,7 @@ class Denoising(Beams, BARTHubInterface, Interface):
     translate, score = Interface.translate, Interface.score
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
-        super().__init__(cfg, task, models[0])
+        super().__init__(cfg, task, _only(models, self.kind))
         self.bpe = self.bpe or Words()
 
     def fill_mask(self, masked_inputs: Sequence[str], topk: int = 5, **options: Any) -> Any:
@@ -177,9 +177,8 @@ class ImageClassification(nn.Module, Interface):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
-        for (
-            image
-        ) in images:  # one after the other: they may be of any size, and as many as there are
+        # One after the other: they may be of any size, and as many as there are.
+        for image in images:
             x_1CHW = self._normalised(image)[None].to(like)
             with torch.no_grad():
                 each = [m.get_normalized_probs(m(x_1CHW), log_probs=False)[0] for m in self.models]
@@ -205,6 +204,15 @@ class ImageClassification(nn.Module, Interface):
                 )
         mean, std = normalisation(self.task.image_config, channels)
         return (fitted(pixels, height, width) - mean) / std
+
+
+def _only(models: Sequence[nn.Module], kind: str) -> nn.Module:
+    """Return the model of an interface of fairseq's that takes one, and would pass over others."""
+    if len(models) > 1:
+        raise ValueError(
+            f"path names {len(models)} checkpoints, and {kind} cannot be an ensemble; give one of them."
+        )
+    return models[0]
 
 
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
@@ -260,9 +268,8 @@ def interface_of(model: nn.Module, task: Any) -> Any:
     Raises:
         ValueError: there is none.
     """
-    if hasattr(
-        type(task), "class_names"
-    ):  # image_classification, whose folder stands below this one
+    # image_classification, whose folder stands below this one.
+    if hasattr(type(task), "class_names"):
         return ImageClassification
     kinds = {
         RobertaModel: MaskedLanguageModel,

@@ -4,13 +4,18 @@ import argparse
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
 from fairseq.data import Dictionary
+from fairseq.models import BaseFairseqModel
 from omegaconf import OmegaConf
+from torch import nn
 
+from fairseq_tutel.criterions.teacher import Teacher
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.moe.options import options_in
 from fairseq_tutel.plugin import register
+from fairseq_tutel.ranks import world
 
 register()
 
@@ -35,7 +40,7 @@ def build(has_experts=True, **options):
     "name", ["moe_label_smoothed_cross_entropy", "moe_masked_lm", "cross_entropy"]
 )
 def test_it_is_the_criterion_that_is_named(name, tmp_path):
-    (tmp_path / "t.pt").touch()
+    torch.save({}, tmp_path / "t.pt")
     criterion = build(criterion=name, teacher=str(tmp_path / "t.pt"))
     assert isinstance(criterion, CRITERION_REGISTRY[name])
     assert hasattr(criterion.task, "train_step") and not list(criterion.modules())[1:]
@@ -46,6 +51,7 @@ def test_it_is_the_criterion_that_is_named(name, tmp_path):
     [
         ({}, "needs a teacher; give --distill-teacher CHECKPOINT"),
         ({"teacher": "no.pt"}, "--distill-teacher is no.pt, which is no file"),
+        ({"teacher": __file__}, "which is cut off or no checkpoint; give another"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
         ({"logits": "new"}, "give --distill-top-k, such as 16"),
@@ -61,6 +67,59 @@ def test_what_can_not_be_is_one_sentence(options, sentence):
     with pytest.raises(ValueError) as error:
         build(**options)
     assert sentence in str(error.value) and str(error.value).endswith(".")
+
+
+class Student(BaseFairseqModel):
+    """Gives the same scores for every batch of two sentences of three tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores_BLV = nn.Parameter(
+            torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+        )
+
+    def forward(self, src_tokens):
+        return self.scores_BLV
+
+
+def asked(monkeypatch, folder, prefix=0, is_dummy=False, **options):
+    """Return the loss, its gradient and the log for a teacher whose scores are all alike."""
+    torch.save({}, folder / "t.pt")
+    options = {
+        "top_k": 2,
+        "logits": str(folder / "answers"),
+        "teacher": str(folder / "t.pt"),
+        **options,
+    }
+    criterion = build(criterion="label_smoothed_cross_entropy", **options)
+    criterion.ignore_prefix_size = prefix
+    monkeypatch.setattr(Teacher, "scores", lambda *_: torch.zeros(2, 3, 4))
+    target = torch.tensor([[0, 2, 3], [0, 3, 1]])  # 1 is padding
+    sample = {
+        "id": torch.arange(2),
+        "net_input": {"src_tokens": target},
+        "target": target,
+        "ntokens": 5,
+    }
+    criterion.begin_step(0, is_dummy=is_dummy)
+    model = Student()
+    loss, _, log = criterion(model, sample)
+    (grad_BLV,) = torch.autograd.grad(loss, model.parameters())
+    return loss, grad_BLV, log
+
+
+def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
+    _, grad_BLV, _ = asked(monkeypatch, tmp_path, prefix=1)
+    is_trained = grad_BLV.abs().sum(-1) > 0
+    assert is_trained.tolist() == [[False, True, True], [False, True, False]]
+    loss, _, _ = asked(monkeypatch, tmp_path, prefix=1, teacher="")
+    assert torch.equal(loss, asked(monkeypatch, tmp_path, prefix=1)[0])
+
+
+def test_a_dummy_batch_asks_with_the_others_and_writes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(world, "told_by_all", lambda value, what: [value, True])
+    asked(monkeypatch, tmp_path, is_dummy=True, teacher_parallel_size=2)
+    assert [path.name for path in (tmp_path / "answers").iterdir()] == ["about.json"]
 
 
 def test_every_option_has_a_flag_of_its_name():

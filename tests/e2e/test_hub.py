@@ -188,13 +188,18 @@ def test_what_comes_back_from_safetensors_is_trained_and_scored_alike(lm, lm_dat
 
 def test_a_model_without_an_interface_is_refused():
     plugin.register()
-    from fairseq_tutel.plugin.hub_interfaces import interface_of
+    from fairseq_tutel.plugin.hub_interfaces import Denoising, MaskedLanguageModel, interface_of
 
     task = mock.Mock(spec=["source_dictionary"], source_dictionary=None)  # as of speech
     with pytest.raises(
         ValueError, match=r"path names a Linear of the task Mock, of which there is no"
     ):
         interface_of(torch.nn.Linear(1, 1), task)
+    for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
+        with pytest.raises(
+            ValueError, match=r"2 checkpoints, and a .* cannot be an ensemble; give"
+        ):
+            interface(None, None, [torch.nn.Linear(1, 1)] * 2)
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from fairseq_tutel.tools.arguments import temporary
 
 # Where fairseq begins in the data, and how it says so.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+# What checkpoints of speech tasks hold; fairseq takes seconds to import, and others need it not.
+DICTIONARY = "fairseq.data.dictionary.Dictionary"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -66,8 +69,7 @@ def load_any(path: Path, flag: str, only_look: bool = False) -> Any:
         raise ValueError(f"{flag} names {path}, which {_unlike_a_file(path)}.")
     fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
     try:
-        mapped = zipfile.is_zipfile(path)
-        content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        content = _loaded(path)
     except Exception as error:  # torch has no exception of its own for what it can not read
         cause = system_error(error)
         if cause is not None:  # the disk's, or of a permission
@@ -81,6 +83,23 @@ def load_any(path: Path, flag: str, only_look: bool = False) -> Any:
     if not only_look and not is_whole(str(path)):
         raise ValueError(f"{flag} names {path}, which {TORN}; {fix}.")
     return content
+
+
+def _loaded(path: Path) -> Any:
+    def load() -> Any:
+        return torch.load(
+            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+        )
+
+    try:
+        return load()
+    except Exception as error:
+        if refused_class(error) != DICTIONARY or not find_spec("fairseq"):
+            raise
+    from fairseq.data import Dictionary
+
+    let_checkpoints_load(Dictionary)
+    return load()
 
 
 def _unlike_a_file(path: Path) -> str:

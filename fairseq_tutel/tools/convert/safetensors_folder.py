@@ -235,7 +235,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"--input names {path.parent}, in which there is no {path.name}.")
     try:
         found = json.loads(path.read_text(), object_hook=special)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON ({error}); give another folder."
         ) from error
