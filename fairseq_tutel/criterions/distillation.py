@@ -214,7 +214,7 @@ class _Source:
         answers = top_answers(
             scores_NV, self.options.distill_top_k, self.options.distill_temperature
         )
-        if texts:
+        if store is not None and not call.dummy:
             of_each = _split(answers, call.counts_N, [tokens for *_, tokens in texts])
             for (sample, text, _), before, own in zip(texts, found, of_each, strict=True):
                 if before is None:

@@ -47,20 +47,21 @@ def student(data, folder, teacher, *extra, criterion="moe_cross_entropy", update
     )
 
 
-def test_it_ends_at_its_update_and_resumes_across_it(lm_data, teacher, tmp_path):
-    extra = ("--distill-until", 1, "--optimizer", "moe_sgd")
-    run = student(lm_data, tmp_path / "whole", teacher, *extra, updates=2)
+def test_it_ends_at_its_update_and_goes_on_with_or_without_its_name(lm_data, teacher, tmp_path):
+    """After the last update that learns, moe_distillation and what it wraps are the same criterion."""
+    sgd = ("--optimizer", "moe_sgd", "--save-interval-updates", 1)
+    until = ("--distill-until", 1, *sgd)
+    run = student(lm_data, tmp_path / "whole", teacher, *until, updates=2)
     of_teacher = [record["distill_loss"] for record in run.stats("train_inner")]
     assert float(of_teacher[0]) > 0 and of_teacher[1] is None
     assert "distillation ended after 1 updates" in run.output
-    for updates in (1, 2):
-        student(lm_data, tmp_path / "parts", teacher, *extra, updates=updates)
-        if updates == 1:
-            first = ("--restore-file", shutil.copy(tmp_path / "parts" / FILE, tmp_path))
-    words = ("--decoder-layers", 1, "--seed", 3, "--optimizer", "moe_sgd", *first)
+    (first,) = (tmp_path / "whole").glob("checkpoint_*_1.pt")
+    goes_on = ("--restore-file", shutil.copy(first, tmp_path))
+    student(lm_data, tmp_path / "resumed", teacher, *until, *goes_on, updates=2)
+    words = ("--decoder-layers", 1, "--seed", 3, *sgd, *goes_on)
     fairseq("train", *lm_args(lm_data, tmp_path / "plain", *words, updates=2))
-    whole, parts, plain = (loaded(tmp_path / name) for name in ("whole", "parts", "plain"))
-    same_bits(whole["model"], parts["model"])
+    whole, resumed, plain = (loaded(tmp_path / name) for name in ("whole", "resumed", "plain"))
+    same_bits(whole["model"], resumed["model"])
     same_bits(whole["model"], plain["model"])
     assert not whole["criterion"]
 
