@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cli import ROOT, USER_DIR, fairseq
+from fairseq.data import Dictionary
 from models import lm_args, mt_args
 from PIL import Image
 from tool_in_process import convert
@@ -117,6 +118,19 @@ def test_a_dense_checkpoint_opens(lm, tmp_path):
     model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert model.sample("w1 w3").startswith("w1 w3")
+
+
+def test_tools_open_what_holds_a_dictionary_as_those_of_speech_do(lm, tmp_path):
+    state = torch.load(lm, weights_only=False)
+    torch.save({**state, "task_state": {"target_dictionary": Dictionary()}}, tmp_path / "speech.pt")
+    words = ("--input", tmp_path / "speech.pt", "--output", tmp_path / "dense.pt", "--experts", 0)
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # as where no plugin was registered
+    try:
+        convert("dense", *words)
+    finally:
+        torch.serialization.add_safe_globals(before)
+    assert "task_state" in torch.load(tmp_path / "dense.pt", weights_only=False)
 
 
 def test_the_example_answers_lines(mt, capsys):
