@@ -46,6 +46,11 @@ class ImageClassificationCriterion(FairseqCriterion):
             model.get_normalized_probs(net_output, log_probs=True),
             sample["target"],
         )
+        if logprobs_BC.ndim != 2:
+            raise ValueError(
+                f"--criterion image_classification scores images, and the model's output is "
+                f"{list(logprobs_BC.shape)}, of words; choose cross_entropy."
+            )
         loss_B, nll_B = self._losses(logprobs_BC, target_B)
         if "mixed" in sample:
             share_B = sample["mixed"]["share"].to(loss_B.dtype)

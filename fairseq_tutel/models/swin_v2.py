@@ -53,6 +53,11 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
         """Build the model that the options and the task's images ask for."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
+        if not hasattr(task, "channels"):
+            raise ValueError(
+                f"--arch is a Swin V2, which reads images, and a {type(task).__name__} has none; choose "
+                "--task image_classification or moe_image_classification."
+            )
         return cls(config, task.channels, task.num_classes)
 
 

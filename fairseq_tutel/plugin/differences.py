@@ -78,7 +78,7 @@ def _difference(model: nn.Module, state_dict: Any) -> str | None:
         if own[key] != saved[key]:
             return (
                 f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data, "
-                "whose dictionaries count, and the sizes it was saved with"
+                "whose dictionaries or classes count, and the --arch and sizes it was saved with"
             )
     # What is too many alone may be an older file's, which stock drops.
     if own.keys() - saved.keys():

@@ -5,6 +5,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from fairseq.models import (
+    ARCH_MODEL_REGISTRY,
+    MODEL_REGISTRY,
+    FairseqEncoderDecoderModel,
+    FairseqLanguageModel,
+)
 from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
@@ -63,6 +69,21 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
     def channels(self) -> int:
         """Channels of an image, as a model gets it."""
         return self.state.images["shape"][0]
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Build a model of images.
+
+        Raises:
+            ValueError: it is one of words, which would miss a dictionary somewhere.
+        """
+        name = getattr(cfg, "ensemble_arch", "") or cfg._name
+        kind = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name, object))
+        if issubclass(kind, FairseqLanguageModel | FairseqEncoderDecoderModel):
+            raise ValueError(
+                f"--arch {name} reads words, and --task {self.cfg._name} has images; choose an --arch "
+                "such as swin_v2_moe_tiny."
+            )
+        return super().build_model(cfg, from_checkpoint)
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
         """Open a split; `combine` is what the Trainer asks for of the training set.

@@ -38,7 +38,7 @@ class ImageDataset(FairseqDataset):
         seed: --seed of a training on them; None where they are only looked at, which nothing is random in.
 
     Raises:
-        ValueError: a class or a number of channels that the model does not have.
+        ValueError: a class or a number of channels that the model does not have; padding as wide as images.
     """
 
     def __init__(
@@ -51,6 +51,11 @@ class ImageDataset(FairseqDataset):
     ) -> None:
         self.images, self.config, self.shape, self.seed = images, config, shape, seed
         self.labels_N = labels_among(images, classes)
+        if seed is not None and config.crop_padding >= min(shape[1:]):
+            raise ValueError(
+                f"--image-crop-padding is {config.crop_padding}, which leaves nothing of an image of "
+                f"{shape[1]} x {shape[2]} pixels where it is cut out; give at most {min(shape[1:]) - 1}."
+            )
         self.mean, self.std = normalisation(config, shape[0])
         self._epoch = 0
         # Which images could not be read, known to all workers: each is named once.
@@ -85,8 +90,11 @@ class ImageDataset(FairseqDataset):
 
         Stock rounds sizes down to a multiple, which helps where lengths differ.
         """
-        sizes = [size for size in (max_tokens, max_sentences) if size]
-        size = min(sizes, default=1)
+        size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
+        if size < 1:
+            raise ValueError(
+                f"--batch-size or --max-tokens is {size}; give a number of at least 1."
+            )
         return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
     def filter_indices_by_size(

@@ -1,5 +1,6 @@
 """The table of options of the task image_classification: what an image becomes before a model sees it."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,11 +12,12 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list with commas; none of one that is empty or no such list."""
+    """Return the finite numbers of a list with commas; none of one that is empty or no such list."""
     try:
-        return tuple(float(part) for part in text.split(","))
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         return ()
+    return numbers if all(map(math.isfinite, numbers)) else ()
 
 
 NUMBERS: Rule = (
@@ -41,7 +43,7 @@ class ImageConfig:
         of="task",
         theme="Images",
         unit="pixels",
-        rule=AT_LEAST_0,
+        rule=(lambda v: 0 <= v <= 16384, "give a whole number from 0 to 16384"),
     )
     channels: int = option(
         0,

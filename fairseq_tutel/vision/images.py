@@ -3,6 +3,7 @@
 N images, C channels, h and w of an image as it is stored, H and W as the model gets it.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from fairseq_tutel.vision.image_options import (
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
+# A larger label is no number of a class but an id or a date, for each of which the head would grow.
+MOST_CLASSES = 1_000_000
+LONGEST = 200  # of an image's sides, the longer by the shorter
 
 
 class UnreadableImageError(Exception):
@@ -120,16 +124,25 @@ class ImageArrays:
                 f"images of {path} is {images.dtype} {list(images.shape)}; give uint8 of the shape "
                 "[images, height, width] or [images, height, width, channels], none of them 0."
             )
+        if images.ndim == 4 and images.shape[1] <= 4 < images.shape[3]:
+            raise ValueError(
+                f"images of {path} is {list(images.shape)}, channels before height and width as it seems; "
+                "give [images, height, width, channels]."
+            )
         if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
             raise ValueError(
                 f"labels of {path} is {labels.dtype} {list(labels.shape)}; give a whole number for each of "
                 f"the {len(images)} images."
             )
-        if labels.min() < 0:
-            raise ValueError(f"labels of {path} has {labels.min()}; number classes from 0.")
+        for label in (labels.min(), labels.max()):
+            if not 0 <= label < MOST_CLASSES:
+                raise ValueError(
+                    f"labels of {path} has {label}; number classes one after another from 0, fewer than "
+                    f"{MOST_CLASSES:,}."
+                )
         self._images = images if images.ndim == 4 else images[..., None]
         self.labels_N = labels.astype(np.int64)
-        self.class_names = tuple(map(str, found["classes"])) if "classes" in found else None
+        self.class_names = _names(found["classes"], path) if "classes" in found else None
         if self.class_names is not None and labels.max() >= len(self.class_names):
             raise ValueError(
                 f"labels of {path} has {labels.max()}, and classes names {len(self.class_names)}, of which "
@@ -179,7 +192,12 @@ def open_images(data: str, split: str) -> Images:
         raise ValueError(
             f"the images of {split} stand in {folder} or {file}, and {state}; give one of them."
         )
-    return ImageFolder(folder) if folder.is_dir() else ImageArrays(file)
+    try:
+        return ImageFolder(folder) if folder.is_dir() else ImageArrays(file)
+    except OSError as error:  # a folder that may not be read, links in a circle
+        raise ValueError(
+            f"{error.filename} cannot be read ({error.strerror}); repair or remove it."
+        ) from None
 
 
 def classes_of(images: Images) -> list[str]:
@@ -285,6 +303,17 @@ def _array(found: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
     return found[name]
 
 
+def _names(classes: np.ndarray, path: Path) -> tuple[str, ...]:
+    values = classes.ravel().tolist()
+    names = tuple(v.decode(errors="replace") if isinstance(v, bytes) else str(v) for v in values)
+    if classes.ndim != 1 or len(set(names)) < len(names):
+        raise ValueError(
+            f"classes of {path} is {classes.dtype} {list(classes.shape)} of {len(set(names))} names; give "
+            "a list of names, each once."
+        )
+    return names
+
+
 def _pillow() -> Any:
     try:
         from PIL import Image
@@ -299,8 +328,17 @@ def _opened(path: str) -> Any:
     """Return Pillow's image, of which only the head is read yet."""
     pillow = _pillow()
     try:
+        if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
+            raise ValueError("no regular file")
         image = pillow.open(path)
-        pixels = image.width * image.height
+        sides = image.width, image.height
+        pixels = math.prod(sides)
+        if max(sides) > LONGEST * min(
+            sides
+        ):  # scaled until it covers a square, it fills the memory
+            raise ValueError(
+                f"{sides[0]} x {sides[1]} pixels, one side more than {LONGEST} times the other"
+            )
         if pixels > pillow.MAX_IMAGE_PIXELS:  # where Pillow itself only warns
             raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
     except MemoryError:

@@ -93,7 +93,7 @@ class SwinExpertsConfig:
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
-        2, "last stages whose blocks have experts, by --moe-freq within a stage", rule=whole(0)
+        2, "last stages whose blocks have experts, by --moe-freq within a stage", rule=whole(1)
     )
     expert_dropout: float = vision(
         0.1, "dropout of the experts' hidden layer, a probability", rule=PROBABILITY

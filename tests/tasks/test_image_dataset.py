@@ -170,3 +170,10 @@ def test_a_criterion_of_one_class_gets_no_mixed_images():
     task.build_criterion(OmegaConf.create({"_name": "image_classification"}))
     with pytest.raises(ValueError, match="and CMCLCriterion learns one of them; choose"):
         task.build_criterion(OmegaConf.create({"_name": "cmcl"}))
+
+
+def test_sizes_that_leave_nothing_are_refused(images):
+    with pytest.raises(ValueError, match=r"--image-crop-padding is 5, .* give at most 4"):
+        dataset_of(images, crop_padding=5)
+    with pytest.raises(ValueError, match="--batch-size or --max-tokens is -3; give"):
+        dataset_of(images).batch_by_size(np.arange(N), max_sentences=-3)

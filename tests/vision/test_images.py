@@ -4,6 +4,8 @@ Covered: folders and arrays hold the same; grey, colours, palette, alpha, CMYK, 
 off, empty, none, a bomb; sizes, against Pillow's bilinear; normalisation; classes by name; sentences.
 """
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -99,10 +101,13 @@ def test_a_broken_image_is_named_with_its_reason(tmp_path, monkeypatch):
         "torn": whole[:30],
     }
     data = folder_of(tmp_path, {f"a/{name}.png": content for name, content in broken.items()})
-    images = open_images(folder_of(tmp_path, {"a/huge.png": Image.new("L", (90, 90))}), "train")
+    large = {"a/huge.png": Image.new("L", (90, 90)), "a/long.png": Image.new("L", (1, 300))}
+    folder_of(tmp_path, large)
+    os.mkfifo(tmp_path / "train" / "a" / "pipe.png")
+    images = open_images(data, "train")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
-    assert len(images) == 5 and data
-    for i in range(5):
+    assert len(images) == 7
+    for i in range(7):
         with pytest.raises(UnreadableImageError, match=rf"^{images.name(i)}: \S"):
             images.read(i, 1)
 
@@ -139,6 +144,12 @@ BAD_ARRAYS = {
     },
     r"labels of .* is float64 \[2\]; give": {"labels": np.zeros(2)},
     r"labels of .* has -1; number": {"labels": np.array([0, -1])},
+    r"labels of .* has 20261123; number classes .* fewer than": {"labels": np.array([0, 20261123])},
+    r"images of .* is \[2, 3, 8, 8\], channels before": {
+        "images": np.zeros((2, 3, 8, 8), np.uint8)
+    },
+    r"classes of .* \[3\] of 2 names; give": {"classes": np.array(["a", "a", "b"])},
+    r"classes of .* \[\] of 1 names; give": {"classes": np.array("a")},
     r"labels of .* has 1, and classes names 1,": {"classes": np.array(["a"])},
     r"is no .npz file of plain arrays \(Object arrays": {"classes": np.array(["a", None])},
     r"has one class, 0; give two": {"labels": np.array([0, 0])},

@@ -162,7 +162,7 @@ def test_what_contradicts_itself_is_refused():
         ({"swin_window": 0}, "--swin-window"),
         ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "drop one"),
         (HASH, "the stage 1 of this model sees none; choose another gate"),
-        ({"swin_expert_stages": 0}, "no layer becomes a MoE layer"),
+        ({"swin_expert_stages": 0}, "--swin-expert-stages"),
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             build("swin_v2_moe_tiny", **options)
@@ -199,3 +199,8 @@ def test_members_share_no_features_within_what_is_made_again():
     build("ensemble_of", ensemble_share_after="stages.0.blocks.0", **options)
     with pytest.raises(ValueError, match="is made again in the backward"):
         build("ensemble_of", ensemble_share_after="stages.0.blocks.0.norm1", **options)
+
+
+def test_a_task_of_words_has_no_images():
+    with pytest.raises(ValueError, match=r"Swin V2, which reads images, .* choose --task image_cl"):
+        models.build_model(OmegaConf.create({"_name": "swin_v2_tiny"}), argparse.Namespace())
