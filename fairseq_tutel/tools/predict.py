@@ -83,7 +83,13 @@ def run(arguments: argparse.Namespace) -> None:
             refuse_output(path, [Path(arguments.checkpoint)], arguments.overwrite, flag)
     if arguments.grid is not None:
         with needing("--grid", "vision"):
-            import matplotlib  # noqa: F401 - before the work
+            from matplotlib.backend_bases import FigureCanvasBase  # before the work
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if arguments.grid.suffix.lower()[1:] not in kinds or arguments.grid == arguments.output:
+            raise ValueError(
+                f"--grid is {arguments.grid}; give a name that ends with .png, .svg or "
+                ".pdf, another than --output."
+            )
     logging.disable(logging.INFO)  # what fairseq imports lets everyone log everything
     try:
         _predict(arguments)
@@ -115,6 +121,11 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     from fairseq_tutel import plugin
 
+    if Path(arguments.checkpoint).is_dir():
+        raise ValueError(
+            f"CHECKPOINT is {arguments.checkpoint}, a folder; give a file of it, such as "
+            f"{Path(arguments.checkpoint) / 'checkpoint_best.pt'}."
+        )
     plugin.register()
     import_user_module(argparse.Namespace(user_dir=arguments.user_dir))
     overrides = {"data": arguments.data}
@@ -157,7 +168,8 @@ def _answers(model: Any, dataset: Any, arguments: argparse.Namespace) -> Iterato
 
 
 def _write(answers: list[Answer], dataset: Any, names: list[str], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
+    # A file's name may be no text, which no reader of the table could take.
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         lines = csv.writer(file)
         numbers = range(1, len(answers[0].found) + 1)
         lines.writerow(
@@ -189,6 +201,7 @@ def _draw(answers: list[Answer], dataset: Any, names: list[str], path: Path) -> 
         (best, probability), color = answer.found[0], RIGHT if answer.is_right else WRONG
         text = f"{names[best]} ({probability:.0%})"
         text += "" if answer.is_right else f"\nis {names[answer.target]}"
+        text = text.encode(errors="backslashreplace").decode()
         axes.set_title(text, color=color, fontsize=9, parse_math=False)
         axes.set(xticks=[], yticks=[])
         for spine in axes.spines.values():
