@@ -229,6 +229,10 @@ def test_images_are_learned_by_some_members_on_two_ranks_as_on_one(tmp_path):
     last = run.stats("valid")[-1]
     assert float(last["valid_oracle_error"]) < 10
     assert float(last["valid_member_accuracy"]) < 70 < float(last["valid_accuracy"])
+    path = tmp_path / "1" / "checkpoint_last.pt"
+    convert("members", "--input", path, "--output", tmp_path / "members")
+    member = torch.load(tmp_path / "members" / "member0.pt", weights_only=False)
+    assert member["cfg"]["criterion"]["_name"] == "image_classification"
 
 
 def test_a_router_is_taught_alike_on_two_ranks_that_share_experts(lm_data, tmp_path):

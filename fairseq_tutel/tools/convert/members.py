@@ -87,7 +87,9 @@ def _give_options(state: dict[str, Any]) -> None:
     kind = ARCH_MODEL_REGISTRY.get(arch)
     criterion = name_of(state, "criterion")
     if criterion.removeprefix("moe_") == "cmcl":
-        rename(state, "criterion", criterion.replace("cmcl", "cross_entropy"))
+        images = "image_classification"  # a task, and its criterion
+        stock = images if name_of(state, "task").removeprefix("moe_") == images else "cross_entropy"
+        rename(state, "criterion", criterion.replace("cmcl", stock))
     rename(state, "model", arch)
     keys = [option.key for table in (EnsembleConfig, CMCLConfig) for option in options_in(table)]
     if not getattr(kind, "has_experts", False):
