@@ -51,42 +51,32 @@ class Windows:
 class _Part(torch.autograd.Function):
     """Gathers by places; its backward gathers by tokens, where index_select's own would add one by one."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
-        x_BLD: Tensor, tokens_P: Tensor, places_L: Tensor, empty_P1: Tensor | None
+        ctx: Any, x_BLD: Tensor, tokens_P: Tensor, places_L: Tensor, empty_P1: Tensor | None
     ) -> Tensor:
-        x_BPD = x_BLD.index_select(-2, tokens_P)
+        ctx.maps = tokens_P, places_L, empty_P1
+        x_BPD = x_BLD.index_select(1, tokens_P)
         return x_BPD if empty_P1 is None else x_BPD.masked_fill_(empty_P1, 0.0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.maps = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Join.apply(*grads, *ctx.maps), None, None, None
+    def backward(ctx: Any, dx_BPD: Tensor) -> tuple[Tensor | None, ...]:
+        return _Join.apply(dx_BPD, *ctx.maps), None, None, None
 
 
 class _Join(torch.autograd.Function):
     """The inverse of `_Part`, and its transpose."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
-        x_BPD: Tensor, tokens_P: Tensor, places_L: Tensor, empty_P1: Tensor | None
+        ctx: Any, x_BPD: Tensor, tokens_P: Tensor, places_L: Tensor, empty_P1: Tensor | None
     ) -> Tensor:
-        return x_BPD.index_select(-2, places_L)
+        ctx.maps = tokens_P, places_L, empty_P1
+        return x_BPD.index_select(1, places_L)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.maps = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Part.apply(*grads, *ctx.maps), None, None, None
+    def backward(ctx: Any, dx_BLD: Tensor) -> tuple[Tensor | None, ...]:
+        return _Part.apply(dx_BLD, *ctx.maps), None, None, None
 
 
 @lru_cache(maxsize=128)

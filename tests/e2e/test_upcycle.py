@@ -287,9 +287,9 @@ def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
     ):
         convert("upcycle", tmp_path / "moe.pt", tmp_path / "two.pt")
     state = torch.load(lm, weights_only=False)
-    state["cfg"]["model"]["_name"] = "lightconv_lm"
+    state["cfg"]["model"]["_name"] = "lstm_lm"
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match="of the architecture lightconv_lm, which has no twin"):
+    with pytest.raises(SystemExit, match="of the architecture lstm_lm, which has no twin"):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
     state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
     torch.save(state, tmp_path / "other.pt")

@@ -7,6 +7,7 @@ where there is nothing to refuse nothing is; every backward of the package that 
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,14 @@ def hand_written(tree: ast.AST) -> list[ast.FunctionDef]:
 
 
 def test_every_backward_written_by_hand_is_marked():
+    """Or is another function's forward, which autograd differentiates."""
     marked = []
     for path in (*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")):
         if path.name == "first_order.py":
             continue
         for backward in hand_written(ast.parse(path.read_text())):
+            if re.fullmatch(r"return \(_\w+\.apply\(.*\)", ast.unparse(backward.body)):
+                continue
             decorators = [ast.unparse(d) for d in backward.decorator_list]
             assert decorators == ["staticmethod", "first_order"], path
             marked.append(path.name)

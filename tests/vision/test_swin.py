@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from compare import same_function
 from torch import nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import functional_call
 
 from fairseq_tutel.vision.attention import WindowAttention
 from fairseq_tutel.vision.blocks import Block, PatchEmbedding, PatchMerging
@@ -155,13 +155,3 @@ def test_drop_path_rises_with_depth_and_keeps_the_mean():
     assert dropped.unique().tolist() == pytest.approx([1, 1 + 2 / 0.7])
     assert dropped.mean().item() == pytest.approx(3, abs=0.08)
     assert torch.equal(block.eval()._added(x, 2 * x), 3 * x)
-
-
-def test_members_of_one_shape_run_at_once():
-    """As an ensemble may, by torch.func."""
-    members = [drawn(SwinV2(TINY, 1, 3), seed).eval() for seed in (1, 2)]
-    images = torch.randn(2, 1, 9, 7).double()
-    parameters, buffers = stack_module_state(members)
-    run = vmap(lambda p, b: functional_call(members[0], (p, b), (images,)))
-    expected = torch.stack([member(images) for member in members])
-    torch.testing.assert_close(run(parameters, buffers), expected)
