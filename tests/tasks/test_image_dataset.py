@@ -6,6 +6,7 @@ out, all of a batch, all of a set.
 """
 
 import logging
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ import torch
 from fairseq.tasks import FairseqTask, setup_task
 from omegaconf import OmegaConf
 
+from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import UnreadableImageError, open_images
+
+register()
 
 N, BATCH = 22, 4
 AUGMENTED = {
@@ -64,6 +68,15 @@ def flat(batch):
 def epoch_of(images, epoch, workers=0, **options):
     batches = iterator_of(dataset_of(images, **options), epoch, workers=workers).next_epoch_itr()
     return [flat(batch) for batch in batches]
+
+
+@pytest.fixture(autouse=True)
+def no_readers_are_left():
+    """Workers of an iterator that is garbage end after 5 seconds each, in another test."""
+    yield
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+        worker.join()
 
 
 def test_an_epoch_is_a_shuffle_of_the_images_in_full_batches(images):
@@ -177,3 +190,13 @@ def test_sizes_that_leave_nothing_are_refused(images):
         dataset_of(images, crop_padding=5)
     with pytest.raises(ValueError, match="--batch-size or --max-tokens is -3; give"):
         dataset_of(images).batch_by_size(np.arange(N), max_sentences=-3)
+
+
+def test_an_epoch_s_workers_end_when_the_next_begins(images, tmp_path):
+    task = setup_task(OmegaConf.create({"_name": "image_classification", "data": str(tmp_path)}))
+    dataset = dataset_of(images)
+    for epoch in (1, 2, 3):
+        dataset.set_epoch(epoch)
+        iterator = task.get_batch_iterator(dataset, max_sentences=BATCH, epoch=epoch, num_workers=2)
+        assert sum(len(batch["id"]) for batch in iterator.next_epoch_itr()) == N
+        assert len(multiprocessing.active_children()) == 2
