@@ -32,8 +32,20 @@ from fairseq_tutel.ranks.groups import Part
 X_TD = torch.randn(9, FFN.model_dim, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(autouse=True)
+def others():
+    """Collect the stores that other files' tests left, and leave those alone that are still in use."""
+    gc.collect()
+    OTHERS[:] = []
+    OTHERS[:] = threads()
+
+
+OTHERS = []
+
+
 def threads():
-    return [thread for thread in threading.enumerate() if "experts" in thread.name]
+    of_stores = (thread for thread in threading.enumerate() if "experts" in thread.name)
+    return [thread for thread in of_stores if thread not in OTHERS]
 
 
 def open_files():
