@@ -1,8 +1,10 @@
 """What the fork server does once for its children: each of them has hydra read some 370 options.
 
 hydra parses every option's word anew, by a parser that is slow before it has seen its like, and copies
-the store of all configurations, whose entries it copies again when it reads them. To learn who called it,
-it asks for the source of every caller. What was imported tidies up as a process ends, one by one.
+the store of all configurations, whose entries it copies again when it reads them, to make one of the parts
+that the words name; here such a configuration is ready, and a child sets in it what its words change. To
+learn who called it, hydra asks for the source of every caller. What was imported tidies up as a process
+ends, one by one.
 """
 
 import copy
@@ -12,9 +14,11 @@ import inspect
 import weakref
 
 from fairseq import options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.dataclass import utils
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 import fairseq_tutel.models  # noqa: F401
 
@@ -23,13 +27,50 @@ OverridesParser.parse_rule = lambda self, word, rule: copy.copy(_parse(word, rul
 ConfigStore.__deepcopy__ = lambda self, memo: self
 inspect.stack = functools.partial(inspect.stack, 0)
 
+_composed: dict[tuple[str, ...], tuple[set[str], DictConfig]] = {}
+_compose = utils.compose
+
+
+def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
+    """Return hydra's configuration; one of these parts and options is taken and changed, if there."""
+    words, config = _composed.pop(_parts(overrides), (set(), None))
+    if config is None:
+        return _compose(config_name, overrides=overrides, strict=strict)
+    changed = [word for word in overrides if word not in words]
+    OmegaConf.set_struct(config, True)
+    ConfigLoaderImpl._apply_overrides_to_config(
+        OverridesParser.create().parse_overrides(changed), config
+    )
+    OmegaConf.set_struct(config, strict)
+    return config
+
+
+def prepare(*words: str) -> None:
+    """Compose what a training of `words` will; the first to ask for it gets it."""
+
+    def keep(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
+        config = _compose(config_name, overrides=overrides, strict=strict)
+        _composed[_parts(overrides)] = set(overrides), copy.deepcopy(config)
+        return config
+
+    utils.compose = keep
+    args = options.parse_args_and_arch(options.get_training_parser(), ["data", *words])
+    utils.convert_namespace_to_omegaconf(args)
+    utils.compose = compose
+
+
+def _parts(overrides: list[str]) -> tuple[str, ...]:
+    """Return options without their values, and whole words where they choose a part."""
+    names = (word.partition("=")[0] for word in overrides)
+    return tuple(name if "." in name else word for name, word in zip(names, overrides, strict=True))
+
+
 for words in (
-    ["--task", "moe_language_modeling", "--arch", "moe_transformer_lm"],
-    ["--task", "moe_translation", "--arch", "moe_transformer"],
+    "--task moe_language_modeling --arch moe_transformer_lm --criterion moe_cross_entropy",
+    "--task moe_translation --arch moe_transformer --criterion moe_label_smoothed_cross_entropy",
 ):
-    parser = options.get_training_parser()
-    words = ["data", "--optimizer", "moe_adam", "--criterion", "moe_cross_entropy", *words]
-    convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=words))
+    for optimizer in ("moe_adam", "moe_sgd"):
+        prepare(*words.split(), "--optimizer", optimizer)
 
 for imported in weakref.finalize._registry:
     imported.atexit = False
