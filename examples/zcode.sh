@@ -18,7 +18,8 @@ export PATH="$root/.venv/bin:$PATH"
 updates=${UPDATES:-300}
 mkdir -p "$out"
 
-if [ ! -e "$out/bin/dict.xen.txt" ]; then
+if [ ! -e "$out/bin" ]; then
+    rm -rf "$out/bin.part" # of a run that was cut off
     python "$root/examples/bpe.py" learn "$out/bpe" "$data/train.de" "$data/train.en" --vocab-size 4000
     pieces() { python "$root/examples/bpe.py" apply "$out/bpe.model"; }
     for split in train val test_2016_flickr; do
@@ -28,13 +29,14 @@ if [ ! -e "$out/bin/dict.xen.txt" ]; then
         done
     done
     binarize() { # SOURCE TARGET [FLAG…]
-        fairseq-preprocess -s "$1" -t "$2" --destdir "$out/bin" --workers 2 "${@:3}" \
+        fairseq-preprocess -s "$1" -t "$2" --destdir "$out/bin.part" --workers 2 "${@:3}" \
             --trainpref "$out/train" --validpref "$out/val" --testpref "$out/test_2016_flickr"
     }
     binarize de en --joined-dictionary
     for language in de en; do
-        binarize "x$language" "$language" --srcdict "$out/bin/dict.de.txt" --tgtdict "$out/bin/dict.de.txt"
+        binarize "x$language" "$language" --srcdict "$out/bin.part/dict.de.txt" --tgtdict "$out/bin.part/dict.de.txt"
     done
+    mv "$out/bin.part" "$out/bin"
 fi
 
 shared="--user-dir $root/user_dir --max-update $updates --total-num-update $updates --disable-validation"
@@ -61,9 +63,11 @@ for seed in ${SEEDS:-1 2 3}; do
                 table+=("$row$([ "$name" = moe ] && echo ":$tasks/dense/$pair" || true)")
             done
             [ -e "$run/done" ] && continue
+            # One that went as far would take another update.
             # shellcheck disable=SC2086 # the flags are words
-            train "$name" $shared --lang-pairs "${pairs// /,}" --seed "$seed" \
+            [ -e "$run/trained" ] || train "$name" $shared --lang-pairs "${pairs// /,}" --seed "$seed" \
                 --save-dir "$run" --log-file "$run/train.log" > "$run/output.txt" 2>&1
+            touch "$run/trained"
             for pair in $pairs; do
                 direction="$opened --path $run/checkpoint_last.pt --lang-pairs $pair"
                 # shellcheck disable=SC2086
@@ -79,6 +83,7 @@ for seed in ${SEEDS:-1 2 3}; do
                         --force -b -w 2)" ;;
                 esac
                 mkdir -p "$out/$tasks/$name/$pair-$seed"
+                ln -sf "../../$name-$seed/train.log" "$out/$tasks/$name/$pair-$seed/train.log"
                 echo "$score" > "$out/$tasks/$name/$pair-$seed/score.txt"
                 echo "$tasks $name seed $seed, $pair: $score"
             done
