@@ -38,7 +38,7 @@ from fairseq.models.wav2vec.wav2vec2_classification import Wav2VecClassification
 from omegaconf import open_dict
 
 from fairseq_tutel.plugin import twin_of
-from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
 from fairseq_tutel.plugin.flags import EncoderDecoderOptions, ModelOptions, defaults, fill_in
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.plugin.run_config import is_opened, root_of
@@ -126,6 +126,8 @@ class MoETwinMixin(MoEModelMixin):
         if is_opened(args):
             _refuse_within_a_dense_model(root_of(None))
         install_experts(model, args, task, freqs, of_sides)
+        if issubclass(cls, LightConvModel | LightConvLanguageModel):
+            watch_padding(model.decoder)
         attach(task, model)
         return model
 

@@ -21,6 +21,7 @@ class Context:
     Attributes:
         is_dummy: the micro-batch keeps ranks in step; it routes and counts nothing.
         token_ids: [batch, time] that an embedding saw last, where a hash gate asks for them.
+        padding_mask: [batch, time] bool that an embedding saw last, where a decoder tells layers of none.
         coefficients: what a layer's balance loss is multiplied with in the backward that runs.
         gather: gives this rank all experts where ranks share them in a training, to generate at its own
             pace.
@@ -32,6 +33,7 @@ class Context:
         self.trains = trains
         self.is_dummy = False
         self.token_ids: Tensor | None = None
+        self.padding_mask: Tensor | None = None
         self.coefficients: Mapping[Layer, Tensor] = {}
         self.gather: Callable[[], object] | None = None
         self.wait_for_turn: Callable[[Layer], None] | None = None
@@ -43,6 +45,10 @@ class Context:
     def see_tokens(self, token_ids: Tensor) -> None:
         """Keep the ids that an embedding is given."""
         self.token_ids = token_ids
+
+    def see_padding(self, mask: Tensor) -> None:
+        """Keep where the tokens that an embedding is given are padding."""
+        self.padding_mask = mask
 
     def begin_backward(self, coefficients: Mapping[Layer, Tensor]) -> None:
         """Tell layers what their balance loss is multiplied with, until `end_backward`."""

@@ -332,7 +332,7 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
     # know an encoder's mask too, as `self_attn_padding_mask`, and so do encoder layers of an older kind.
     if hasattr(layer, "encoder_attn"):
-        mask = kwargs.get("self_attn_padding_mask")
+        mask = kwargs.get("self_attn_padding_mask", layer.fc1.context.padding_mask)
         state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
     else:
         mask = kwargs.get("self_attn_padding_mask", args[1] if len(args) > 1 else None)
@@ -362,6 +362,16 @@ def watch_token_ids(model: nn.Module, context: Context) -> None:
 
 def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
     context.see_tokens(args[0])
+
+
+def watch_padding(decoder: Any) -> None:
+    """Let the layers of a decoder that tells them of no padding, as lightconv's, know what it embeds."""
+    for context in contexts_of(moe_layers(decoder)):
+        decoder.embed_tokens.register_forward_pre_hook(partial(_see_padding, context))
+
+
+def _see_padding(context: Context, embedding: Any, args: tuple) -> None:
+    context.see_padding(args[0].eq(embedding.padding_idx))
 
 
 def tell_micro_batches(model: nn.Module) -> None:

@@ -73,7 +73,7 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
     weights = dict(_tensors(state["model"] if is_checkpoint else state))
     if not weights:
         raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
-    layers = [layer for layer in layers_of(weights) if layer.has_experts]
+    layers = [layer for layer in layers_of(weights, within=True) if layer.has_experts]
     facts: Facts = {"file": str(path), "bytes_of_file": path.stat().st_size}
     facts["kind"] = _kind(weights, layers, is_checkpoint)
     if shards:
@@ -99,8 +99,8 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
         facts |= _of_training(state)
     if layers:
         facts["layers"] = [_layer(weights, layer) for layer in layers]
-    if layers and is_checkpoint:
-        options = model_options(state)
+    options = _options(state) if layers and is_checkpoint else {}
+    if options.keys() & our_defaults().keys():
         facts["options"] = {
             flag_of(key): plain(options[key])
             for key, default in our_defaults().items()
@@ -110,6 +110,12 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
         _add_loads(facts, layers, Path(log))
     facts["tensors"] = _grouped(weights)
     return facts
+
+
+def _options(state: dict[str, Any]) -> Facts:
+    """Return the model's options, or those of the pretrained one that it is built around."""
+    options = model_options(state)
+    return (options.get("w2v_args") or {}).get("model", options)
 
 
 def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

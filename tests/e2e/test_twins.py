@@ -4,6 +4,7 @@ Covered: docs/models.md says which test trains which; here: sound, and a model b
 for pairs of languages; what is not autoregressive; convolutions, alignments, channels, classes.
 """
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -124,7 +125,7 @@ def pretrained(sound_data, tmp_path_factory):
     @cache
     def path_of(kind):
         folder = tmp_path_factory.mktemp(kind)
-        _pretrain(kind, sound_data, folder)
+        _pretrain(kind, sound_data, folder, "--moe-top-k", 1)
         return folder / "checkpoint_last.pt"
 
     return path_of
@@ -157,10 +158,16 @@ def test_what_goes_on_with_a_pretrained_model(kind, sound_data, pretrained, tmp_
         _learns(run)
     assert "expert parallel size 2" in run.output
     _agree(tmp_path / "1", tmp_path / "2")
+    trained, folder, back = tmp_path / "2" / "checkpoint_last.pt", tmp_path / "f", tmp_path / "b.pt"
+    said = json.loads(fairseq("tutel-__main__", "inspect", trained, "--json").output)
+    assert [layer["layer"] for layer in said["layers"]] == [f"w2v_encoder_{i}" for i in range(2)]
+    # hubert's checkpoints do not repeat the options of the pretrained one.
+    assert said.get("options", {"--moe-top-k": 1}) == {"--moe-top-k": 1}
+    for words in (("safetensors", trained, folder), ("from-safetensors", folder, back)):
+        fairseq("tutel-__main__", "convert", words[0], "--input", words[1], "--output", words[2])
     output = fairseq(
-        "validate", sound_data, "--user-dir", SOUND_DIR, *FINE_TUNED[kind][1], "--path",
-        tmp_path / "2" / "checkpoint_last.pt", "--batch-size", 4, "--log-format", "json",
-        "--required-batch-size-multiple", 1,
+        "validate", sound_data, "--user-dir", SOUND_DIR, *FINE_TUNED[kind][1], "--path", back,
+        "--batch-size", 4, "--log-format", "json", "--required-batch-size-multiple", 1,
     )  # fmt: skip
     (found,), (*_, expected) = output.stats("valid"), run.stats("valid")
     assert float(found["valid_loss"]) == pytest.approx(float(expected["valid_loss"]), rel=0.02)
@@ -248,7 +255,7 @@ SHARED = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHARED)
-def test_pairs_of_languages(kind, mt_data, tmp_path):
+def test_multilingual_pairs(kind, mt_data, tmp_path):
     for ranks in (1, 2):
         words = (*MULTILINGUAL, *SHARED[kind], "--update-freq", 2 // ranks)
         run = fairseq("train", *mt_args(mt_data, tmp_path / str(ranks), *words), ranks=ranks)

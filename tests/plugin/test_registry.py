@@ -166,9 +166,7 @@ def test_every_twin_builds_and_runs_and_routes_no_padding(name):
         sizes = _sizes(layers)
         _run(model, name).backward()
         assert all(layer.experts.fc1_weight.grad is not None for layer in layers), arch
-        # The decoder of lightconv tells its layers of no padding.
-        told = [of for of in layers if "lightconv" not in arch or "encoder" in of.name]
-        assert all(layer.record.tally.num_tokens < sizes[layer] for layer in told), arch
+        assert all(layer.record.tally.num_tokens < sizes[layer] for layer in layers), arch
 
 
 @pytest.mark.parametrize(

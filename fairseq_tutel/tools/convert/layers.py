@@ -21,8 +21,8 @@ LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
 ROWS = {"linear": "weight", "cosine": "directions"}
 
 _LAYER = re.compile(
-    r"(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?\.(layers|blocks)"
-    r"\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
+    r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
+    r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
 
 
@@ -55,16 +55,17 @@ class Layer:
         return label_of(self.step)
 
 
-def layers_of(model: Mapping[str, Any]) -> list[Layer]:
-    """Return the layers with a feed-forward step, in order."""
+def layers_of(model: Mapping[str, Any], within: bool = False) -> list[Layer]:
+    """Return the layers with a feed-forward step, in order; those `within` another model's names too."""
     found = set()
     for key in model:
-        if match := _LAYER.match(key):
+        if match := (_LAYER.search if within else _LAYER.match)(key):
             # Before roberta's encoder was called so, it was decoder.sentence_encoder.
             side = "encoder" if match["inner"] else match["side"]
             place = int(side.partition(".")[2] or side == "decoder")
             has_experts = match["what"] != "weight"
-            found.add(Layer(place, int(match["index"]), side, match["name"], has_experts))
+            name = key[: match.end("name")]
+            found.add(Layer(place, int(match["index"]), side, name, has_experts))
     return sorted(found)
 
 

@@ -24,12 +24,18 @@ from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
 from fairseq_tutel.moe.checks import UNITS, cache_limits, is_cache_size
 from fairseq_tutel.tools.arguments import add_conversion, add_files
-from fairseq_tutel.tools.convert.files import begun_anew, load_lazily, not_written, write
+from fairseq_tutel.tools.convert.files import (
+    DICTIONARY,
+    begun_anew,
+    load_lazily,
+    not_written,
+    write,
+)
 
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 MARK, VERSION = "fairseq_tutel", 1
-# What of a checkpoint options.json holds; a Namespace is an object of this one key.
+# What of a checkpoint options.json holds; a Namespace or a Dictionary is an object of its name as one key.
 KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.Namespace"
 
 Weights = Mapping[str, Tensor | ShardedTensor]
@@ -167,9 +173,12 @@ def _value(value: Tensor | ShardedTensor) -> Tensor:
 
 def _as_json(content: dict[str, Any]) -> str:
     def plain(value: Any) -> Any:
+        kind = type(value)
         if isinstance(value, argparse.Namespace):
             return {NAMESPACE: vars(value)}
-        raise TypeError(f"a {type(value).__name__}")
+        if f"{kind.__module__}.{kind.__name__}" == DICTIONARY:
+            return {DICTIONARY: vars(value)}
+        raise TypeError(f"a {kind.__name__}")
 
     try:
         return json.dumps(content, indent=2, default=plain) + "\n"
@@ -228,18 +237,30 @@ def _is_options(options: dict[str, Any], key: str) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     def special(value: dict[str, Any]) -> Any:
-        is_namespace = value.keys() == {NAMESPACE} and isinstance(value[NAMESPACE], dict)
-        return argparse.Namespace(**value[NAMESPACE]) if is_namespace else value
+        name, attributes = next(iter(value.items()), ("", None))
+        if len(value) > 1 or not isinstance(attributes, dict):
+            return value
+        if name == NAMESPACE:
+            return argparse.Namespace(**attributes)
+        return _dictionary(attributes) if name == DICTIONARY else value
 
     if not path.is_file():
         raise ValueError(f"--input names {path.parent}, in which there is no {path.name}.")
     try:
         found = json.loads(path.read_text(), object_hook=special)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, ImportError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON ({error}); give another folder."
         ) from error
     return found if isinstance(found, dict) else {}
+
+
+def _dictionary(attributes: dict[str, Any]) -> Any:
+    from fairseq.data import Dictionary  # takes seconds
+
+    dictionary = Dictionary()
+    vars(dictionary).update(attributes)
+    return dictionary
 
 
 def _tensors(path: Path, keys: list[str]) -> dict[str, Tensor]:
