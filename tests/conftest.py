@@ -35,6 +35,11 @@ def ranks():
         each.close()
 
 
+def pytest_collection_finish():
+    """Leave what was imported and collected out of every later look for garbage."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():

@@ -15,7 +15,8 @@ from models import lm_args
 
 TINY = (
     "--moe-expert-count", 4, "--moe-capacity-factor", 0.8, "--max-update", 2,
-    "--optimizer", "moe_sgd", "--lr", 0.5,
+    "--optimizer", "moe_sgd", "--lr", 0.5, "--tokens-per-sample", 8, "--batch-size", 3,
+    "--disable-validation",
 )  # fmt: skip
 INTERPRETED = """
 import interpreter

@@ -47,8 +47,10 @@ TRIALS = {
 }
 
 
-# tests/e2e has a kill in a copy, a stopped rank, NaN and another number of ranks.
-LONG = ("kill in a copy", "stop in a collective", "nan", "other ranks", "empty batch", "remove")
+# tests/e2e has a kill in a copy, a stopped rank, a full disk, NaN and another number of ranks.
+LONG = (
+    "kill in a copy", "stop in a collective", "full disk", "nan", "other ranks", "empty batch", "remove",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,11 @@ def run(*words, **options):
     return done
 
 
-def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
+def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(bench, tmp_path, capsys):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
     words = ("--configs", "k1_uniform,e64_zipf", "--threads", "1", "--quick")
-    done = run("-m", "benchmarks.layer", *words, "--json", path, "--plot", plot)
+    assert bench.layer.main([*words, "--json", str(path), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
     found = json.loads(path.read_text())
     assert (found["benchmark"], found["base"], found["complete"]) == ("layer", "dense", True)
     assert {"torch", "triton", "device", "dtype", "keeps_freed_memory"} <= found["machine"].keys()
@@ -74,7 +75,7 @@ def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(tmp_path):
     left_out = {row["variant"]: row for row in found["rows"] if row["status"] == "skipped"}
     assert left_out["ours/triton"]["reason"].startswith("backend (--moe-backend) is 'triton' but")
     assert {"tutel", "scattermoe", "liger_kernel", "megablocks"} <= left_out.keys() | ran.keys()
-    assert "| ours/recompute " in done.stdout and "not run: megablocks: " in done.stdout
+    assert "| ours/recompute " in printed and "not run: megablocks: " in printed
     assert plot.stat().st_size > 1000
 
 
@@ -251,9 +252,9 @@ def test_ratios_are_of_one_round_and_turns_change(bench):
     assert (summary["seconds"], summary["seconds_p80"]) == (2.0, pytest.approx(4.4))
 
 
-def test_a_quick_run_of_the_ops_has_every_op(tmp_path):
+def test_a_quick_run_of_the_ops_has_every_op(bench, tmp_path):
     path = tmp_path / "out.json"
-    run("-m", "benchmarks.ops", "--quick", "--json", path)
+    assert bench.ops.main(["--quick", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     from fairseq_tutel.kernels import OPS
 

@@ -37,7 +37,7 @@ from fairseq_tutel.planning.memory import Held, held_bytes
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.state import MASTER, ZeroState
 
-UPDATES = 8
+UPDATES = 4
 
 
 def train_in_partitions(training, stage, offload):
