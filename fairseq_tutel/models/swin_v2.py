@@ -48,6 +48,19 @@ SIZES: dict[str, dict[str, Any]] = {
 class SwinV2Model(SwinV2, BaseFairseqModel):
     """Swin V2 without experts."""
 
+    _keeps_head = False
+
+    def keep_head(self) -> None:
+        """Let what is loaded from now on leave the head as it was drawn."""
+        self._keeps_head = True
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Bring a checkpoint's weights up to date, in place."""
+        if self._keeps_head:
+            head = f"{name}.head" if name else "head"
+            state_dict.update(self.head.state_dict(prefix=f"{head}."))
+        super().upgrade_state_dict_named(state_dict, name)
+
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
         """Build the model that the options and the task's images ask for."""

@@ -56,21 +56,11 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         ValueError: it is not there, on one of the nodes it is not whole, or ranks find several; on all
             ranks alike.
     """
-    suffix = f"{cfg.checkpoint_suffix or ''}.pt"
-    last = os.path.join(cfg.save_dir, "checkpoint_last" + suffix)
-    flag, path = "--restore-file", last
-    if cfg.restore_file != "checkpoint_last.pt":
-        path = cfg.restore_file.replace(".pt", suffix)
-    newest = of_first(lambda: _newest_saved(cfg, path, last), "rank 0's look for a checkpoint")
+    newest = of_first(lambda: _newest_saved(cfg), "rank 0's look for a checkpoint")
     if newest is not None:
         path = os.path.join(cfg.save_dir, newest)
         cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
-    elif path == last and not os.path.exists(last):
-        # What begins a training, in the order in which stock looks.
-        if cfg.continue_once is not None:
-            flag, path = "--continue-once", cfg.continue_once
-        elif cfg.finetune_from_model is not None:
-            flag, path = "--finetune-from-model", cfg.finetune_from_model
+    flag, path = flag_and_path(cfg)
     found = _found_by_all(path)
     if TORN in found:
         raise ValueError(_torn(flag, path))
@@ -79,7 +69,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     if found[0] == FOLDER:
         raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
     # Scripts that start a job again name the last checkpoint on the first start too.
-    if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(last):
+    if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
         # Stock would train from scratch.
         raise ValueError(
             f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
@@ -89,13 +79,38 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 
-def _newest_saved(cfg: Any, path: str, last: str) -> str | None:
+def flag_and_path(cfg: Any) -> tuple[str, str]:
+    """Return what names the checkpoint that a training begins with, in the order in which stock looks.
+
+    Args:
+        cfg: the checkpoint part of the FairseqConfig of a training.
+    """
+    path = _restored(cfg)
+    if path == _last(cfg) and not os.path.exists(path):
+        if cfg.continue_once is not None:
+            return "--continue-once", cfg.continue_once
+        if cfg.finetune_from_model is not None:
+            return "--finetune-from-model", cfg.finetune_from_model
+    return "--restore-file", path
+
+
+def _last(cfg: Any) -> str:
+    return os.path.join(cfg.save_dir, f"checkpoint_last{cfg.checkpoint_suffix or ''}.pt")
+
+
+def _restored(cfg: Any) -> str:
+    if cfg.restore_file == "checkpoint_last.pt":
+        return _last(cfg)
+    return cfg.restore_file.replace(".pt", f"{cfg.checkpoint_suffix or ''}.pt")
+
+
+def _newest_saved(cfg: Any) -> str | None:
     """Return the name of the newest whole checkpoint in --save-dir where it stands in for the last one.
 
     Raises:
         ValueError: there are some, and none is whole.
     """
-    begin = cfg.continue_once or cfg.finetune_from_model
+    begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
     is_wanted = os.path.abspath(path) == os.path.abspath(last) and not PathManager.exists(last)
     begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == os.path.abspath(
         cfg.save_dir
@@ -127,14 +142,16 @@ def _newest_saved(cfg: Any, path: str, last: str) -> str | None:
 def _updates_of(path: str) -> int:
     """Return after how many updates a file was saved; -1 where it is torn, or its shards are missing."""
     try:
-        # Mapped, not read.
-        state = torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
-        )
+        state = mapped(path)
         bind(state, Path(path))
         return int(state["optimizer_history"][-1]["num_updates"])
     except Exception:  # torch has no exception of its own for what it can not read
         return -1
+
+
+def mapped(path: str) -> dict[str, Any]:
+    """Return a checkpoint whose tensors stay on disk."""
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 def _found_by_all(path: str) -> list[str]:
@@ -222,8 +239,8 @@ def say_what_changed(path: str | None, cfg: Any) -> None:
     """
     if path is None or groups.in_use().rank > 0 or not zipfile.is_zipfile(path):
         return
-    try:  # mapped, not read: tensors stay on disk
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        state = mapped(path)
     except pickle.UnpicklingError:
         return  # the load itself will refuse it, on every rank
     saved = (state.get("cfg") or {}).get("model")

@@ -1,7 +1,8 @@
 """The task image_classification: images of folders or arrays, and the class of each."""
 
+import logging
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,17 +16,22 @@ from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.flags import made
-from fairseq_tutel.plugin.run_config import root_of
+from fairseq_tutel.plugin.resume import flag_and_path, mapped
+from fairseq_tutel.plugin.run_config import is_training, root_of
 from fairseq_tutel.plugin.task import InferenceMixin
+from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     Images,
     UnreadableImageError,
     classes_of,
+    different_class,
     open_images,
     refusal,
 )
+
+logger = logging.getLogger(__name__)
 
 ImageOptions = made("ImageOptions", options_in(ImageConfig))
 
@@ -53,6 +59,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         self.image_config = read(ImageConfig, cfg)
         refuse_bad_values(self.image_config)
         self._opened = cache(open_images)
+        self._augmented: ImageDataset | None = None  # the training set
         self._of_training: Any = None  # the iterator of the epoch that was asked for last
         self.state.add_factory("images", self._look_at_training_set)
 
@@ -84,7 +91,32 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
                 f"--arch {name} reads words, and --task {self.cfg._name} has images; choose an --arch "
                 "such as swin_v2_moe_tiny."
             )
-        return super().build_model(cfg, from_checkpoint)
+        model = super().build_model(cfg, from_checkpoint)
+        if is_training(self, cfg):
+            self._compare_classes(model)
+        return model
+
+    def _compare_classes(self, model: Any) -> None:
+        """Let a model's head begin anew where it is finetuned on other classes than it was trained on.
+
+        Raises:
+            ValueError: a training goes on, with other classes.
+        """
+        flag, path = flag_and_path(root_of(self).checkpoint)
+        other = different_class(_classes_in(path), self.class_names)
+        if other is None:
+            return
+        number, before, now = other
+        said = f"class {number} of {path} is {before}, and of {self.cfg.data} it is {now}"
+        if flag != "--finetune-from-model":
+            raise ValueError(
+                f"{said}; give the data that its training had, or --finetune-from-model for a new head."
+            )
+        models = [module for module in model.modules() if hasattr(module, "keep_head")]
+        for each in models:  # of an ensemble, its members
+            each.keep_head()
+        if models and world.is_first():
+            logger.warning("%s: the head begins anew", said)
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
         """Open a split; `combine` is what the Trainer asks for of the training set.
@@ -94,20 +126,21 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         """
         root = root_of(self)
         trains = root is not None and combine and split == root.dataset.train_subset
-        images = self._opened(self.cfg.data, split)
-        self.datasets[split] = ImageDataset(
-            images,
-            self.class_names,
-            tuple(self.state.images["shape"]),
-            self.image_config,
-            root.common.seed if trains else None,
-        )
+        images, shape = self._opened(self.cfg.data, split), tuple(self.state.images["shape"])
+        dataset_of = partial(ImageDataset, images, self.class_names, shape, self.image_config)
+        self.datasets[split] = dataset_of()
+        if trains:
+            self._augmented = dataset_of(root.common.seed)
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the stock iterator; that of the training's epoch before lets its workers go.
 
+        Where the training set is validated, too, both have its name: only who trains gives one argument.
+
         It is part of a cycle, and where it is garbage that ends them each takes 5 seconds.
         """
+        if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
+            dataset = self._augmented
         if dataset.can_reuse_epoch_itr_across_epochs:
             return super().get_batch_iterator(dataset, *args, **kwargs)
         if self._of_training is not None:
@@ -159,6 +192,14 @@ def _first(images: Images, config: ImageConfig) -> tuple[int, torch.Tensor]:
             if config.errors == "refuse":
                 raise ValueError(refusal(str(error))) from None
     raise ValueError(f"{images.origin} has {len(images)} images, none of which can be read.")
+
+
+def _classes_in(path: str) -> list[str]:
+    """Return the names of a checkpoint's classes; none where it does not say, or cannot be read."""
+    try:
+        return mapped(path)["task_state"]["images"]["classes"]
+    except Exception:  # of many kinds; who loads it will say what it is
+        return []
 
 
 def _refuse_unreadable(sample: Any) -> None:

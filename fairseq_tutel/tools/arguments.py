@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -144,18 +146,26 @@ def temporary(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path, flag: str = "--output") -> Iterator[None]:
-    """Say of an error of the system within, which writes the file, in one sentence what it is.
+def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
+    """Give a name beside a file to write to in the block: the file is whole or what it was.
+
+    It ends as the file's does. What is no plain file, such as a device or a link, is written itself.
 
     Raises:
         ValueError: in place of an OSError.
     """
+    is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
+    beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path
     try:
-        yield
+        yield beside
+        os.replace(beside, path)
     except OSError as error:
         raise ValueError(
             f"{flag} is {path}, which can not be written: {error.strerror}."
         ) from error
+    finally:
+        if is_plain:
+            beside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

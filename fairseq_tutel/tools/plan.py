@@ -86,11 +86,11 @@ def run(arguments: argparse.Namespace) -> None:
         title = (
             f"{plans[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
         )
-        with needing("--plot", "report"), writing(arguments.plot, "--plot"):
-            _draw({_name(plan): plan for plan in shown}, title, arguments.plot)
+        with needing("--plot", "report"), writing(arguments.plot, "--plot") as file:
+            _draw({_name(plan): plan for plan in shown}, title, file)
     if arguments.json:
-        with writing(arguments.json, "--json"):
-            arguments.json.write_text(_json(shown, work, machine), encoding="utf-8")
+        with writing(arguments.json, "--json") as file:
+            file.write_text(_json(shown, work, machine), encoding="utf-8")
     print(text)
     for path in (arguments.json, arguments.plot):
         if path:

@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
     conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a trip, {unit}"
     print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")
     if arguments.output:
-        with writing(arguments.output):
-            write(plan, arguments.output)
+        with writing(arguments.output) as file:
+            write(plan, file)
         print(f"wrote {arguments.output}")
 
 

@@ -103,14 +103,14 @@ def _predict(arguments: argparse.Namespace) -> None:
     dataset, names = task.dataset(arguments.split), task.class_names
     # By its number: a batch of which nothing can be read holds an image of another batch.
     answers = list({each.image: each for each in _answers(model, dataset, arguments)}.values())
-    with writing(arguments.output):
-        _write(answers, dataset, names, arguments.output)
+    with writing(arguments.output) as file:
+        _write(answers, dataset, names, file)
     right = sum(answer.is_right for answer in answers)
     print(f"{right:,} of {len(answers):,} images right, {100 * right / len(answers):.2f} %")
     print(f"wrote {arguments.output}")
     if arguments.grid is not None:
-        with writing(arguments.grid, "--grid"):
-            _draw(answers, dataset, names, arguments.grid)
+        with writing(arguments.grid, "--grid") as file:
+            _draw(answers, dataset, names, file)
         print(f"wrote {arguments.grid}")
 
 

@@ -97,14 +97,14 @@ def run(arguments: argparse.Namespace) -> None:
     text = "\n\n".join(_page(network, collective, forest))
     if arguments.output:
         plan = plan_to_json(plan_of(collective, adding, handing, slices=arguments.slices))
-        with writing(arguments.output):
-            arguments.output.write_text(json.dumps(plan) + "\n", encoding="utf-8")
+        with writing(arguments.output) as file:
+            file.write_text(json.dumps(plan) + "\n", encoding="utf-8")
     if arguments.network:
-        with writing(arguments.network, "--network"):
-            arguments.network.write_text(json.dumps(to_json(network)) + "\n", encoding="utf-8")
+        with writing(arguments.network, "--network") as file:
+            file.write_text(json.dumps(to_json(network)) + "\n", encoding="utf-8")
     if arguments.plot:
-        with needing("--plot", "plan"), writing(arguments.plot, "--plot"):
-            draw(forest, f"{collective}, {network.name}", arguments.plot, sums=handing is None)
+        with needing("--plot", "plan"), writing(arguments.plot, "--plot") as file:
+            draw(forest, f"{collective}, {network.name}", file, sums=handing is None)
     print(text)
     for path in written.values():
         print(f"wrote {path}")

@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(_page(machine, rows))
     if arguments.json:
-        with writing(arguments.json, "--json"):
-            machine.to_json(arguments.json)
+        with writing(arguments.json, "--json") as file:
+            machine.to_json(file)
         print(f"\nwrote {arguments.json}")
 
 

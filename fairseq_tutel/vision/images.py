@@ -6,6 +6,7 @@ N images, C channels, h and w of an image as it is stored, H and W as the model 
 import math
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,19 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
             f"{len(classes)}, {classes[0]} to {classes[-1]}; remove it, or train with it."
         )
     return np.array([number_of[name] for name in images.class_names])[images.labels_N]
+
+
+def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str, str] | None:
+    """Return the first class that is another one, its number and names; None where all are the same.
+
+    As many numbers, which classes without names have, are the same; of none before nothing is known.
+    """
+    numbers = [str(i) for i in range(len(now))]
+    if len(before) == len(now) and numbers in (list(before), list(now)):
+        return None
+    pairs = zip_longest(before, now, fillvalue="none")
+    found = ((i, *names) for i, names in enumerate(pairs) if names[0] != names[1])
+    return next(found, None) if before else None
 
 
 def decoded(path: str, channels: int) -> Tensor:

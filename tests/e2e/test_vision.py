@@ -2,8 +2,9 @@
 
 Covered: one rank against two, with ZeRO 1, experts shared out and a sharded checkpoint; a resume in the
 middle of an epoch, on another number of ranks; the best checkpoint by accuracy; validate,
-predict and its grid; hydra; a dense model and stock's criterion, validated on two ranks; an image that
-cannot be read, left out on two ranks and refused; classes that the training set lacks.
+predict and its grid; hydra, fine-tuning on other classes, validated on the training set; a dense model and
+stock's criterion, validated on two ranks; an image that cannot be read, left out on two ranks and refused;
+renamed classes.
 """
 
 import csv
@@ -173,38 +174,49 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
     dense += ["--save-dir", tmp_path / "refused"]
     sentence = r"^error: \S.*4\.png: .*; repair or remove it, or add --image-errors skip\.$"
     assert re.search(sentence, refused("train", *dense, ranks=2), re.MULTILINE)
-    (folders / "valid" / "zebra").mkdir()
-    Image.new("L", (8, 8)).save(folders / "valid" / "zebra" / "1.png")
-    assert (
-        "has the class zebra, which is none of the training set's 3, digit 0 to digit 2"
-        in refused("train", *dense)
-    )
+    for split in ("train", "valid"):
+        (folders / split / "digit 1").rename(folders / split / "one")
+    words = ("--image-errors", "skip", "--restore-file", tmp_path / "checkpoint_last.pt")
+    said = refused("train", *dense, *words)
+    assert f"checkpoint_last.pt is digit 1, and of {folders} it is digit 2; give the data" in said
 
 
 HYDRA_FILE = """
 common: {cpu: true, log_format: json, user_dir: %s}
 task: {_name: moe_image_classification, data: "???", image_size: 8}
-model: {_name: swin_v2_moe_tiny, swin_embed_dim: 8, moe_expert_count: "2"}
+model: {_name: swin_v2_moe_tiny, swin_embed_dim: 8, moe_expert_count: "4"}
 criterion: {_name: moe_image_classification, label_smoothing: 0.1}
-dataset: {batch_size: 11, num_workers: 0}
-optimization: {max_update: 2, lr: [0.01]}
+dataset: {batch_size: 11, num_workers: 0, valid_subset: "valid,train"}
+optimization: {max_update: 2, lr: [0.000001]}
 optimizer: {_name: moe_adam}
 lr_scheduler: {_name: fixed}
 checkpoint: {save_dir: "???", best_checkpoint_metric: accuracy, maximize_best_checkpoint_metric: true}
 """
 
 
-def test_hydra_trains_it(digits, tmp_path):
+def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, digits, tmp_path):
+    """Flipped in training alone: as another split the same images give the same loss."""
+    with np.load(digits / "train.npz") as file:
+        kept = file["labels"] < 9
+        for split in ("train", "valid"):
+            arrays = {name: file[name][kept] for name in ("images", "labels")}
+            np.savez(tmp_path / f"{split}.npz", **arrays)
     (tmp_path / "images.yaml").write_text("# @package _group_\n" + HYDRA_FILE % USER_DIR)
     run = fairseq(
-        "hydra-train", "--config-dir", tmp_path, "--config-name", "images", f"task.data={digits}",
+        "hydra-train", "--config-dir", tmp_path, "--config-name", "images", f"task.data={tmp_path}",
         f"checkpoint.save_dir={tmp_path}", "+task.image_flip=0.5",
+        f"checkpoint.finetune_from_model={plain[0] / 'checkpoint_last.pt'}",
     )  # fmt: skip
     assert "done training" in run.output
+    assert "checkpoint_last.pt is 9, and of" in run.output and "the head begins anew" in run.output
+    seen = [re.findall(rf'"{split}_loss": "([\d.]+)"', run.output) for split in ("valid", "train")]
+    assert seen[0][-1] in seen[1]
     assert float(re.findall(r'"valid_top5_accuracy": "([\d.]+)"', run.output)[-1]) > 20
     saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
-    assert saved["cfg"]["task"]["image_flip"] == 0.5 and saved["task_state"]["images"]["shape"] == [
-        1,
-        8,
-        8,
-    ]
+    assert saved["cfg"]["task"]["image_flip"] == 0.5
+    images = saved["task_state"]["images"]
+    assert images["shape"] == [1, 8, 8] and len(images["classes"]) == 9
+    before = load(plain[0])["model"]
+    assert saved["model"].keys() == before.keys() and len(saved["model"]["head.bias"]) == 9
+    for name in before.keys() - {"head.weight", "head.bias"}:
+        torch.testing.assert_close(saved["model"][name], before[name], rtol=0, atol=1e-5)

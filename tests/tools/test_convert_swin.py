@@ -126,6 +126,9 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
         "stages_1_1",
         "stages_2_0",
     ]
+    last = convert("upcycle", "--input", dense, "--output", back, *words, "--swin-expert-stages", 1)
+    assert "top-2, in stages_2_0\n" in last
+    back.unlink()
     images = torch.randn(2, 3, 16, 16)
     expected = opened(dense)[0](images)
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     UnreadableImageError,
     classes_of,
+    different_class,
     fitted,
     labels_among,
     normalisation,
@@ -66,6 +67,20 @@ def test_a_folder_holds_what_an_array_does(tmp_path):
     for i in range(3):
         assert torch.equal(folder.read(i, 1), arrays.read(i, 1))
     assert labels_among(folder, ["bee", "cat", "ant"]).tolist() == [2, 1, 1]
+
+
+def test_classes_differ_by_name_and_order_where_they_have_names():
+    assert different_class(["ant", "bee"], ["ant", "bee"]) is None
+    assert different_class(["ant", "bee"], ["bee", "ant"]) == (0, "ant", "bee")
+    assert different_class(["ant", "bee"], ["ant", "cat"]) == (1, "bee", "cat")
+    assert different_class(["ant"], ["ant", "bee"]) == (1, "none", "bee")
+    assert different_class(["0", "1"], ["0"]) == (1, "1", "none")
+    assert (
+        different_class(["0", "1"], ["ant", "bee"])
+        is None
+        is different_class(["b", "a"], ["0", "1"])
+    )
+    assert different_class([], ["ant", "bee"]) is None
 
 
 def test_every_mode_becomes_what_is_asked_for(tmp_path):

@@ -20,7 +20,7 @@ from torch import Tensor
 from fairseq_tutel import plugin
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.config import MoEConfig, options_of
-from fairseq_tutel.moe.options import flag_of, options_in
+from fairseq_tutel.moe.options import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import begun_anew, load, write
@@ -45,6 +45,8 @@ from fairseq_tutel.vision.options import SwinExpertsConfig
 from fairseq_tutel.zero.state import MASTER
 
 FIX = "leave --copy-optimizer-state out"
+OF_SWIN = options_in(SwinExpertsConfig)
+SWIN_KEYS = [option.key for option in OF_SWIN]
 # Fields of `Variation`: default, metavar, help, and which values there are, in code and in words.
 VARIATIONS: tuple[tuple[str, float, str, str, Callable[[float], bool], str], ...] = (
     (
@@ -90,10 +92,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     plugin.register()
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions
+    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, made
 
     group = parser.add_argument_group("the experts, as for fairseq-train; saved with the model")
-    gen_parser_from_dataclass(group, EncoderDecoderOptions(), delete_default=True, with_prefix="")
+    for options in (EncoderDecoderOptions, made("SwinExpertsOptions", OF_SWIN)):
+        gen_parser_from_dataclass(group, options(), delete_default=True, with_prefix="")
 
 
 def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
@@ -125,7 +128,8 @@ def _variation(arguments: argparse.Namespace) -> Variation:
 
 def _given_model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the experts' options that the command line gives, by their keys."""
-    values = {option.key: getattr(arguments, option.key) for option in options_of("model")}
+    keys = [option.key for option in (*options_of("model"), *OF_SWIN)]
+    values = {key: getattr(arguments, key) for key in keys}
     # A flag that is not given is None or, of a switch, False; 0 is a value.
     return {key: value for key, value in values.items() if value is not None and value is not False}
 
@@ -154,16 +158,15 @@ def _give_options(state: dict[str, Any], given: Mapping[str, Any]) -> dict[Layer
     dataclass = MODEL_DATACLASS_REGISTRY.get(arch)
     if arch.startswith(SWIN) and dataclass is not None:  # its experts have defaults of their own
         own = defaults(dataclass)
-        swins = [option.key for option in options_in(SwinExpertsConfig)]
-        known = {key: own[key] for key in (*known, *swins)}
+        known = {key: own[key] for key in (*known, *SWIN_KEYS)}
     for key in sorted(set(given) - set(known)):
-        raise ValueError(
-            f"{flag_of(key)} is given, but {arch} has one side; give --moe-freq instead."
-        )
+        has = "no stages; leave it out" if key in SWIN_KEYS else "one side; give --moe-freq instead"
+        raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
     ARCH_CONFIG_REGISTRY[arch](args)  # what an older file leaves to the architecture's name
     refuse_options(args)
+    refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
     if args.moe_pregate:
         refuse_too_far(args.moe_pregate, Counter(layer.side for layer in chosen))

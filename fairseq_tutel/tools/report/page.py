@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
     runs = {name: join(log) for name, (log, _) in zip(names, logs, strict=True)}
     files = {name: list(map(str, of)) for name, (_, of) in zip(names, logs, strict=True)}
     text = _page(runs, files)
-    with writing(output):
-        output.write_text(text, encoding="utf-8")
+    with writing(output) as file:
+        file.write_text(text, encoding="utf-8")
     print(f"wrote {output}")
 
 
