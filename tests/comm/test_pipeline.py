@@ -36,11 +36,26 @@ def outputs(options, strategy):
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("exchange", ("ragged", "padded"))
-@pytest.mark.parametrize("overlap", (2, 3, 8, 32))
-def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, overlap, exchange):
+@pytest.fixture(scope="module")
+def kept(ranks):
+    """Return a function to all ranks' outputs, which are computed once."""
+    made = {}
+
+    def of(options, strategy):
+        key = str((options, strategy))
+        if key not in made:
+            made[key] = ranks(4).run(outputs, options, strategy)
+        return made[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "overlap, exchange", [(2, "ragged"), (3, "padded"), (8, "padded"), (32, "ragged")]
+)
+def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, kept, overlap, exchange):
     options = {"exchange": exchange, "capacity_factor": 1.25}
-    whole = ranks(4).run(outputs, options, Strategy())
+    whole = kept(options, Strategy())
     for got, expected in zip(
         ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True
     ):
@@ -70,10 +85,10 @@ def largest(tensor):
 # through twice as many wires.
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
 @pytest.mark.parametrize("way", WAYS)
-def test_narrow_wires_err_by_their_digits(ranks, wire, digit, way):
+def test_narrow_wires_err_by_their_digits(kept, wire, digit, way):
     options, strategy = WAYS[way]
-    exact = ranks(4).run(outputs, options, strategy)
-    lossy = ranks(4).run(outputs, {**options, "a2a_dtype": wire}, strategy)
+    exact = kept(options, strategy)
+    lossy = kept({**options, "a2a_dtype": wire}, strategy)
     for got, expected in zip(lossy, exact, strict=True):
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert largest(a - b) <= (2 if i else 1) * digit * largest(b), i
@@ -81,10 +96,10 @@ def test_narrow_wires_err_by_their_digits(ranks, wire, digit, way):
 
 
 @pytest.mark.parametrize("way", ("chunks", "padded", "two hops"))
-def test_what_a_wire_rounds_does_not_depend_on_the_way(ranks, way):
+def test_what_a_wire_rounds_does_not_depend_on_the_way(kept, way):
     options, strategy = WAYS[way]
-    plain = ranks(4).run(outputs, {"a2a_dtype": "fp8"}, Strategy())
-    other = ranks(4).run(outputs, {**options, "a2a_dtype": "fp8"}, strategy)
+    plain = kept({"a2a_dtype": "fp8"}, Strategy())
+    other = kept({**options, "a2a_dtype": "fp8"}, strategy)
     for got, expected in zip(other, plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 

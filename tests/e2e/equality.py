@@ -19,7 +19,9 @@ def assert_ranks_agree(kind, data, extra, tmp_path):
             if flag in args:
                 args[args.index(flag) + 1] = by_ranks[ranks]
         save = tmp_path / str(ranks)
-        fairseq("train", *make(data, save, *args, "--update-freq", 4 // ranks), ranks=ranks)
+        fairseq(
+            "train", *make(data, save, *args, "--update-freq", 4 // ranks, updates=4), ranks=ranks
+        )
         results[ranks] = torch.load(save / "checkpoint_last.pt", weights_only=False)
     expected = facts_of(results[1])
     assert expected["moe_gate_loss 0"] > 0.5

@@ -36,7 +36,7 @@ WAYS = {
 }  # fmt: skip
 
 
-def train(data, folder, *extra, ranks=4, updates=6):
+def train(data, folder, *extra, ranks=4, updates=4):
     flags = ("--update-freq", 4 // ranks, *extra)
     return fairseq("train", *lm_args(data, folder, *flags, updates=updates), ranks=ranks)
 
@@ -132,12 +132,12 @@ def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_
 
 
 def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
-    """Twelve updates in one go, and with a stop in the middle at which everything changes."""
+    """Eight updates in one go, and with a stop in the middle at which everything changes."""
     whole = ("--moe-expert-count", 1, "--moe-top-k", 1)
-    train(lm_data, tmp_path / "whole", *whole, ranks=1, updates=12)
-    train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-parallel-type", "model", ranks=2, updates=6)
-    train(lm_data, tmp_path, *whole, ranks=1, updates=9)
-    run = train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-adaptive-r", 0, ranks=2, updates=12)
+    train(lm_data, tmp_path / "whole", *whole, ranks=1, updates=8)
+    train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-parallel-type", "model", ranks=2, updates=4)
+    train(lm_data, tmp_path, *whole, ranks=1, updates=6)
+    run = train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-adaptive-r", 0, ranks=2, updates=8)
     assert "| ERROR |" not in run.output
     expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
     same_weights(expected["model"], got["model"], adam=True)

@@ -147,8 +147,7 @@ def test_the_balance_loss_balances(lm_data, tmp_path):
     assert found[5.0] < found[0.0] - 0.05
 
 
-@pytest.mark.parametrize("transform", ["none", "neg_log"])
-@pytest.mark.parametrize("method", ["average", "sum"])
+@pytest.mark.parametrize(("method", "transform"), [("average", "none"), ("sum", "neg_log")])
 def test_the_balance_loss_is_combined_and_transformed(method, transform, lm_data, tmp_path):
     from math import log
 

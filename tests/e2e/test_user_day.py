@@ -10,13 +10,12 @@ import json
 import math
 import re
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, refused, tail
+from cli import ROOT, USER_DIR, fairseq, refused
 from models import lm_args, mt_args
+from tool_in_process import tool
 
 # Every sentence, also those of a last, smaller batch; and no worker process, which takes seconds to start.
 ALL = ("--required-batch-size-multiple", 1, "--num-workers", 0)
@@ -51,14 +50,6 @@ def dense(words, arch, task, criterion):
     """Return the command line of a MoE model as that of its dense twin."""
     stock = ("--arch", arch, "--task", task, "--criterion", criterion, "--optimizer", "adam")
     return [*without(words, "--moe-freq", "--moe-expert-count"), *stock]
-
-
-def average(*words):
-    """Run `python -m fairseq_tutel average`."""
-    command = [sys.executable, "-m", "fairseq_tutel", "average", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, tail(done.stderr)
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +272,7 @@ def test_a_dense_model_resumes_on_several_ranks(dense_lm, lm_data, tmp_path):
 def averaged_lm(lm, tmp_path_factory):
     output = tmp_path_factory.mktemp("average") / "mean.pt"
     flags = ("--num-epoch-checkpoints", 2, "--checkpoint-upper-bound", 3)
-    average("--inputs", lm[0], "--output", output, *flags)
+    tool("average", "--inputs", lm[0], "--output", output, *flags)
     return output
 
 
@@ -311,7 +302,7 @@ def test_average_of_a_half_precision_training_is_what_a_resume_starts_from(lm_da
     words = lm_args(lm_data, tmp_path, "--bf16", "--save-interval-updates", 2, updates=4)
     fairseq("train", *words, "--no-last-checkpoints")
     output = tmp_path / "mean.pt"
-    average("--inputs", tmp_path, "--num-update-checkpoints", 2, "--output", output)
+    tool("average", "--inputs", tmp_path, "--num-update-checkpoints", 2, "--output", output)
     words = ("--bf16", "--restore-file", output, "--lr", 0)
     fairseq("train", *lm_args(lm_data, tmp_path / "on", *words, updates=5))
     found = load(tmp_path / "on" / "checkpoint_last.pt")
@@ -321,8 +312,8 @@ def test_average_of_a_half_precision_training_is_what_a_resume_starts_from(lm_da
 
 def test_average_of_the_best_translates(mt, mt_data, tmp_path):
     files = sorted(mt[0].glob("checkpoint.best_bleu_*.pt"), reverse=True)
-    output = average(
-        "--inputs", mt[0], "--output", tmp_path / "mean.pt", "--num-best-checkpoints", 2
+    output = tool(
+        "average", "--inputs", mt[0], "--output", tmp_path / "mean.pt", "--num-best-checkpoints", 2
     )
     taken = [float(value) for value in re.findall(r"best_bleu_([\d.]+)\.pt", output)]
     assert len(taken) == len(files) == 2

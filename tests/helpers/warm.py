@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import weakref
+from argparse import ArgumentParser
 
 from fairseq import options
 from fairseq.dataclass import utils
@@ -45,8 +46,8 @@ def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
     return config
 
 
-def prepare(*words: str) -> None:
-    """Compose what a training of `words` will; the first to ask for it gets it."""
+def prepare(parser: ArgumentParser, *words: str) -> None:
+    """Compose what a command of `words` will; the first to ask for it gets it."""
 
     def keep(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
         config = _compose(config_name, overrides=overrides, strict=strict)
@@ -54,7 +55,7 @@ def prepare(*words: str) -> None:
         return config
 
     utils.compose = keep
-    args = options.parse_args_and_arch(options.get_training_parser(), ["data", *words])
+    args = options.parse_args_and_arch(parser, ["data", *words])
     utils.convert_namespace_to_omegaconf(args)
     utils.compose = compose
 
@@ -70,7 +71,14 @@ for words in (
     "--task moe_translation --arch moe_transformer --criterion moe_label_smoothed_cross_entropy",
 ):
     for optimizer in ("moe_adam", "moe_sgd"):
-        prepare(*words.split(), "--optimizer", optimizer)
+        prepare(options.get_training_parser(), *words.split(), "--optimizer", optimizer)
+for parser, task in (
+    (options.get_generation_parser(), "translation"),
+    (options.get_generation_parser(), "moe_translation"),
+    (options.get_eval_lm_parser(), "language_modeling"),
+    (options.get_validation_parser(), "moe_language_modeling"),
+):
+    prepare(parser, "--path", "checkpoint", "--task", task)
 
 for imported in weakref.finalize._registry:
     imported.atexit = False

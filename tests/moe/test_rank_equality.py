@@ -137,7 +137,7 @@ def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
 RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
 # Every other case of four ranks, and what follows these updates, is left to `make test-long`: pairs
 # hold over all cases, by then some micro-batches were empty or all padding, and optimizers have a state.
-FEW = 7
+FEW = 5
 QUICK = [run for run in RUNS if run[1] == 2] + [(case, 4) for case in CASES[::2]]
 
 
@@ -164,7 +164,7 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
             assert torch.equal(other[name], got[name]), name
 
 
-PLANNED_UPDATES = 8  # with empty micro-batches and padding among them
+PLANNED_UPDATES = 5  # with empty micro-batches and padding among them
 
 
 def train_by_plans(case: Training) -> tuple[dict[str, torch.Tensor], set[str]]:
