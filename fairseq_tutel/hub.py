@@ -4,6 +4,7 @@ fairseq is imported when it is called; importing this needs torch and numpy alon
 """
 
 import argparse
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,19 @@ def from_checkpoint(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; give one of {', '.join(map(str, DTYPES))}.")
     on_gpu = torch.cuda.is_available()
-    place = torch.device(device or ("cuda" if on_gpu else "cpu"))
+    try:
+        place = torch.device(device or ("cuda" if on_gpu else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device is {device}, which torch has not; give cpu or cuda.") from error
     if place.type == "cuda" and not on_gpu:
         raise ValueError(f"device is {device}, and torch finds no GPU here; leave it out.")
+    handlers, level = [*logging.root.handlers], logging.root.level
     register()
-    from fairseq_tutel.plugin.hub_interfaces import open_interface
+    # A module of fairseq's lets all that is logged be printed, Pillow's lines of every image too.
+    logging.root.setLevel(level)
+    for handler in {*logging.root.handlers}.difference(handlers):
+        logging.root.removeHandler(handler)
+    from fairseq_tutel.plugin.hub_opening import open_interface
 
     files = _files(str(path))
     state = load_any(files[0], "path", only_look=True)  # that it is whole is looked at once, later

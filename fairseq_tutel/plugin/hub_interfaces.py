@@ -1,25 +1,27 @@
-"""Models in use from Python: fairseq's own hub interfaces, by what a model is, and how they are opened."""
+"""Models in use from Python: fairseq's own hub interfaces, by what a model is."""
 
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq import hub_utils
-from fairseq.data.encoders import BPE_REGISTRY, TOKENIZER_REGISTRY
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
-from fairseq.registry import REGISTRIES
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
 
-ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
+GENERATION = {
+    *(field.name for field in fields(GenerationConfig)),
+    *("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn"),
+}
+TOO_LONG = re.compile(r"Size of sample #(\d+) is invalid \(=\(?(\d+).*max_positions=\(?(\d+)")
 
 
 def _refused(method: str) -> Callable[..., Any]:
@@ -54,34 +56,74 @@ class Words:
     decode = encode
 
 
-class Beams:
-    """Goes before an interface of encoder-decoders: bart's attention keeps the largest beam that it saw."""
+class InUse:
+    """Goes before an interface: its threads take turns, since a store and some gates remember a call."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.RLock()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copy and pickle, which fairseq's models in use fail in."""
+        raise TypeError("a model in use is not copied or pickled; open its checkpoint again.")
+
+
+class Generating(InUse):
+    """Goes before an interface that generates: what it cannot do, it says in one sentence."""
 
     models: Any
 
-    def generate(self, tokens: Any, beam: int = 5, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's hypotheses of each sentence."""
-        for model in self.models:
-            if hasattr(model, "set_beam_size"):
-                model.set_beam_size(beam)
-        return super().generate(tokens, beam, *args, **kwargs)  # type: ignore[misc]
+    def generate(
+        self, tokens: Any, beam: int = 5, verbose: bool = False, *args: Any, **options: Any
+    ) -> Any:
+        """Return fairseq's hypotheses of each sentence.
+
+        Raises:
+            ValueError: an option that generations do not have, no beam, or a sentence that is too long.
+        """
+        unknown = sorted(options.keys() - GENERATION)
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]} is no option of a generation; leave it out, or look for its name in "
+                "fairseq-generate's help, where it has dashes."
+            )
+        if not isinstance(beam, int) or beam < 1:
+            raise ValueError(f"beam is {beam!r}; give a number from 1 on.")
+        if not len(tokens):
+            return []
+        with self.lock:
+            for model in self.models:
+                if hasattr(
+                    model, "set_beam_size"
+                ):  # bart's attention keeps the largest that it saw
+                    model.set_beam_size(beam)
+            try:
+                return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
+            except Exception as error:  # stock's has no class of its own
+                found = TOO_LONG.match(str(error))
+                if found is None:
+                    raise
+                raise ValueError(
+                    f"sentence {found[1]} has {found[2]} tokens, and the model takes {found[3]}; give a "
+                    "shorter one, or skip_invalid_size_inputs=True, which leaves it out of the answers."
+                ) from error
 
 
-class Translation(Beams, hub_utils.GeneratorHubInterface, Interface):
+class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
     """An encoder-decoder: `translate`, of one sentence or several, and fairseq's `generate`."""
 
     kind, offers = "a translation model", "translate"
     score = Interface.score  # stock's knows no source
 
 
-class LanguageModel(hub_utils.GeneratorHubInterface, Interface):
+class LanguageModel(Generating, hub_utils.GeneratorHubInterface, Interface):
     """A decoder: `sample` goes on from a text, `score` gives the log-probabilities of one."""
 
     kind, offers = "a language model", "sample or score"
     translate = Interface.translate
 
 
-class MaskedLanguageModel(RobertaHubInterface, Interface):
+class MaskedLanguageModel(InUse, RobertaHubInterface, Interface):
     """An encoder of tokens: `fill_mask`, `extract_features`, `predict` of a classification head."""
 
     kind, offers = "a masked language model", "fill_mask, extract_features or predict"
@@ -95,7 +137,7 @@ class MaskedLanguageModel(RobertaHubInterface, Interface):
         """Return the `topk` fillings of the text's one <mask>: (text, probability, what was filled in).
 
         Raises:
-            ValueError: it has none, or several.
+            ValueError: it has none, or several, or is too long.
         """
         _refuse_masks(masked_input, masked_input.count("<mask>") == 1, "one <mask>")
         # Stock's own loses the special symbols among the best, and with them which probability is whose.
@@ -104,7 +146,12 @@ class MaskedLanguageModel(RobertaHubInterface, Interface):
         parts = (self.bpe.encode(part.strip()) for part in (before, after))
         line = f"<s> {' <mask> '.join(parts)} </s>"
         tokens = dictionary.encode_line(line, append_eos=False, add_if_not_exist=False).long()
-        with torch.no_grad():
+        if len(tokens) > self.model.max_positions():
+            raise ValueError(
+                f"fill_mask got a text of {len(tokens)} tokens, and the model takes "
+                f"{self.model.max_positions()}; give a shorter one."
+            )
+        with torch.no_grad(), self.lock:
             logits_BLV, _ = self.model(tokens[None].to(self.device))
         place = int((tokens == self.task.mask_idx).nonzero())
         probabilities_V = logits_BLV[0, place].float().softmax(dim=0)
@@ -117,6 +164,11 @@ class MaskedLanguageModel(RobertaHubInterface, Interface):
             found.append((left + text + after, float(probabilities_V[i]), text))
         return found
 
+    def extract_features(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what fairseq's does."""
+        with self.lock:
+            return super().extract_features(*args, **kwargs)
+
     def _text_of(self, symbol: str) -> tuple[str, bool]:
         """Return what a symbol of the dictionary stands for, and whether a word begins with it."""
         text = self.bpe.decode(symbol)
@@ -124,7 +176,7 @@ class MaskedLanguageModel(RobertaHubInterface, Interface):
         return text.strip(), begins
 
 
-class Denoising(Beams, BARTHubInterface, Interface):
+class Denoising(Generating, BARTHubInterface, Interface):
     """An encoder-decoder that restores text: `fill_mask`, and fairseq's `sample` and `generate`."""
 
     kind, offers = "a denoising model", "fill_mask or sample"
@@ -134,6 +186,17 @@ class Denoising(Beams, BARTHubInterface, Interface):
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, _only(models, self.kind))
         self.bpe = self.bpe or Words()
+
+    def generate(self, tokens: Any, *args: Any, **options: Any) -> Any:
+        """Return fairseq's hypotheses, of each length by itself: its batches count padding as text."""
+        if torch.is_tensor(tokens) and tokens.dim() == 1:
+            return self.generate([tokens], *args, **options)[0]
+        found: dict[int, Any] = {}
+        for length in {len(each) for each in tokens}:
+            places = [i for i, each in enumerate(tokens) if len(each) == length]
+            some = super().generate([tokens[i] for i in places], *args, **options)
+            found |= zip(places, some, strict=False)  # those of one length are left out together
+        return [found[i] for i in sorted(found)]
 
     def fill_mask(self, masked_inputs: Sequence[str], topk: int = 5, **options: Any) -> Any:
         """Return the `topk` restored texts of each with <mask> in it, or of the one: (text, score).
@@ -148,7 +211,7 @@ class Denoising(Beams, BARTHubInterface, Interface):
         return super().fill_mask(masked_inputs, topk, **options)
 
 
-class ImageClassification(nn.Module, Interface):
+class ImageClassification(InUse, nn.Module, Interface):
     """A classifier of images, or an ensemble of them: `classify`."""
 
     kind, offers = "a classifier of images", "classify"
@@ -180,7 +243,7 @@ class ImageClassification(nn.Module, Interface):
         # One after the other: they may be of any size, and as many as there are.
         for image in images:
             x_1CHW = self._normalised(image)[None].to(like)
-            with torch.no_grad():
+            with torch.no_grad(), self.lock:
                 each = [m.get_normalized_probs(m(x_1CHW), log_probs=False)[0] for m in self.models]
             best = torch.stack(each).float().mean(0).topk(min(topk, len(names)))
             pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -220,48 +283,6 @@ def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
         raise ValueError(f"fill_mask got {text!r}; give a text with {wanted} in it.")
 
 
-def open_interface(
-    files: Sequence[Path],
-    data: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    options: Mapping[str, Any],
-    known: Collection[str],
-) -> Interface:
-    """Open checkpoints, an ensemble if there are several, and return the interface for them.
-
-    Args:
-        files: absolute paths.
-        data: the folder of the dictionaries.
-        device: for the weights.
-        dtype: of the weights.
-        options: in place of what was saved.
-        known: what was saved.
-
-    Raises:
-        ValueError: as of `hub.from_checkpoint`.
-    """
-    try:
-        opened = hub_utils.from_pretrained(
-            str(files[0].parent),
-            os.pathsep.join(map(str, files)),
-            str(data),
-            cpu=device.type == "cpu",
-            load_checkpoint_heads=True,  # of roberta and bart
-            **options,
-        )
-        cfg, task, models = opened["args"], opened["task"], opened["models"]
-        _refuse_unknown(options, known)
-        for model in models:
-            model.to(device=device, dtype=dtype)
-        return interface_of(models[0], task)(cfg, task, models).to(device).eval()
-    except Exception as error:
-        sentence = _sentence(error, files, data)
-        if sentence is None:
-            raise
-        raise sentence from error
-
-
 def interface_of(model: nn.Module, task: Any) -> Any:
     """Return the class of the interface for a model of a task.
 
@@ -291,46 +312,3 @@ def _reads_text(task: Any) -> bool:
         return task.source_dictionary is not None
     except NotImplementedError:
         return False
-
-
-def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError | None:
-    """Return what to say of an error that stock says otherwise; None of others."""
-    text = str(error)
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return ValueError(
-            f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
-            "folder with the dictionaries of the training."
-        )
-    if isinstance(error, OSError) and "Model file not found" in text:
-        return ValueError(f"path names {text.rpartition(': ')[2]}, which does not exist.")
-    if "infer language pair" in text:
-        return ValueError(
-            f"{data} does not tell the languages of {files[0]}; add source_lang=… and target_lang=…."
-        )
-    if isinstance(error, OmegaConfBaseException):
-        reason = text.partition("\n")[0]
-        return ValueError(f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}.")
-    if isinstance(error, RuntimeError) and "size mismatch" in text:
-        return ValueError(
-            f"the weights of {files[0]} are not of the size that the dictionaries in {data} ask for; give "
-            "`data`, the folder with those of the training."
-        )
-    return None
-
-
-def _refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse an option that nothing knows, which stock would pass over."""
-    known = {*known, *ENCODERS, "user_dir", "generation_args"}
-    known |= {option.key for owner in ("task", "model") for option in options_of(owner)}
-    for key, registry in ENCODERS.items():
-        name = options.get(key)
-        if name is not None and name not in registry:
-            raise ValueError(f"{key} is {name}; give one of {', '.join(sorted(registry))}.")
-        dataclass = REGISTRIES[key]["dataclass_registry"].get(name)
-        known |= {field.name for field in fields(dataclass)} if dataclass else set()
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} is no option of this model, its task or a run; leave it out, or look for its "
-            "name in docs/flags.md or fairseq's help, where it has dashes."
-        )

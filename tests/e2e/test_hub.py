@@ -7,10 +7,13 @@ denoising models: test_other_models.
 """
 
 import io
+import logging
+import pickle
 import re
 import runpy
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -53,8 +56,11 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     model = fairseq_tutel.from_checkpoint(mt)
     assert model.translate(sources, beam=3, **lengths) == expected and len(set(expected)) > 1
     assert model.translate(sources[0], beam=3, **lengths) == expected[0]
-    stored = fairseq_tutel.from_checkpoint(path, moe_expert_store="on-demand")
-    assert stored.translate(sources, beam=3, **lengths) == expected
+    store = {"moe_expert_store": "on-demand", "moe_expert_cache": "9KB"}
+    stored = fairseq_tutel.from_checkpoint(path, **store)
+    with ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda text: stored.translate(text, beam=3, **lengths), sources)
+        assert list(answers) == expected
     experts = stored.models[0].encoder.layers[0].fc1.experts
     assert all(parameter.is_meta for parameter in experts.parameters())
     halves = [
@@ -66,6 +72,16 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     for refused in (model.score, model.fill_mask, model.classify):
         with pytest.raises(ValueError, match=r"is not for a translation model; call translate\.$"):
             refused(sources)
+    assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
+    for sentence, text, options in (
+        ("sentence 0 has 1101 tokens, and the model takes 1024; give", "w1 " * 1100, {}),
+        ("lenpn is no option of a generation; leave", "w1", {"lenpn": 2}),
+        ("beam is 0; give a number from 1 on", "w1", {"beam": 0}),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            model.translate(text, **options)
+    with pytest.raises(TypeError, match="not copied or pickled; open its checkpoint again"):
+        pickle.dumps(model)
 
 
 def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data):
@@ -108,6 +124,16 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     assert fairseq_tutel.from_checkpoint(path, lm_data).sample("w1 w3") == expected
     shutil.copy(lm_data / "dict.txt", tmp_path)
     assert fairseq_tutel.from_checkpoint(f"{path}:{lm}").sample("w1 w3") == expected
+    state = torch.load(path, weights_only=False)
+    bpe = {"_name": "sentencepiece", "sentencepiece_model": "/nowhere"}
+    torch.save({**state, "cfg": {**state["cfg"], "bpe": bpe}}, path)
+    level = logging.root.level
+    with mock.patch("fairseq_tutel.hub.register", lambda: logging.root.setLevel(level + 1)):
+        assert fairseq_tutel.from_checkpoint(path, bpe="characters").apply_bpe("ab") == "a b"
+    assert logging.root.level == level
+    (tmp_path / "sentencepiece.bpe.model").touch()  # what is given goes before it
+    with pytest.raises(ValueError, match=r"^file given not found, which .* names for bpe or"):
+        fairseq_tutel.from_checkpoint(path, sentencepiece_model="given")
     (tmp_path / "dict.txt").write_text("w1 1\n")
     with pytest.raises(ValueError, match=r"not of the size that the dictionaries in .* ask"):
         fairseq_tutel.from_checkpoint(path)
@@ -115,6 +141,8 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
 
 def test_a_dense_checkpoint_opens(lm, tmp_path):
     convert("dense", "--input", lm, "--output", tmp_path / "dense.pt", "--experts", 0)
+    with pytest.raises(ValueError, match="moe_expert_store has no effect on a model without exp"):
+        fairseq_tutel.from_checkpoint(tmp_path / "dense.pt", moe_expert_store="on-demand")
     model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert model.sample("w1 w3").startswith("w1 w3")
@@ -225,6 +253,8 @@ REFUSED = {
     "does not tell the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     r"dtype is torch\.int8; give one of torch\.float32": {"dtype": torch.int8},
     "bpe is letters; give one of bert, ": {"bpe": "letters"},
+    "checkpoint_file is not for from_checkpoint; give path": {"checkpoint_file": "a.pt"},
+    "device is far, which torch has not": {"device": "far"},
     "beams is no option of this model": {"of": "mt", "beams": 5},
     "has 'moe_expert_stor', which is no option": {"moe_expert_stor": "on-demand"},
     "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},

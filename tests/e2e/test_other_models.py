@@ -106,6 +106,10 @@ def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
         assert len(found) == 3
         # A beam of 5 came before one of 1, which is that of a model just opened.
         text = model.sample("w1 w4 w13", beam=1)
+        tokens = [model.encode(text) for text in ("w1 w4 w13", "w2 " * 40, "w3 w9 w27")]
+        options = {"beam": 1, "max_len_b": 9}
+        alone = [model.generate(each, **options)[0]["tokens"].tolist() for each in tokens]
+        assert [h[0]["tokens"].tolist() for h in model.generate(tokens, **options)] == alone
         assert text == fairseq_tutel.from_checkpoint(folder).sample("w1 w4 w13", beam=1)
         return
     from fairseq_tutel.models.twins import MoERobertaModel

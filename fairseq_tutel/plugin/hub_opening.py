@@ -1,0 +1,147 @@
+"""How a checkpoint is opened for use from Python: by fairseq's hub, with errors in one sentence."""
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import hub_utils
+from fairseq.data.encoders import BPE_REGISTRY, TOKENIZER_REGISTRY
+from fairseq.registry import REGISTRIES
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
+
+ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
+# What fairseq's hub calls what from_checkpoint has under another name.
+ELSEWHERE = {
+    "cpu": "device",
+    "checkpoint_file": "path",
+    "model_name_or_path": "path",
+    "data_name_or_path": "data",
+    "archive_map": "path",
+}
+# Of a batch, as fairseq-generate has it; a training's may be less than a sentence.
+MAX_TOKENS = 12000
+
+
+def open_interface(
+    files: Sequence[Path],
+    data: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    known: Collection[str],
+) -> Interface:
+    """Open checkpoints, an ensemble if there are several, and return the interface for them.
+
+    Args:
+        files: absolute paths.
+        data: the folder of the dictionaries.
+        device: for the weights.
+        dtype: of the weights.
+        options: in place of what was saved.
+        known: what was saved.
+
+    Raises:
+        ValueError: as of `hub.from_checkpoint`.
+    """
+    for key in options.keys() & ELSEWHERE:
+        raise ValueError(f"{key} is not for from_checkpoint; give {ELSEWHERE[key]}.")
+    try:
+        opened = hub_utils.from_pretrained(
+            str(files[0].parent),
+            os.pathsep.join(map(str, files)),
+            str(data),
+            cpu=device.type == "cpu",
+            # Heads of roberta and bart; a text of a denoising model is a sentence, whatever its blocks.
+            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **options},
+        )
+        cfg, task, models = opened["args"], opened["task"], opened["models"]
+        _refuse_unknown(options, known, any(map(moe_layers, models)))
+        _settle(cfg, options)
+        for model in models:
+            model.to(device=device, dtype=dtype)
+        return interface_of(models[0], task)(cfg, task, models).to(device).eval()
+    except Exception as error:
+        sentence = _sentence(error, files, data)
+        if sentence is None:
+            raise
+        raise sentence from error
+
+
+def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
+    """Let what was given win over what was saved, and over the files beside the checkpoint.
+
+    Stock changes no kind of bpe where one was saved, and takes the files before what was given.
+    """
+    with open_dict(cfg):
+        for key in ENCODERS:
+            saved = (cfg[key] or {}).get("_name") if not isinstance(cfg[key], str) else cfg[key]
+            name = options.get(key, saved)
+            dataclass = REGISTRIES[key]["dataclass_registry"].get(name)
+            if dataclass is None:
+                cfg[key] = name
+                continue
+            now = cfg[key] if name == saved else OmegaConf.structured(dataclass)
+            given = {f.name: options[f.name] for f in fields(dataclass) if f.name in options}
+            cfg[key] = OmegaConf.merge(now, given, {"_name": name})
+        if "max_tokens" not in options and cfg.dataset.max_tokens:
+            cfg.dataset.max_tokens = max(cfg.dataset.max_tokens, MAX_TOKENS)
+
+
+def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError | None:
+    """Return what to say of an error that stock says otherwise; None of others."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return ValueError(
+            f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
+            "folder with the dictionaries of the training."
+        )
+    if type(error) is OSError and re.fullmatch("file .* not found", text):  # of a bpe
+        return ValueError(
+            f"{text}, which {files[0]} or an option names for bpe or tokenizer; give another file."
+        )
+    if isinstance(error, OSError) and "Model file not found" in text:
+        return ValueError(f"path names {text.rpartition(': ')[2]}, which does not exist.")
+    if "infer language pair" in text:
+        return ValueError(
+            f"{data} does not tell the languages of {files[0]}; add source_lang=… and target_lang=…, or "
+            "give `data`, the folder of the training."
+        )
+    if isinstance(error, OmegaConfBaseException):
+        reason = text.partition("\n")[0]
+        return ValueError(f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}.")
+    if isinstance(error, RuntimeError) and "size mismatch" in text:
+        return ValueError(
+            f"the weights of {files[0]} are not of the size that the dictionaries in {data} ask for; give "
+            "`data`, the folder with those of the training."
+        )
+    return None
+
+
+def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_experts: bool) -> None:
+    """Refuse an option that nothing knows or that has no effect, which stock would pass over."""
+    ours = {option.key for owner in ("task", "model") for option in options_of(owner)}
+    for key in [] if has_experts else sorted(options.keys() & ours):
+        if key.startswith("moe_"):
+            raise ValueError(f"{key} has no effect on a model without experts; leave it out.")
+    known = {*known, *ours, *ENCODERS, "user_dir", "generation_args"}
+    for key, registry in ENCODERS.items():
+        name = options.get(key)
+        if name is not None and name not in registry:
+            raise ValueError(f"{key} is {name}; give one of {', '.join(sorted(registry))}.")
+        dataclass = REGISTRIES[key]["dataclass_registry"].get(name)
+        known |= {field.name for field in fields(dataclass)} if dataclass else set()
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} is no option of this model, its task or a run; leave it out, or look for its "
+            "name in docs/flags.md or fairseq's help, where it has dashes."
+        )
