@@ -4,12 +4,10 @@ Which criterion is --distill-criterion's word; the class that trains is that one
 before it. N tokens of a micro-batch, padding included, V words.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,8 +33,20 @@ from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
-# Criterions on one table of scores; with their twins, where they are registered.
-STOCK = ("cross_entropy", "label_smoothed_cross_entropy", "masked_lm", "image_classification")
+# Criterions of one call of the model, which gives a table of scores with a row for each target, and of a
+# loss that is a sum over these rows; docs/distillation.md says why not others. With their twins, where they
+# are registered.
+STOCK = (
+    "cross_entropy",
+    "label_smoothed_cross_entropy",
+    "label_smoothed_cross_entropy_with_alignment",
+    "label_smoothed_cross_entropy_with_ctc",
+    "adaptive_loss",
+    "masked_lm",
+    "image_classification",
+    "sentence_prediction",
+    "sentence_prediction_adapters",
+)
 WRAPPED = tuple(n for s in STOCK for n in (s, f"moe_{s}") if n in CRITERION_REGISTRY)
 
 
@@ -70,23 +80,20 @@ class DistillationMixin:
         options = self.distillation
         if options.distill_until and self._update >= options.distill_until and self._source:
             logger.info("distillation ended after %d updates", options.distill_until)
-            self._source.close()
             self._source = None
         asks = self.training or options.distill_in_validation
         if self._source is None or not asks:
             return super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
-        with _calls(model) as calls:
+        calls: list[tuple] = []
+        hook = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+        try:
             loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            hook.remove()
         words, named, output = calls[-1]
-        scores_NV = scores_of(model, output, sample)
-        scores_NV = scores_NV.reshape(-1, scores_NV.shape[-1])
-        target = sample["target"]
-        prefix = getattr(self, "ignore_prefix_size", 0)
-        if prefix:
-            target = target.clone()
-            target[:, :prefix] = self.padding_idx
+        scores_NV, counts = scores_of(model, output), self._counting(sample["target"])
         dummy = self.training and self._is_dummy
-        call = _Call(sample, target, words, named, scores_NV, self.padding_idx, dummy)
+        call = _Call(sample, counts, words, named, scores_NV, self.padding_idx, dummy)
         teacher = self._source.answers(call, stored=self.training)
         kl = loss.new_zeros(())
         if teacher is not None:
@@ -95,6 +102,14 @@ class DistillationMixin:
         log["loss"] = log["loss"] + options.distill_alpha * kl.detach()
         log["distill_loss"] = kl.detach()
         return loss, sample_size, log
+
+    def _counting(self, target: Tensor) -> Tensor:
+        """Return which places of a target count, [...] bool: not padding, nor a prefix that is left out."""
+        if hasattr(self, "classification_head_name"):  # classes, one of which has padding's number
+            return torch.ones_like(target, dtype=torch.bool)
+        counts = target != self.padding_idx
+        counts[..., : getattr(self, "ignore_prefix_size", 0)] = False
+        return counts
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -113,16 +128,16 @@ class _Call:
 
     Attributes:
         sample: the batch.
-        target: of it; what is not trained is padding.
+        counts: [...] bool, which places of its target are trained.
         words: of the call.
         named: likewise.
         scores_NV: what it gave, of every position or of those with a target alone.
-        padding: the target that does not count.
+        padding: the word that fills a sentence up.
         dummy: whether the micro-batch keeps ranks in step.
     """
 
     sample: Any
-    target: Tensor
+    counts: Tensor
     words: tuple
     named: dict[str, Any]
     scores_NV: Tensor
@@ -132,10 +147,9 @@ class _Call:
     @property
     def counts_N(self) -> Tensor:  # noqa: N802 - a shape
         """[N] bool: which rows of the scores are tokens."""
-        real = self.target.reshape(-1) != self.padding
-        if len(real) == len(self.scores_NV):
-            return real
-        return torch.ones(len(self.scores_NV), dtype=torch.bool, device=real.device)
+        if self.counts.numel() == len(self.scores_NV):
+            return self.counts.flatten()
+        return self.counts.new_ones(len(self.scores_NV))
 
     def texts(self) -> list[tuple[int, bytes, int]]:
         """Return of each sentence its id in the data set, its fingerprint, and its tokens.
@@ -144,17 +158,15 @@ class _Call:
             ValueError: the batch is of no text that has an id.
         """
         ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
-        if ids is None or source is None or self.target.dim() != 2:
+        if ids is None or source is None or self.counts.dim() != 2:
             raise ValueError(
                 "--distill-logits is for sentences with ids, and this task has none; leave it out."
             )
-        kept = [
-            (s[s != self.padding], t[t != self.padding])
-            for s, t in zip(source.cpu(), self.target.cpu(), strict=True)
-        ]
+        padding = 0 if source.is_floating_point() else self.padding  # filter banks
+        tables = (source.cpu(), self.sample["target"].cpu(), self.counts.cpu())
         return [
-            (i, fingerprint(*of_one), len(of_one[1]))
-            for i, of_one in zip(ids.tolist(), kept, strict=True)
+            (i, fingerprint(s[s != padding], t[counts]), int(counts.sum()))
+            for i, s, t, counts in zip(ids.tolist(), *tables, strict=True)
         ]
 
 
@@ -181,13 +193,6 @@ class _Source:
             )
         if options.distill_logits:
             self.store = self._folder()
-
-    def close(self) -> None:
-        """Free the teacher and close the folder."""
-        if self.teacher is not None:
-            self.teacher.close()
-        if self.store is not None:
-            self.store.close()
 
     def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
         """Return the teacher's scores [N, V], or its answers; None for a dummy batch, which needs none."""
@@ -222,10 +227,7 @@ class _Source:
         return answers
 
     def _asked(self, teacher: Teacher, call: _Call) -> Tensor:
-        scores = teacher.scores(
-            call.words, call.named, call.sample, call.scores_NV.device, call.dummy
-        )
-        scores_NV = scores.reshape(-1, scores.shape[-1])
+        scores_NV = teacher.scores(call.words, call.named, call.scores_NV.device, call.dummy)
         if scores_NV.shape != call.scores_NV.shape:
             raise ValueError(
                 f"--distill-teacher gives {tuple(scores_NV.shape)} scores where the student gives "
@@ -271,19 +273,6 @@ def _put(found: list[Answers], call: _Call) -> Answers:
     return Answers(words_NK, logs_NK)
 
 
-@contextlib.contextmanager
-def _calls(model: nn.Module) -> Iterator[list[tuple[tuple, dict[str, Any], Any]]]:
-    """Give a list that has, after the block, what the model was called with there and what it gave."""
-    calls: list[tuple[tuple, dict[str, Any], Any]] = []
-    handle = model.register_forward_hook(
-        lambda _, words, named, output: calls.append((words, named, output)), with_kwargs=True
-    )
-    try:
-        yield calls
-    finally:
-        handle.remove()
-
-
 # Of the name of what they wrap: fairseq goes on with a training by a criterion of the same name alone, and
 # after --distill-until it is the same one.
 _WITH_MIXIN = {
@@ -323,6 +312,11 @@ class MoEDistillationCriterion(FairseqCriterion):
         if name not in _WITH_MIXIN:
             raise ValueError(
                 f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}."
+            )
+        if "sentence" in name and cfg.regression_target:
+            raise ValueError(
+                "--regression-target is set, by which a model gives a number and no probabilities; drop it "
+                "or --criterion moe_distillation."
             )
         if name.startswith("moe_") and not getattr(task, "_has_experts", False):
             raise ValueError(

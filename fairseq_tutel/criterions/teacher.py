@@ -1,9 +1,12 @@
 """A teacher: a checkpoint that is opened beside a training, and asked as the student is called."""
 
 import ast
+import contextlib
 import copy
 import logging
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +61,18 @@ class Teacher:
         return self.options.distill_teacher_parallel_size > 1
 
     def scores(
-        self, words: tuple, named: dict[str, Any], sample: Any, device: torch.device, dummy: bool
+        self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool
     ) -> Tensor:
-        """Return the teacher's scores [..., V] for a call of the student's, without gradients.
+        """Return the teacher's scores [N, V] for a call of the student's, without gradients.
 
         Args:
             words: of the student's call.
             named: likewise.
-            sample: the batch.
             device: of the student.
             dummy: whether the batch keeps ranks in step.
 
         Raises:
-            ValueError: the first time, where it is no teacher for this student.
+            ValueError: it is no teacher for this student.
         """
         if self._model is None:
             self._model = self._opened(device)
@@ -82,13 +84,9 @@ class Teacher:
 
         for context in contexts_of(moe_layers(model)):
             context.begin_step(is_dummy=dummy)
-        with torch.no_grad():
+        with torch.no_grad(), self._refusing("can not be asked as the student is"):
             output = model(*tree_map(fitting, words), **tree_map(fitting, named))
-            return scores_of(model, output, sample)
-
-    def close(self) -> None:
-        """Free it; it is opened again if it is asked again."""
-        self._model = None
+            return scores_of(model, output)
 
     def _opened(self, device: torch.device) -> nn.Module:
         path = self.options.distill_teacher
@@ -96,21 +94,34 @@ class Teacher:
         refuse_others(path, state, self.task)
         state.pop("task_state", None)  # the student's task has one of its own
         task = self._task_of()
-        try:
-            # What is drawn while it is built is not the training's.
-            with torch.random.fork_rng(), beside_a_training():
-                (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
-        except (RuntimeError, LookupError) as error:
-            if is_of_the_machine(error):
-                raise
-            reason = str(error).strip().splitlines()[-1].strip()
-            raise ValueError(
-                f"{FLAG} is {path}, which can not be opened with this data: {reason.rstrip('.')}."
-            ) from error
+        # What is drawn while it is built is not the training's.
+        with (
+            torch.random.fork_rng(),
+            beside_a_training(),
+            self._refusing("can not be opened with this data"),
+        ):
+            (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
         model.requires_grad_(False)
         model.to(device=device, dtype=torch.bfloat16 if self.options.distill_teacher_bf16 else None)
         logger.info("teacher: %s", path)
         return model.eval()
+
+    @contextlib.contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Turn what a model raises that does not fit into one sentence, and name our own flag."""
+        own = f"{FLAG}-parallel-size"
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(str(error).replace("--moe-expert-parallel-size", own)) from error
+        except (RuntimeError, LookupError, TypeError) as error:
+            if is_of_the_machine(error):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+            raise ValueError(
+                f"{FLAG} is {self.options.distill_teacher}, which {what} ({reason.rstrip('.')}); give a "
+                "teacher of this student's kind, for texts as long."
+            ) from error
 
     def _task_of(self) -> Any:
         """Return a copy of the student's task, with the teacher's overrides, for it to be built with."""
@@ -197,17 +208,22 @@ def _dictionary_of(cfg: Any, side: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def scores_of(model: Any, output: Any, sample: Any) -> Tensor:
-    """Return a model's scores [..., V], whose softmax are its probabilities.
+def scores_of(model: Any, output: Any) -> Tensor:
+    """Return a model's scores [N, V], whose softmax are its probabilities.
 
     Args:
         model: whose output it is.
         output: of a call.
-        sample: the batch.
     """
     while hasattr(model, "module"):
         model = model.module
-    if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
-        scores: Tensor = model.get_normalized_probs(output, log_probs=True, sample=sample)
-        return scores
-    return output if torch.is_tensor(output) else output[0]
+    first = output if torch.is_tensor(output) else output[0]
+    first = first.flatten(end_dim=-2)
+    adaptive = getattr(getattr(model, "decoder", None), "adaptive_softmax", None)
+    if adaptive is None:
+        return first
+    # fairseq's own table has no gradient, and of a token's words those of its target's cluster alone.
+    log = partial(torch.log_softmax, dim=1, dtype=torch.float32)
+    tails = [log(tail(first)) for tail in adaptive.tail]
+    head, *priors = log(adaptive.head(first)).split([adaptive.cutoff[0], *[1] * len(tails)], dim=1)
+    return torch.cat([head, *map(torch.add, priors, tails)], dim=1)

@@ -2,8 +2,8 @@
 
 Every process that writes appends to a file of its own, one whole record in one call, so that trainings may
 fill a folder together and what is cut off is the end of a file. A record says of which text it is, and has
-a check sum; a file's records are found by their heads alone, and read when their sample comes. What the
-answers are of stands in about.json.
+a check sum; a file's records are found by their heads alone, and read when their sample comes. Of several
+to one sample any whole one is read. What the answers are of stands in about.json.
 
 n tokens of a sample, K words of an answer.
 """
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -29,9 +29,9 @@ from fairseq_tutel.distillation.loss import Answers
 
 logger = logging.getLogger(__name__)
 
-ABOUT, SUFFIX, VERSION = "about.json", ".answers", 1
+ABOUT, SUFFIX, VERSION = "about.json", ".answers", 2
 MAGIC = b"ftKL"
-# Magic, sample, n, fingerprint of its text, check sum of the answers.
+# Magic, sample, n, fingerprint of its text, check sum of these and of the answers.
 HEAD = struct.Struct("<4sqI16sI")
 NUMBERS = (np.dtype("<i4"), np.dtype("<f4"))
 FLAG = "--distill-logits"
@@ -41,7 +41,8 @@ def fingerprint(*texts: Tensor) -> bytes:
     """Return what tells a sample's tokens from others."""
     digest = hashlib.blake2b(digest_size=16)
     for text in texts:
-        digest.update(np.asarray(text.cpu(), dtype="<i8").tobytes() + b"|")
+        wide, kind = (text.double(), "<f8") if text.is_floating_point() else (text, "<i8")
+        digest.update(np.asarray(wide.cpu(), dtype=kind).tobytes() + b"|")
     return digest.digest()
 
 
@@ -52,6 +53,19 @@ class _Place:
     tokens: int
     text: bytes
     check: int
+
+    def content(self, sample: int, top_k: int) -> bytes | None:
+        """Return the bytes of the answers; None where they, or their head, are damaged."""
+        try:
+            with self.path.open("rb") as file:
+                content = os.pread(file.fileno(), 8 * self.tokens * top_k, self.start)
+        except OSError:
+            return None
+        return content if _check(sample, self.tokens, self.text, content) == self.check else None
+
+
+def _check(sample: int, tokens: int, text: bytes, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(HEAD.pack(MAGIC, sample, tokens, text, 0)))
 
 
 class StoredLogits:
@@ -68,13 +82,13 @@ class StoredLogits:
 
     def __init__(self, folder: str, facts: Mapping[str, Any], top_k: int) -> None:
         self.folder, self.top_k = Path(folder), top_k
-        self._own: int | None = None
-        self._places: dict[int, _Place] = {}
+        self._own: IO[bytes] | None = None
+        self._places: dict[int, list[_Place]] = {}
         self._scanned: dict[Path, int] = {}
         self._refuse_others({"version": VERSION, **facts})
 
     def read(self, sample: int, text: bytes) -> Answers | None:
-        """Return the answers to a sample, [n, K]; None where there are none, or damaged ones.
+        """Return the answers to a sample, [n, K]; None where there are no whole ones.
 
         Args:
             sample: its id in the data set.
@@ -83,29 +97,34 @@ class StoredLogits:
         Raises:
             ValueError: they are to other tokens.
         """
-        if sample not in self._places:
+        found = self._whole(sample)
+        if found is None:
             self._look()
-        place = self._places.get(sample)
-        if place is None:
+            found = self._whole(sample)
+        if found is None:
             return None
+        place, content = found
         if place.text != text:
             raise ValueError(
                 f"{FLAG} is {self.folder}, whose answers to sample {sample} are to another text: they are "
-                "of another data set, of other --tokens-per-sample, or of a task that draws its text anew "
-                "in every epoch; give another folder, or leave it out."
+                "of another data set, of other --tokens-per-sample or --ignore-prefix-size, or of a task "
+                "that draws its text anew in every epoch; give another folder, or leave it out."
             )
-        size = 4 * place.tokens * self.top_k
-        with place.path.open("rb") as file:
-            content = os.pread(file.fileno(), 2 * size, place.start)
-        if zlib.crc32(content) != place.check or len(content) != 2 * size:
-            logger.warning("%s: the answers to sample %d are damaged", place.path, sample)
-            del self._places[sample]
-            return None
+        half = len(content) // 2
         words, logs = (
             torch.from_numpy(np.frombuffer(part, kind).reshape(-1, self.top_k).copy())
-            for part, kind in zip((content[:size], content[size:]), NUMBERS, strict=True)
+            for part, kind in zip((content[:half], content[half:]), NUMBERS, strict=True)
         )
         return Answers(words.long(), logs)
+
+    def _whole(self, sample: int) -> tuple[_Place, bytes] | None:
+        places = self._places.get(sample, [])
+        while places:
+            content = places[-1].content(sample, self.top_k)
+            if content is not None:
+                return places[-1], content
+            logger.warning("%s: the answers to sample %d are damaged", places.pop().path, sample)
+        return None
 
     def write(self, sample: int, text: bytes, answers: Answers) -> None:
         """Append the answers to a sample; `read` of any process finds them from then on.
@@ -117,12 +136,14 @@ class StoredLogits:
         content = b"".join(
             part.numpy().astype(kind).tobytes() for part, kind in zip(parts, NUMBERS, strict=True)
         )
-        head = HEAD.pack(MAGIC, sample, len(answers.words_NK), text, zlib.crc32(content))
+        tokens = len(answers.words_NK)
+        check = _check(sample, tokens, text, content)
+        record = HEAD.pack(MAGIC, sample, tokens, text, check) + content
         try:
             if self._own is None:
                 name = self.folder / f"{secrets.token_hex(8)}{SUFFIX}"
-                self._own = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-            whole = os.write(self._own, head + content) == len(head) + len(content)
+                self._own = name.open("xb", buffering=0)
+            whole = self._own.write(record) == len(record)
         except OSError as error:
             raise ValueError(
                 f"{FLAG} is {self.folder}, which can not be written: {error.strerror}."
@@ -131,12 +152,6 @@ class StoredLogits:
             raise ValueError(
                 f"{FLAG} is {self.folder}, which can not be written: the disk is full."
             )
-
-    def close(self) -> None:
-        """Close the file that was written."""
-        if self._own is not None:
-            os.close(self._own)
-            self._own = None
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
         path = self.folder / ABOUT
@@ -193,6 +208,7 @@ class StoredLogits:
                     size = HEAD.size + 8 * tokens * self.top_k
                     if magic != MAGIC or start + size > end:  # cut off, or still being written
                         break
-                    self._places[sample] = _Place(path, start + HEAD.size, tokens, text, check)
+                    place = _Place(path, start + HEAD.size, tokens, text, check)
+                    self._places.setdefault(sample, []).append(place)
                     start += size
             self._scanned[path] = start

@@ -1,10 +1,13 @@
 """A folder of a teacher's answers: what is read is what was written, by whomever, or it is refused.
 
 Covered: two writers at once, a third that reads; a record that is cut off, one that was changed on the
-disk; answers of another text, teacher, dictionary or K; no answers and no teacher; a full disk.
+disk, beside a whole one to the same sample; answers of another text, teacher, dictionary or K; no answers
+and no teacher; a full disk.
 """
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +51,6 @@ def test_writers_share_a_folder_and_see_each_others_answers(tmp_path):
     second.write(8, text(8), answers(8, tokens=1))
     second.write(2**40, text(1), answers(1, tokens=0))
     assert holds(first, 8, tokens=1)
-    first.close()
     reader = opened(tmp_path / "new", **{"the teacher": None})
     assert holds(reader, 3) and len(reader.read(2**40, text(1)).words_NK) == 0
     assert len(list((tmp_path / "new").iterdir())) == 3
@@ -62,11 +64,24 @@ def test_what_is_cut_off_or_changed_is_not_there(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     assert [holds(opened(tmp_path), sample) for sample in range(3)] == [True, True, False]
-    path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    damaged = opened(tmp_path)
-    assert [holds(damaged, sample) for sample in range(3)] == [False, True, True]
-    damaged.write(0, text(0), answers(0))
-    assert holds(damaged, 0)
+    # A byte of the first one's answers, of its text and of its number.
+    for byte in (60, 20, 4):
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1]) + whole[byte + 1 :])
+        assert [holds(opened(tmp_path), sample) for sample in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("damaged", ["0", "f"])
+def test_of_two_answers_the_whole_one_is_read(damaged, tmp_path, monkeypatch):
+    """In whichever file it is, and whenever it was written."""
+    reader = opened(tmp_path)
+    for name in "0f":
+        monkeypatch.setattr(stored_logits.secrets, "token_hex", lambda _, name=name: name)
+        opened(tmp_path).write(0, text(0), answers(0))
+        path = tmp_path / f"{name}.answers"
+        if name == damaged:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert holds(reader, 0) == (damaged != "0" or name == "f")
+    assert holds(reader, 0) and holds(opened(tmp_path), 0)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +111,7 @@ def test_a_folder_without_answers_needs_a_teacher(tmp_path):
 
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     store = opened(tmp_path)
-    monkeypatch.setattr(stored_logits.os, "write", lambda fd, content: len(content) - 1)
+    monkeypatch.setattr(Path, "open", lambda *_, **__: SimpleNamespace(write=lambda _: 1))
     with pytest.raises(ValueError, match="can not be written: the disk is full"):
         store.write(0, text(0), answers(0))
 

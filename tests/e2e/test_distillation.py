@@ -2,8 +2,8 @@
 
 Covered: the end at an update, a resume across it, one and two ranks, a teacher that two ranks share; a
 teacher's answers in a folder, and all of them; a dense student with a stock criterion, and a teacher in
-shards, in bf16, its experts in the file; translation and masked language models; hydra; validation;
-students of `convert student`; what is refused.
+shards, in bf16, its experts in the file; translation, masked language models, an adaptive softmax, classes
+of sentences; hydra; validation; students of `convert student`; what is refused.
 """
 
 import shutil
@@ -209,6 +209,59 @@ def test_a_masked_language_model_learns_at_its_masks(lm_data, tmp_path):
 
 
 @LONG
+def test_an_adaptive_softmax_learns_on_one_rank_and_on_two(lm_data, tmp_path):
+    words = (
+        "--adaptive-softmax-cutoff", "10,20", "--ddp-backend", "legacy_ddp", "--optimizer", "moe_sgd",
+        "--criterion", "moe_adaptive_loss",
+    )  # fmt: skip
+    fairseq("train", *lm_args(lm_data, tmp_path / "teacher", *words, updates=1))
+    asks = ("--distill-teacher", tmp_path / "teacher" / FILE, "--seed", 3)
+    extra = (*words, *distill(*asks, criterion="moe_adaptive_loss"))
+    found = {}
+    for ranks in (1, 2):
+        freq = ("--update-freq", 2 // ranks)
+        args = lm_args(lm_data, tmp_path / str(ranks), *extra, *freq, updates=2)
+        fairseq("train", *args, ranks=ranks)
+        found[ranks] = loaded(tmp_path / str(ranks))
+    assert facts_of(found[1])["distill_loss 0"] > 0
+    assert facts_of(found[2]) == pytest.approx(facts_of(found[1]), rel=1e-5, abs=1e-6)
+    same_weights(found[1]["model"], found[2]["model"], adam=False)
+
+
+@LONG
+def test_classes_of_sentences_are_learnt_and_read(lm_data, tmp_path):
+    """A model that begins as its teacher has nothing to learn, by running it or by its answers."""
+    for split in ("train", "valid"):
+        text = shutil.copy(lm_data.parent / f"{split}.txt", tmp_path / f"{split}.input0")
+        first = [int(line.split()[0][1:]) for line in text.read_text().splitlines()]
+        labels = ["low" if word < 20 else "high" for word in first]
+        (tmp_path / f"{split}.label").write_text("\n".join(labels) + "\n")
+    for part, extra in (("input0", ("--srcdict", lm_data / "dict.txt")), ("label", ())):
+        texts = [f"--{split}pref={tmp_path / split}.{part}" for split in ("train", "valid")]
+        to = ("--destdir", tmp_path / "bin" / part)
+        fairseq("preprocess", "--only-source", *texts, *to, *extra)
+    words = lm_args(
+        tmp_path / "bin", tmp_path, "--task", "moe_sentence_prediction", "--num-classes", 2,
+        "--arch", "moe_roberta_base", "--init-token", 0, "--encoder-layers", 1, "--encoder-embed-dim", 16,
+        "--encoder-ffn-embed-dim", 32, "--encoder-attention-heads", 2, "--attention-dropout", 0,
+        "--max-positions", 32, "--pooler-dropout", 0, "--max-epoch", 1, "--batch-size", 16,
+        "--criterion", "moe_sentence_prediction", updates=99,
+    )  # fmt: skip
+    of_decoder = [at for at, word in enumerate(words) if str(word).startswith("--decoder-")]
+    for at in reversed([*of_decoder, words.index("--tokens-per-sample")]):
+        del words[at : at + 2]
+    fairseq("train", *words, "--max-update", 3)
+    teacher = tmp_path / FILE
+    answers = ("--distill-logits", tmp_path / "answers", "--distill-top-k", 2)
+    for name, path in (("writes", teacher), ("reads", "")):
+        teach = ("--distill-teacher", path, *answers, "--finetune-from-model", teacher, "--lr", 0.0)
+        extra = distill(*teach, "--save-dir", tmp_path / name, criterion="moe_sentence_prediction")
+        run = fairseq("train", *words, *extra)
+        losses = [float(record["distill_loss"]) for record in run.stats("train_inner")]
+        assert len(losses) > 1 and losses == pytest.approx([0] * len(losses), abs=2e-3)
+
+
+@LONG
 def test_it_goes_through_hydra(lm_data, teacher, tmp_path):
     fairseq(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
@@ -226,6 +279,7 @@ def test_it_goes_through_hydra(lm_data, teacher, tmp_path):
 @LONG
 def test_teachers_of_something_else_are_refused(lm_data, mt_data, teacher, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path / "mt", updates=1))
+    fairseq("train", *lm_args(lm_data, tmp_path / "lm", "--decoder-learned-pos", updates=1))
     lines = (lm_data / "dict.txt").read_text().splitlines(keepends=True)
     for name, words in {"fewer": lines[:-1], "others": lines[::-1]}.items():
         folder = tmp_path / name
@@ -235,8 +289,15 @@ def test_teachers_of_something_else_are_refused(lm_data, mt_data, teacher, tmp_p
         "task": (lm_data, tmp_path / "mt" / FILE, "of the task translation, and the student's is "),
         "words": (tmp_path / "others", teacher, "was trained with the words of"),
         "sizes": (tmp_path / "fewer", teacher, "give a teacher of the same dictionary"),
+        "short": (lm_data, tmp_path / "lm" / FILE, "give a teacher of this student's kind, for "),
     }
     for name, (data, path, sentence) in of.items():
-        words = lm_args(data, tmp_path / name, *distill("--distill-teacher", path))
+        extra = ("--tokens-per-sample", 32) if name == "short" else ()
+        words = lm_args(data, tmp_path / name, *distill("--distill-teacher", path), *extra)
         last = refused("train", *words).strip().splitlines()[-1]
         assert last.startswith(f"error: --distill-teacher is {path}, ") and sentence in last
+    two = ("--distill-teacher-parallel-size", 2)
+    output = refused(
+        "train", *lm_args(lm_data, tmp_path, *distill("--distill-teacher", teacher, *two))
+    )
+    assert "error: --distill-teacher-parallel-size is 2, which does not fit" in output
