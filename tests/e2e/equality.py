@@ -31,6 +31,17 @@ def assert_ranks_agree(kind, data, extra, tmp_path):
         same_weights(results[1]["model"], results[ranks]["model"], adam="moe_sgd" not in extra)
 
 
+def learns(run):
+    """Assert that a training's loss falls and that its experts are balanced."""
+    first, *_ = stats = run.stats("train_inner")
+    of = len(stats) // 3
+    assert sum(float(log["loss"]) for log in stats[-of:]) < sum(
+        float(log["loss"]) for log in stats[:of]
+    )
+    assert float(first["moe_gate_loss"]) > 0.5
+    assert [key for key in first if key.startswith("moe_load")]
+
+
 def facts_of(checkpoint):
     """Return the exact averages of the epoch so far, as the checkpoint keeps them."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])

@@ -4,7 +4,17 @@ Stock fairseq drops the last batch of a set when its size is no multiple of
 --required-batch-size-multiple, 8 by default; here no sentence may get lost.
 """
 
+from pathlib import Path
+
 from cli import USER_DIR
+
+SOUND_DIR = str(Path(__file__).parent / "sound_user_dir")
+COMMON = (
+    "--user-dir", SOUND_DIR, "--log-format", "json", "--log-interval", 1, "--num-workers", 0,
+    "--required-batch-size-multiple", 1, "--no-epoch-checkpoints", "--optimizer", "moe_adam",
+    "--lr", 0.01, "--clip-norm", 1, "--batch-size", 4,
+)  # fmt: skip
+EXPERTS = ("--moe-freq", 1, "--moe-expert-count", 4)
 
 
 def lm_args(data, save_dir, *extra, updates=6):

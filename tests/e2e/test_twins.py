@@ -7,22 +7,14 @@ for pairs of languages; what is not autoregressive; convolutions, alignments, ch
 import json
 import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from cli import fairseq, refused
-from equality import facts_of, same_weights
-from models import lm_args, mt_args
+from equality import facts_of, learns, same_weights
+from models import COMMON, EXPERTS, SOUND_DIR, lm_args, mt_args
 from sounds import banks, tones
 
-SOUND_DIR = str(Path(__file__).parent / "sound_user_dir")
-COMMON = (
-    "--user-dir", SOUND_DIR, "--log-format", "json", "--log-interval", 1, "--num-workers", 0,
-    "--required-batch-size-multiple", 1, "--no-epoch-checkpoints", "--optimizer", "moe_adam",
-    "--lr", 0.01, "--clip-norm", 1, "--batch-size", 4,
-)  # fmt: skip
-EXPERTS = ("--moe-freq", 1, "--moe-expert-count", 4)
 # 20 ms a frame.
 CONVOLUTIONS = "[(16, 10, 5)] + [(16, 8, 8)] * 2"
 WAVES = (
@@ -58,17 +50,6 @@ def _load(folder):
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
-def _learns(run):
-    """Assert that a training's loss falls and that its experts are balanced."""
-    first, *_ = stats = run.stats("train_inner")
-    of = len(stats) // 3
-    assert sum(float(log["loss"]) for log in stats[-of:]) < sum(
-        float(log["loss"]) for log in stats[:of]
-    )
-    assert float(first["moe_gate_loss"]) > 0.5
-    assert [key for key in first if key.startswith("moe_load")]
-
-
 def _agree(one, two, adam=False):
     """Assert that trainings of one rank and of two have the same numbers and weights."""
     expected, found = _load(one), _load(two)
@@ -81,7 +62,7 @@ def _agree(one, two, adam=False):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PRETRAINED)
 def test_waves(kind, sound_data, tmp_path):
-    _learns(_pretrain(kind, sound_data, tmp_path, updates=18))
+    learns(_pretrain(kind, sound_data, tmp_path, updates=18))
     extra = ("--checkpoint-activations", "--max-update", 20)
     resumed = _pretrain(kind, sound_data, tmp_path, *extra, ranks=2)
     assert "expert parallel size 2" in resumed.output
@@ -155,7 +136,7 @@ def test_what_goes_on_with_a_pretrained_model(kind, sound_data, pretrained, tmp_
             2 // ranks,
             ranks=ranks,
         )
-        _learns(run)
+        learns(run)
     assert "expert parallel size 2" in run.output
     _agree(tmp_path / "1", tmp_path / "2")
     trained, folder, back = tmp_path / "2" / "checkpoint_last.pt", tmp_path / "f", tmp_path / "b.pt"
@@ -204,7 +185,7 @@ def test_filter_banks(kind, sound_data, tmp_path):
     for ranks in (1, 2):
         folder = ("--save-dir", tmp_path / str(ranks), "--update-freq", 2 // ranks)
         run = fairseq("train", data, *COMMON, *words, *folder, ranks=ranks)
-        _learns(run)
+        learns(run)
     if "conformer" not in kind:  # which has batch norms
         _agree(tmp_path / "1", tmp_path / "2")
     output = fairseq(
@@ -233,7 +214,7 @@ def test_not_autoregressive(kind, mt_data, tmp_path):
     for ranks in (1, 2):
         args = mt_args(mt_data, tmp_path / str(ranks), *words, "--update-freq", 2 // ranks)
         run = fairseq("train", *args, ranks=ranks)
-        _learns(run)
+        learns(run)
     if "full_mask" in words and kind.startswith("non"):  # others draw noise for each micro-batch
         _agree(tmp_path / "1", tmp_path / "2")
     output = fairseq(
@@ -259,7 +240,7 @@ def test_multilingual_pairs(kind, mt_data, tmp_path):
     for ranks in (1, 2):
         words = (*MULTILINGUAL, *SHARED[kind], "--update-freq", 2 // ranks)
         run = fairseq("train", *mt_args(mt_data, tmp_path / str(ranks), *words), ranks=ranks)
-        _learns(run)
+        learns(run)
     _agree(tmp_path / "1", tmp_path / "2")
     first = run.stats("train_inner")[0]
     loads = {key.removeprefix("moe_load_") for key in first if key.startswith("moe_load_")}
@@ -285,7 +266,7 @@ CONVOLVED = (
 def test_lightweight_convolutions(mt_data, tmp_path):
     for ranks in (1, 2):
         words = (*CONVOLVED, "--update-freq", 2 // ranks)
-        _learns(fairseq("train", *mt_args(mt_data, tmp_path / str(ranks), *words), ranks=ranks))
+        learns(fairseq("train", *mt_args(mt_data, tmp_path / str(ranks), *words), ranks=ranks))
     _agree(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", mt_data, "--user-dir", SOUND_DIR, "--path", tmp_path / "2" / "checkpoint_last.pt",
@@ -300,7 +281,7 @@ def test_lightweight_language_model(lm_data, tmp_path):
         "--arch", "moe_lightconv_lm", "--decoder-kernel-size-list", "[3,3]", "--decoder-conv-type",
         "lightweight",
     )  # fmt: skip
-    _learns(fairseq("train", *lm_args(lm_data, tmp_path, *words), ranks=2))
+    learns(fairseq("train", *lm_args(lm_data, tmp_path, *words), ranks=2))
     fairseq(
         "eval-lm", lm_data, "--user-dir", SOUND_DIR, "--path", tmp_path / "checkpoint_last.pt",
         "--batch-size", 4,
@@ -326,7 +307,7 @@ def test_alignments(mt_data, tmp_path):
         "moe_label_smoothed_cross_entropy_with_alignment", "--alignment-layer", 1,
     )  # fmt: skip
     run = fairseq("train", *mt_args(tmp_path / "bin", tmp_path, *words, updates=12), ranks=2)
-    _learns(run)
+    learns(run)
     assert all(float(log["alignment_loss"]) > 0 for log in run.stats("train_inner"))
     output = fairseq(
         "generate", tmp_path / "bin", "--user-dir", SOUND_DIR, "--path", tmp_path / "checkpoint_last.pt",
@@ -348,7 +329,7 @@ def test_channels_of_speech(mt_data, tmp_path):
         "moe_speech_dlm_criterion", "--tokens-per-sample", 16, "--decoder-cross-layers", 1,
         "--main-and-cross-weights", "0.5,0.5", "--channels", "one,two",
     )  # fmt: skip
-    _learns(fairseq("train", *lm_args(tmp_path, tmp_path, *words), ranks=2))
+    learns(fairseq("train", *lm_args(tmp_path, tmp_path, *words), ranks=2))
 
 
 @pytest.mark.long
@@ -379,7 +360,7 @@ def test_classes_of_sentences(lm_data, tmp_path):
         "--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric",
     )  # fmt: skip
     run = fairseq("train", tmp_path / "bin", *COMMON, *words, ranks=2)
-    _learns(run)
+    learns(run)
     assert float(run.stats("valid")[-1]["valid_accuracy"]) > 60
     output = fairseq(
         "validate", tmp_path / "bin", "--user-dir", SOUND_DIR, *words[:4], "--num-classes", 2,
