@@ -1,5 +1,6 @@
 """For every test: one thread, the same examples in every run, memory that shows, GPU tests that say so."""
 
+import contextlib
 import gc
 
 import pytest
@@ -19,6 +20,8 @@ else:
     # New examples in every run would let a change fail for what it did not touch.
     settings.register_profile("same", derandomize=True)
     settings.load_profile("same")
+with contextlib.suppress(ImportError):
+    import quick_hydra  # noqa: F401
 poison_empty()
 
 

@@ -1,32 +1,22 @@
 """What the fork server does once for its children: each of them has hydra read some 370 options.
 
-hydra parses every option's word anew, by a parser that is slow before it has seen its like, and copies
-the store of all configurations, whose entries it copies again when it reads them, to make one of the parts
-that the words name; here such a configuration is ready, and a child sets in it what its words change. To
-learn who called it, hydra asks for the source of every caller. What was imported tidies up as a process
-ends, one by one.
+hydra makes a configuration of the parts that the words name; here such a one is ready, and a child sets in
+it what its words change. What was imported tidies up as a process ends, one by one.
 """
 
 import copy
-import functools
 import gc
-import inspect
 import weakref
 from argparse import ArgumentParser
 
 from fairseq import options
 from fairseq.dataclass import utils
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import fairseq_tutel.models  # noqa: F401
-
-_parse = functools.cache(OverridesParser.create().parse_rule)
-OverridesParser.parse_rule = lambda self, word, rule: copy.copy(_parse(word, rule))
-ConfigStore.__deepcopy__ = lambda self, memo: self
-inspect.stack = functools.partial(inspect.stack, 0)
+from tests.helpers import quick_hydra  # noqa: F401
 
 _composed: dict[tuple[str, ...], tuple[set[str], DictConfig]] = {}
 _compose = utils.compose
