@@ -117,9 +117,10 @@ def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any
 
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
     """Log what `expert_log` summed, weighted by real tokens over micro-batches and ranks."""
-    for key in dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX)):
+    keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
+    for index, key in enumerate(keys):  # several of a model for pairs of languages
         numbers = sum(log[key] for log in logging_outputs if key in log)
-        _log_numbers(layout_of(key), numbers.cpu().double())  # the only read by the host
+        _log_numbers(layout_of(key), numbers.cpu().double(), index)  # the only read by the host
     batches = sum(log.get("moe_micro_batches", 0) for log in logging_outputs)
     for name in ("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"):
         if any(name in log for log in logging_outputs):
@@ -181,7 +182,7 @@ def _exchange_times(layers: list[MoEFeedForward]) -> dict[str, float]:
     return times
 
 
-def _log_numbers(layout: Layout, numbers: Tensor) -> None:
+def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
     count = 1 + len(layout.averages)
     tokens, *sums = numbers[:count].tolist()
     for name, total in zip(layout.averages, sums, strict=True):
@@ -191,21 +192,21 @@ def _log_numbers(layout: Layout, numbers: Tensor) -> None:
         sums_LN = numbers[count:-of_experts].view(len(layout.layers), -1)
         sums_2E = numbers[-of_experts:].view(2, -1)
         if layout.lists:
-            _log_lists(layout, sums_LN, sums_2E)
+            _log_lists(layout, sums_LN, sums_2E, index)
         if layout.scalars:
             _log_scalars(layout, sums_LN, sums_2E)
 
 
-def _log_lists(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
+def _log_lists(layout: Layout, sums_LN: Tensor, sums_2E: Tensor, index: int) -> None:
     """Log a list over layers for each metric, and lists over experts for each layer.
 
     fairseq's meters round numbers, not lists, and checkpoints keep none of ours: lists are derived from
     two meters of sums, which nobody prints.
     """
-    meter = _sum_up("layers", sums_LN)
+    meter = _sum_up("layers", sums_LN, index)
     for name, column in _columns(layout.top_k).items():
         _derive(f"moe_layers_{name}", meter, partial(_averages, column=column), digits=4)
-    meter = _sum_up("experts", sums_2E)
+    meter = _sum_up("experts", sums_2E, index)
     for label, part, limited in _parts(layout):
         _derive(f"moe_load_{label}", meter, partial(_load, part=part), digits=3)
         if limited:
@@ -274,12 +275,13 @@ def _parts(layout: Layout) -> Iterator[tuple[str, slice, bool]]:
         yield label, slice(end - size, end), limited
 
 
-def _sum_up(name: str, sums: Tensor) -> str:
+def _sum_up(name: str, sums: Tensor, index: int) -> str:
     """Add to a meter, and return its key.
 
-    Checkpoints keep meters: with the shape in its name, one of another shape is another meter.
+    Checkpoints keep meters: with the shape in its name, one of another shape is another meter. So is one of
+    another layout, by its index.
     """
-    key = "_moe_" + name + "_" + "x".join(map(str, sums.shape))
+    key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
     return key
 

@@ -69,7 +69,8 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
 
 def _difference(model: nn.Module, state_dict: Any) -> str | None:
     """Return what a checkpoint has otherwise than a model beside its experts, and the fix."""
-    layers = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, MoEFeedForward))
+    modules = model.named_modules(remove_duplicate=False)  # pairs of languages share layers
+    layers = tuple(f"{name}." for name, module in modules if isinstance(module, MoEFeedForward))
     own, saved = (
         {key: tuple(value.shape) for key, value in state.items() if not key.startswith(layers)}
         for state in (model.state_dict(), state_dict)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from numbers import Number
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from fairseq.criterions import CRITERION_REGISTRY
@@ -37,13 +38,26 @@ class InferenceMixin:
     """What a task must do where models are used on several ranks, which stock does for trainings alone."""
 
     _iterator: Any = None
+    _epoch = 0  # of the training's iterator that was asked for last
+    dataset_to_epoch_iter: dict[Any, Any]  # of stock: those that are read again
     target_dictionary: Any  # a language modeling task's
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator, which says whether this rank has any sentence."""
+        """Return the stock iterator; those that no epoch of the training will read again let workers go.
+
+        They are parts of cycles, and where they are garbage that ends them each takes 5 seconds.
+        """
         iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
         if parallel_inference.running():
             self._iterator = iterator
+        given = self.__dict__.setdefault("_given", WeakSet())
+        epoch = kwargs.get("epoch", 1)
+        if epoch > self._epoch:  # of a training: validations ask for the first
+            kept = [iterator, *self.dataset_to_epoch_iter.values()]
+            for ended in given.difference(kept):
+                ended._cur_epoch_itr = ended.dataloader = None
+            self._epoch = epoch
+        given.add(iterator)
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +149,7 @@ class MoETaskMixin(InferenceMixin):
         begin_step = getattr(criterion, "begin_step", None)
         if begin_step is not None:
             begin_step(update_num, is_dummy=ignore_grad)
-        self._begin_micro_batch(0 if ignore_grad else int(sample.get("ntokens", 0)), optimizer)
+        self._begin_micro_batch(0 if ignore_grad else _tokens_of(sample), optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         if diagnosing:
@@ -209,6 +223,13 @@ class MoETaskMixin(InferenceMixin):
                 type(iterator).__name__,
             )
         return iterator
+
+
+def _tokens_of(sample: dict[str, Any]) -> int:
+    """Return the tokens of a micro-batch, which may be one for each pair of languages."""
+    if "ntokens" in sample:
+        return int(sample["ntokens"])
+    return sum(_tokens_of(part) for part in sample.values() if isinstance(part, dict))
 
 
 def _zero(value: Any) -> Any:

@@ -60,7 +60,6 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         refuse_bad_values(self.image_config)
         self._opened = cache(open_images)
         self._augmented: ImageDataset | None = None  # the training set
-        self._of_training: Any = None  # the iterator of the epoch that was asked for last
         self.state.add_factory("images", self._look_at_training_set)
 
     @property
@@ -133,20 +132,13 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             self._augmented = dataset_of(root.common.seed)
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator; that of the training's epoch before lets its workers go.
+        """Return the stock iterator.
 
         Where the training set is validated, too, both have its name: only who trains gives one argument.
-
-        It is part of a cycle, and where it is garbage that ends them each takes 5 seconds.
         """
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
-        if dataset.can_reuse_epoch_itr_across_epochs:
-            return super().get_batch_iterator(dataset, *args, **kwargs)
-        if self._of_training is not None:
-            self._of_training._cur_epoch_itr = self._of_training.dataloader = None
-        self._of_training = super().get_batch_iterator(dataset, *args, **kwargs)
-        return self._of_training
+        return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion.

@@ -193,8 +193,9 @@ def test_sizes_that_leave_nothing_are_refused(images):
         dataset_of(images).batch_by_size(np.arange(N), max_sentences=-3)
 
 
-def test_an_epoch_s_workers_end_when_the_next_begins(images, tmp_path):
-    task = setup_task(OmegaConf.create({"_name": "image_classification", "data": str(tmp_path)}))
+@pytest.mark.parametrize("name", ["image_classification", "moe_image_classification"])
+def test_an_epoch_s_workers_end_when_the_next_begins(name, images, tmp_path):
+    task = setup_task(OmegaConf.create({"_name": name, "data": str(tmp_path)}))
     dataset, before = dataset_of(images), set(multiprocessing.active_children())
     for epoch in (1, 2, 3):
         dataset.set_epoch(epoch)
