@@ -216,9 +216,12 @@ class _Source:
         scores_NV = self._asked(self.teacher, call)
         if not self.options.distill_top_k:
             return scores_NV
-        answers = top_answers(
-            scores_NV, self.options.distill_top_k, self.options.distill_temperature
-        )
+        top_k, scored = self.options.distill_top_k, scores_NV.shape[1]
+        if store is not None and top_k > scored:  # a record has K
+            raise ValueError(
+                f"--distill-top-k is {top_k} of {scored} words or classes; give no more than these."
+            )
+        answers = top_answers(scores_NV, top_k, self.options.distill_temperature)
         if store is not None and not call.dummy:
             of_each = _split(answers, call.counts_N, [tokens for *_, tokens in texts])
             for (sample, text, _), before, own in zip(texts, found, of_each, strict=True):
@@ -244,11 +247,6 @@ class _Source:
             "--distill-top-k": self.options.distill_top_k,
             "--distill-temperature": self.options.distill_temperature,
         }
-        if words is not None and self.options.distill_top_k > len(words):
-            raise ValueError(
-                f"--distill-top-k is {self.options.distill_top_k} of {len(words)} words; give no more than "
-                "these."
-            )
         return StoredLogits(self.options.distill_logits, facts, self.options.distill_top_k)
 
 

@@ -69,7 +69,6 @@ def test_each_other_criterion_has_a_reason():
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
         ({"logits": "new"}, "give --distill-top-k, such as 16"),
         ({"logits": "new", "top_k": 4}, "holds no teacher's answers; give --distill-teacher"),
-        ({"logits": "new", "top_k": 99}, "--distill-top-k is 99 of 4 words"),
         ({"logits": "new", "top_k": 4, "in_validation": True}, "give --distill-teacher too"),
         ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
         (
@@ -131,6 +130,14 @@ def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
     assert is_trained.tolist() == [[False, True, True], [False, True, False]]
     loss, _, _ = asked(monkeypatch, tmp_path, prefix=1, teacher="")
     assert torch.equal(loss, asked(monkeypatch, tmp_path, prefix=1)[0])
+
+
+def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path):
+    """Of classes of sentences there are fewer than of words."""
+    with pytest.raises(
+        ValueError, match=r"^--distill-top-k is 5 of 4 words or classes; give no more"
+    ):
+        asked(monkeypatch, tmp_path, top_k=5)
 
 
 def test_a_dummy_batch_asks_with_the_others_and_writes_nothing(monkeypatch, tmp_path):
