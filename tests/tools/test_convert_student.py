@@ -92,3 +92,8 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
 def test_what_can_not_be_left_out_is_refused(files, words, sentence, tmp_path):
     written(tmp_path, EIGHT, 2)
     assert sentence in refusal(*files, *words)
+
+
+def test_layers_in_stages_are_refused(files, tmp_path):
+    save(tmp_path / "a.pt", ["stages.0.blocks.0!", "stages.0.blocks.1!"])
+    assert "no layers of an encoder or a decoder" in refusal(*files, "--drop-layers", "0")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.options import flag_of
-from fairseq_tutel.plugin.feed_forward import chosen_layers
+from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import begun_anew, load, write
 from fairseq_tutel.tools.convert.layers import Layer, counts_text, experts_of, layers_of
@@ -47,9 +47,9 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         side: list(layers)
         for side, layers in groupby(layers_of(state["model"]), lambda layer: layer.side)
     }
-    if not stacks:
+    if not stacks or not stacks.keys() <= {*SIDES}:  # swin's layers stand in stages
         raise ValueError(
-            f"--input names {path}, which has no layers of a transformer; give another."
+            f"--input names {path}, which has no layers of an encoder or a decoder; give another."
         )
     kept = _kept(arguments, stacks)
     changes: dict[str, Any] = {}
