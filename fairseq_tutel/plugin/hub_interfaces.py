@@ -236,7 +236,9 @@ class ImageClassification(InUse, nn.Module, Interface):
         Raises:
             ValueError: one cannot be read, or has other channels than the model.
         """
-        if isinstance(images, str | Path) or getattr(images, "ndim", 0) == 2:
+        shape = tuple(getattr(images, "shape", ()))
+        is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] == self.task.channels)
+        if is_image or isinstance(images, str | Path):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []

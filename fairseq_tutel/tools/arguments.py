@@ -158,7 +158,8 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path
     try:
         yield beside
-        os.replace(beside, path)
+        if is_plain:
+            os.replace(beside, path)
     except OSError as error:
         raise ValueError(
             f"{flag} is {path}, which can not be written: {error.strerror}."

@@ -191,7 +191,8 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
         dict(zip("abc", probabilities_C.tolist(), strict=True))
     )
     assert from_array == from_file == sorted(from_array, key=lambda pair: -pair[1])
-    assert model.classify(images[2]) == from_array[:1]
+    for one in (images[2], images[2, :, :, None]):
+        assert model.classify(one) == from_array[:1]
     for wrong in (images[2].astype(float), np.zeros((4, 4, 3), np.uint8)):
         with pytest.raises(ValueError, match=r"give uint8 \[height, width, 1\]\.$"):
             model.classify([wrong])
