@@ -332,7 +332,8 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
     # know an encoder's mask too, as `self_attn_padding_mask`, and so do encoder layers of an older kind.
     if hasattr(layer, "encoder_attn"):
-        mask = kwargs.get("self_attn_padding_mask", layer.fc1.context.padding_mask)
+        told = "self_attn_padding_mask" in kwargs
+        mask = kwargs["self_attn_padding_mask"] if told else layer.fc1.context.padding_mask
         state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
     else:
         mask = kwargs.get("self_attn_padding_mask", args[1] if len(args) > 1 else None)
