@@ -216,7 +216,7 @@ def classes_of(images: Images) -> list[str]:
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
-    """Return [N] int64, the classes of images by their numbers in `classes`, whose names decide.
+    """Return [N] int64, the classes of images by their numbers in `classes`; names decide, where there are.
 
     Raises:
         ValueError: a class that is not among them.
@@ -230,6 +230,8 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
         return images.labels_N
     number_of = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in images.class_names if name not in number_of]
+    if unknown and _same_by_number(classes, images.class_names):
+        return images.labels_N
     if unknown:
         raise ValueError(
             f"{images.origin} has the class {unknown[0]}, which is none of the training set's "
@@ -243,12 +245,18 @@ def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str
 
     As many numbers, which classes without names have, are the same; of none before nothing is known.
     """
-    numbers = [str(i) for i in range(len(now))]
-    if len(before) == len(now) and numbers in (list(before), list(now)):
+    if _same_by_number(before, now):
         return None
     pairs = zip_longest(before, now, fillvalue="none")
     found = ((i, *names) for i, names in enumerate(pairs) if names[0] != names[1])
     return next(found, None) if before else None
+
+
+def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Whether one of them is numbers, which stand for as many names, but not for themselves elsewhere."""
+    numbers = [str(i) for i in range(len(now))]
+    is_alike = len(before) == len(now) and set(before) != set(now)
+    return is_alike and numbers in (list(before), list(now))
 
 
 def decoded(path: str, channels: int) -> Tensor:

@@ -67,6 +67,7 @@ def test_a_folder_holds_what_an_array_does(tmp_path):
     for i in range(3):
         assert torch.equal(folder.read(i, 1), arrays.read(i, 1))
     assert labels_among(folder, ["bee", "cat", "ant"]).tolist() == [2, 1, 1]
+    assert labels_among(folder, ["0", "1"]).tolist() == [0, 1, 1]
 
 
 def test_classes_differ_by_name_and_order_where_they_have_names():
@@ -81,6 +82,8 @@ def test_classes_differ_by_name_and_order_where_they_have_names():
         is different_class(["b", "a"], ["0", "1"])
     )
     assert different_class([], ["ant", "bee"]) is None
+    numbers = [str(i) for i in range(11)]  # of folders they are sorted as words
+    assert different_class(numbers, sorted(numbers)) == (2, "2", "10")
 
 
 def test_every_mode_becomes_what_is_asked_for(tmp_path):
