@@ -7,6 +7,7 @@
 # DATA_DIR is that of language_model.sh, whose MoE model of 4 layers is the teacher. The student begins as the
 # teacher without its second layer, and is trained without the teacher, with it for the first half of the
 # updates (staged), and with it to the end (full). The table says the perplexity on the report half.
+# It takes 18 minutes on one core.
 # Environment: SEEDS of students ("1 2 3"), UPDATES of theirs (300), START (the teacher's, 640), ALPHA (1).
 set -euo pipefail
 
