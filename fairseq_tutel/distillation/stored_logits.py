@@ -163,7 +163,7 @@ class StoredLogits:
                 )
             self._begin(path, facts)
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text() if path.is_file() else "")
             is_ours = isinstance(found, dict)
         except ValueError:
             is_ours = False
@@ -199,7 +199,7 @@ class StoredLogits:
         """Find the records that were appended since the last look, to any file."""
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             start, end = self._scanned.get(path, 0), path.stat().st_size
-            if start + HEAD.size > end:
+            if start + HEAD.size > end or not path.is_file():
                 continue
             with path.open("rb") as file:
                 while start + HEAD.size <= end:

@@ -13,6 +13,7 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
+from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
 from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
@@ -114,6 +115,15 @@ class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
 
     kind, offers = "a translation model", "translate"
     score = Interface.score  # stock's knows no source
+
+    def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
+        super().__init__(cfg, task, models)
+        generator = task.build_generator(self.models, cfg.generation)
+        self._unsaid = get_symbols_to_strip_from_output(generator)  # a language's token
+
+    def string(self, tokens: torch.Tensor) -> str:
+        """Return the words of tokens, as fairseq-generate prints them."""
+        return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._unsaid)
 
 
 class LanguageModel(Generating, hub_utils.GeneratorHubInterface, Interface):

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
+from fairseq_tutel.plugin.task import give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 # What fairseq's hub calls what from_checkpoint has under another name.
@@ -66,6 +67,7 @@ def open_interface(
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))
         _settle(cfg, options)
+        give_mixin(task)  # also of a dense model
         for model in models:
             model.to(device=device, dtype=dtype)
         return interface_of(models[0], task)(cfg, task, models).to(device).eval()
@@ -99,6 +101,8 @@ def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
 def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError | None:
     """Return what to say of an error that stock says otherwise; None of others."""
     text = str(error)
+    if type(error) is FileNotFoundError and not error.filename:
+        return ValueError(f"user_dir is {text}, which does not exist; give another folder.")
     if isinstance(error, FileNotFoundError) and error.filename:
         return ValueError(
             f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
@@ -110,11 +114,15 @@ def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError
         )
     if isinstance(error, OSError) and "Model file not found" in text:
         return ValueError(f"path names {text.rpartition(': ')[2]}, which does not exist.")
-    if "infer language pair" in text:
+    # The language None is of a model of several.
+    if "infer language pair" in text or (isinstance(error, KeyError) and error.args == (None,)):
         return ValueError(
             f"{data} does not tell the languages of {files[0]}; add source_lang=… and target_lang=…, or "
             "give `data`, the folder of the training."
         )
+    missing = re.search(r"'(\w+)': '\?\?\?'", text)
+    if isinstance(error, OmegaConfBaseException) and missing:
+        return ValueError(f"{error.full_key} needs {missing[1]}; give it too.")
     if isinstance(error, OmegaConfBaseException):
         reason = text.partition("\n")[0]
         return ValueError(f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}.")
@@ -122,6 +130,10 @@ def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError
         return ValueError(
             f"the weights of {files[0]} are not of the size that the dictionaries in {data} ask for; give "
             "`data`, the folder with those of the training."
+        )
+    if isinstance(error, RuntimeError) and "loading state_dict" in text:
+        return ValueError(
+            f"{files[0]} has other layers than the options ask for; leave out those of the model's size."
         )
     return None
 

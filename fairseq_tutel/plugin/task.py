@@ -69,6 +69,10 @@ class InferenceMixin:
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise parallel_inference.NoSentences
+        if (
+            kwargs.get("prefix_allowed_tokens_fn", 0) is None
+        ):  # fairseq's hub; not all tasks take it
+            del kwargs["prefix_allowed_tokens_fn"]
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,6 +211,13 @@ class MoETaskMixin(InferenceMixin):
         for layer in moe_layers(model):
             if layer.timer is not None:
                 layer.timer.read_and_reset()
+
+    def load_dataset(self, split: str, epoch: int = 1, *args: Any, **kwargs: Any) -> None:
+        """Load a split; what stock draws when the first epoch is loaded, a resumed one needs too."""
+        first = epoch if self.has_sharded_data(split) else 1  # type: ignore[attr-defined]
+        super().load_dataset(split, first, *args, **kwargs)  # type: ignore[misc]
+        for later in range(first + 1, epoch + 1):
+            self.dataset(split).set_epoch(later)  # type: ignore[attr-defined]
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock iterator, whose epochs are made the same on every number of ranks."""

@@ -1,8 +1,13 @@
 """multilingual_translation with experts: each pair has a sample of a batch, and a step of the criterion.
 
 Covered: a shared encoder, decoders of their own; ranks that share experts, with ZeRO, a capacity, dropping
-by priority, unequal batches and a resume are one training; the load of each pair's layers; validation.
+by priority, unequal batches and a resume are one training; the load of each pair's layers; validation. Of
+tasks that draw their sentences of several languages, a resume in the second epoch on more ranks is the same
+training, and what it made translates and restores text from Python.
 """
+
+import re
+import shutil
 
 import pytest
 import torch
@@ -11,10 +16,28 @@ from corpora import translation
 from equality import facts_of, same_weights
 from models import mt_args
 
+import fairseq_tutel as ft
+
 PAIRS = ("--task", "multilingual_translation", "--lang-pairs", "de-en,en-de")
 MODEL = (
     *PAIRS, "--arch", "moe_multilingual_transformer", "--share-encoders", "--moe-capacity-factor", 1,
     "--moe-batch-prioritized-routing", "--optimizer", "moe_sgd", "--lr", 0.1, "--disable-validation",
+)  # fmt: skip
+BOTH = (
+    "--task", "moe_translation_multi_simple_epoch", "--langs", "de,en", "--lang-pairs", "de-en,en-de",
+)  # fmt: skip
+SIMPLE = (
+    *BOTH, "--encoder-langtok", "src", "--decoder-langtok", "--sampling-method", "temperature",
+    "--sampling-temperature", 2, "--virtual-epoch-size", 24,
+)  # fmt: skip
+DENOISING = (
+    "--task", "moe_multilingual_denoising", "--langs", "de,en", "--add-lang-token", "--mask", 0,
+    "--multilang-sampling-alpha", 0.5, "--arch", "moe_bart_base", "--tokens-per-sample", 64,
+    "--sample-break-mode", "complete",
+)  # fmt: skip
+DRAWN = (
+    "--optimizer", "moe_sgd", "--lr", 0.1, "--batch-size", 4, "--disable-validation", "--dropout", 0,
+    "--encoder-layers", 1, "--decoder-layers", 1, "--max-tokens", 512,
 )  # fmt: skip
 SHARED = ("--moe-expert-parallel-size", 2, "--moe-zero-stage", 2)
 
@@ -39,3 +62,49 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
     opened = ("--user-dir", USER_DIR, "--path", two / "checkpoint_last.pt", "--max-tokens", 120)
     validated = fairseq("validate", data, *PAIRS, *opened, "--log-format", "json").output
     assert '"valid_moe_load_en-de_decoder_1"' in validated
+
+
+def _folders(data, folder):
+    """Return data of multilingual_denoising: a folder of each language."""
+    for language in ("de", "en"):
+        (folder / language).mkdir(parents=True)
+        for file in data.glob(f"*.de-en.{language}.*"):
+            shutil.copy(file, folder / language / f"{file.name.split('.')[0]}{file.suffix}")
+    shutil.copy(data / "dict.de.txt", folder / "dict.txt")
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", [SIMPLE, DENOISING])
+def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch(task, tmp_path):
+    data = translation(tmp_path)
+    if task is DENOISING:
+        data = _folders(data, tmp_path / "texts")
+    one, two = tmp_path / "one", tmp_path / "two"
+    command = (*task, *DRAWN)
+    in_second = 4 if task is SIMPLE else 5
+    fairseq("train", *mt_args(data, one, *command, "--update-freq", 2, updates=in_second + 2))
+    shared = (*command, *SHARED[:2])
+    fairseq("train", *mt_args(data, two, *shared, updates=in_second), ranks=2)
+    resumed = fairseq("train", *mt_args(data, two, *shared, updates=in_second + 2), ranks=2)
+    assert resumed.stats("train_inner")[0]["epoch"] == 2
+    expected, found = (
+        torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two)
+    )
+    assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], found["model"], adam=False)
+
+    if task is DENOISING:
+        assert len(ft.from_checkpoint(two).fill_mask("w3 <mask> w4", topk=2)) == 2
+        return
+    opened = ("--user-dir", USER_DIR, "--path", two / "checkpoint_last.pt", "--gen-subset", "test")
+    of_pair = ("-s", "de", "-t", "en", "--encoder-langtok", "src", "--decoder-langtok")
+    output = fairseq("generate", data, *BOTH, *of_pair, *opened, "--batch-size", 1).output
+    model = ft.from_checkpoint(two, source_lang="de", target_lang="en")
+    of = {kind: dict(re.findall(rf"^{kind}-(\d+)\t(.*)$", output, re.M)) for kind in "SD"}
+    texts = {i: text.partition(" ")[2] for i, text in of["S"].items()}  # without __de__
+    assert {i: model.translate(texts[i]) for i in ("0", "1")} == {
+        i: of["D"][i].partition("\t")[2] for i in ("0", "1")
+    }
+    with pytest.raises(ValueError, match="add source_lang=… and target_lang=…"):
+        ft.from_checkpoint(two)
