@@ -45,6 +45,7 @@ def holds(store, sample, tokens=4):
 
 
 def test_writers_share_a_folder_and_see_each_others_answers(tmp_path):
+    (tmp_path / "a folder.answers").mkdir()
     first, second = opened(tmp_path / "new"), opened(tmp_path / "new")
     first.write(3, text(3), answers(3))
     assert holds(second, 3) and not holds(second, 8)
@@ -105,6 +106,10 @@ def test_a_folder_without_answers_needs_a_teacher(tmp_path):
     with pytest.raises(ValueError, match="holds no teacher's answers; give --distill-teacher"):
         opened(tmp_path, **{"the teacher": None})
     (tmp_path / "about.json").write_text("{")
+    with pytest.raises(ValueError, match=r"about\.json is damaged"):
+        opened(tmp_path)
+    (tmp_path / "about.json").unlink()
+    os.mkfifo(tmp_path / "about.json")  # nobody writes into it
     with pytest.raises(ValueError, match=r"about\.json is damaged"):
         opened(tmp_path)
 

@@ -272,6 +272,8 @@ def _tensors(path: Path, keys: list[str]) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        if not path.is_file():  # a FIFO would be waited for
+            raise SafetensorError("there is no such file")
         with safe_open(path, framework="pt") as file:
             if set(file.keys()) != set(keys):
                 raise SafetensorError("it holds other weights than the index says")
