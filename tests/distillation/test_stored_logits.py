@@ -45,8 +45,8 @@ def holds(store, sample, tokens=4):
 
 
 def test_writers_share_a_folder_and_see_each_others_answers(tmp_path):
-    (tmp_path / "a folder.answers").mkdir()
     first, second = opened(tmp_path / "new"), opened(tmp_path / "new")
+    (tmp_path / "new" / "a folder.answers").mkdir()
     first.write(3, text(3), answers(3))
     assert holds(second, 3) and not holds(second, 8)
     second.write(8, text(8), answers(8, tokens=1))
@@ -54,7 +54,7 @@ def test_writers_share_a_folder_and_see_each_others_answers(tmp_path):
     assert holds(first, 8, tokens=1)
     reader = opened(tmp_path / "new", **{"the teacher": None})
     assert holds(reader, 3) and len(reader.read(2**40, text(1)).words_NK) == 0
-    assert len(list((tmp_path / "new").iterdir())) == 3
+    assert len(list((tmp_path / "new").iterdir())) == 4
 
 
 def test_what_is_cut_off_or_changed_is_not_there(tmp_path):
