@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
-from fairseq_tutel.plugin.task import give_mixin
+from fairseq_tutel.plugin.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 # What fairseq's hub calls what from_checkpoint has under another name.
@@ -67,7 +67,8 @@ def open_interface(
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))
         _settle(cfg, options)
-        give_mixin(task)  # also of a dense model
+        if not isinstance(task, InferenceMixin):  # of a dense model
+            give_mixin(task)
         for model in models:
             model.to(device=device, dtype=dtype)
         return interface_of(models[0], task)(cfg, task, models).to(device).eval()
