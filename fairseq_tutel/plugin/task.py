@@ -212,10 +212,10 @@ class MoETaskMixin(InferenceMixin):
             if layer.timer is not None:
                 layer.timer.read_and_reset()
 
-    def load_dataset(self, split: str, epoch: int = 1, *args: Any, **kwargs: Any) -> None:
+    def load_dataset(self, split: str, epoch: int = 1, **kwargs: Any) -> None:
         """Load a split; what stock draws when the first epoch is loaded, a resumed one needs too."""
         first = epoch if self.has_sharded_data(split) else 1  # type: ignore[attr-defined]
-        super().load_dataset(split, first, *args, **kwargs)  # type: ignore[misc]
+        super().load_dataset(split, epoch=first, **kwargs)  # type: ignore[misc]
         for later in range(first + 1, epoch + 1):
             self.dataset(split).set_epoch(later)  # type: ignore[attr-defined]
 
