@@ -69,9 +69,8 @@ class InferenceMixin:
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise parallel_inference.NoSentences
-        if (
-            kwargs.get("prefix_allowed_tokens_fn", 0) is None
-        ):  # fairseq's hub; not all tasks take it
+        # fairseq's hub gives it, and not all tasks take it.
+        if kwargs.get("prefix_allowed_tokens_fn", 0) is None:
             del kwargs["prefix_allowed_tokens_fn"]
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
@@ -212,11 +211,14 @@ class MoETaskMixin(InferenceMixin):
             if layer.timer is not None:
                 layer.timer.read_and_reset()
 
-    def load_dataset(self, split: str, epoch: int = 1, **kwargs: Any) -> None:
+    def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
         """Load a split; what stock draws when the first epoch is loaded, a resumed one needs too."""
-        first = epoch if self.has_sharded_data(split) else 1  # type: ignore[attr-defined]
-        super().load_dataset(split, epoch=first, **kwargs)  # type: ignore[misc]
-        for later in range(first + 1, epoch + 1):
+        epoch = kwargs.get("epoch", 1)
+        draws = epoch > 1 and not self.has_sharded_data(split)  # type: ignore[attr-defined]
+        if draws:
+            kwargs["epoch"] = 1
+        super().load_dataset(split, *args, **kwargs)  # type: ignore[misc]
+        for later in range(2, epoch + 1) if draws else ():
             self.dataset(split).set_epoch(later)  # type: ignore[attr-defined]
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
