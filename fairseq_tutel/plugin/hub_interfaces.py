@@ -94,9 +94,8 @@ class Generating(InUse):
             return []
         with self.lock:
             for model in self.models:
-                if hasattr(
-                    model, "set_beam_size"
-                ):  # bart's attention keeps the largest that it saw
+                # bart's attention keeps the largest beam that it saw.
+                if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             try:
                 return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]

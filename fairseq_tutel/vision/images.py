@@ -355,9 +355,8 @@ def _opened(path: str) -> Any:
         image = pillow.open(path)
         sides = image.width, image.height
         pixels = math.prod(sides)
-        if max(sides) > LONGEST * min(
-            sides
-        ):  # scaled until it covers a square, it fills the memory
+        # Scaled until it covers a square, it would fill the memory.
+        if max(sides) > LONGEST * min(sides):
             raise ValueError(
                 f"{sides[0]} x {sides[1]} pixels, one side more than {LONGEST} times the other"
             )
