@@ -68,8 +68,8 @@ def _agree(one, two, adam=False):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PRETRAINED)
 def test_waves(kind, sound_data, tmp_path):
-    learns(_pretrain(kind, sound_data, tmp_path, updates=18))
-    extra = ("--checkpoint-activations", "--max-update", 20)
+    learns(_pretrain(kind, sound_data, tmp_path, updates=60))
+    extra = ("--checkpoint-activations", "--max-update", 62)
     resumed = _pretrain(kind, sound_data, tmp_path, *extra, ranks=2)
     assert "expert parallel size 2" in resumed.output
     assert len(resumed.stats("train_inner")) == 2
