@@ -137,6 +137,17 @@ def let_checkpoints_load(*classes: type) -> None:
     )
 
 
+def unlike_a_file(path: str | os.PathLike) -> str | None:
+    """Return what stands at a path in place of a plain file; None for a plain file, and for nothing."""
+    if os.path.isfile(path) or not os.path.lexists(path):
+        return None
+    if os.path.isdir(path):
+        return "a folder"
+    if os.path.exists(path):
+        return "a pipe, device or socket"
+    return "a link that leads nowhere"
+
+
 def refused_class(error: BaseException) -> str | None:
     """Return the class in a file that torch.load did not run; None where the error is another."""
     found = re.search(r"\bGLOBAL (\S+)", str(error))

@@ -17,11 +17,12 @@ from typing import Any
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class
+from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.flags import refuse_misspelt
+from fairseq_tutel.plugin.literals import refuse_code
 from fairseq_tutel.plugin.run_config import mark_as_opened
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -40,6 +41,17 @@ NOT_FAIRSEQS = (
     EOFError,
     pickle.UnpicklingError,
 )
+
+
+def refuse_no_file(path: str) -> None:
+    """Refuse a folder, and a FIFO, device or socket, which may never end.
+
+    Raises:
+        ValueError: naming the path and the fix.
+    """
+    kind = unlike_a_file(path)
+    if kind is not None:
+        raise ValueError(f"{path} is {kind}, not a checkpoint; give a file.")
 
 
 def refuse_torn(path: str) -> None:
@@ -148,6 +160,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         refuse_misspelt(arg_overrides or {})
         # The Trainer alone says it: its file was checked before, and its options are the command line's.
         is_for_use = load_on_all_ranks is None
+        refuse_no_file(path)
         if is_for_use:
             refuse_torn(path)
         try:
@@ -156,6 +169,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_of_the_machine(error):
                 raise
             raise not_fairseqs(path, error) from error
+        refuse_code(state, path, arg_overrides or {})
         if is_for_use:
             refuse_unknown_classes(state, path, arg_overrides)
             mark_as_opened(state)

@@ -27,7 +27,7 @@ import torch
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 from fairseq.file_io import PathManager
 
-from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole
+from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole, unlike_a_file
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import plain
@@ -38,7 +38,8 @@ from fairseq_tutel.ranks.world import Work, of_first
 logger = logging.getLogger(__name__)
 
 # What a rank can find in the place of a local file that is whole.
-NOTHING, FOLDER, TORN, ELSEWHERE = "nothing", "a folder", "torn", "no local file"
+NOTHING, TORN, ELSEWHERE = "nothing", "torn", "no local file"
+NO_FILES = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
 # What a training saves beside checkpoint_last.pt; files of other names may be of other trainings.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -66,8 +67,8 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         raise ValueError(_torn(flag, path))
     if any(other != found[0] for other in found):
         raise ValueError(_several(flag, path, found))
-    if found[0] == FOLDER:
-        raise ValueError(f"{flag} is {path}, a folder; name a checkpoint file in it.")
+    if found[0] in NO_FILES:
+        raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that start a job again name the last checkpoint on the first start too.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
         # Stock would train from scratch.
@@ -86,7 +87,7 @@ def flag_and_path(cfg: Any) -> tuple[str, str]:
         cfg: the checkpoint part of the FairseqConfig of a training.
     """
     path = _restored(cfg)
-    if path == _last(cfg) and not os.path.exists(path):
+    if path == _last(cfg) and not os.path.lexists(path):
         if cfg.continue_once is not None:
             return "--continue-once", cfg.continue_once
         if cfg.finetune_from_model is not None:
@@ -111,13 +112,17 @@ def _newest_saved(cfg: Any) -> str | None:
         ValueError: there are some, and none is whole.
     """
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
-    is_wanted = os.path.abspath(path) == os.path.abspath(last) and not PathManager.exists(last)
+    is_wanted = os.path.abspath(path) == os.path.abspath(last) and not (
+        PathManager.exists(last) or os.path.lexists(last)
+    )
     begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == os.path.abspath(
         cfg.save_dir
     )
     if cfg.checkpoint_suffix or not is_wanted or begins_here or not os.path.isdir(cfg.save_dir):
         return None
-    names = [name for name in os.listdir(cfg.save_dir) if SAVED.fullmatch(name)]
+    # A FIFO of such a name would be waited for.
+    there = [entry.name for entry in os.scandir(cfg.save_dir) if entry.is_file()]
+    names = [name for name in there if SAVED.fullmatch(name)]
     by_updates = [(_updates_of(os.path.join(cfg.save_dir, name)), name) for name in names]
     for updates, name in sorted(by_updates, reverse=True):
         if updates >= 0 and is_whole(os.path.join(cfg.save_dir, name)):
@@ -162,7 +167,7 @@ def _found_by_all(path: str) -> list[str]:
     own = _found(path)
     operation = "the look at the checkpoint"
     told = world.told_by_all((own, _inode(path)), operation)
-    is_file = own not in (NOTHING, FOLDER, TORN, ELSEWHERE)
+    is_file = own not in (NOTHING, TORN, ELSEWHERE, *NO_FILES)
     reads = is_file and told.index(told[world.rank()]) == world.rank()
     reading = Work(lambda: is_whole(path) if reads else True)
     # A look at a time: a large file takes longer than ranks wait for each other.
@@ -173,8 +178,9 @@ def _found_by_all(path: str) -> list[str]:
 
 
 def _found(path: str) -> str:
-    if os.path.isdir(path):
-        return FOLDER
+    kind = unlike_a_file(path)
+    if kind is not None:
+        return kind
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
     return identity(path) if has_an_end(path) else TORN

@@ -76,10 +76,13 @@ LM_CASES = {
         "--ddp-backend is slowmo, which would shard or average experts as if they were replicas",
     ),
     "fp16 on a CPU": (("--fp16",), "--fp16 is set on a CPU, where fairseq's fp16 needs a GPU; drop"),
-    "a folder as restore file": (("--restore-file", HYDRA), f"--restore-file is {HYDRA}, a folder"),
+    "a folder as restore file": (
+        ("--restore-file", HYDRA),
+        f"--restore-file is {HYDRA}, which is a folder; give a checkpoint file",
+    ),
     "a folder to finetune from": (
         ("--finetune-from-model", HYDRA),
-        f"--finetune-from-model is {HYDRA}, a folder; name a checkpoint file in it",
+        f"--finetune-from-model is {HYDRA}, which is a folder; give a checkpoint file",
     ),
     "memory-efficient fp16 on a CPU": (
         ("--memory-efficient-fp16",),
