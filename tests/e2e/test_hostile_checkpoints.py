@@ -1,7 +1,7 @@
 """A checkpoint that would run code or never end is refused by every command, in one sentence.
 
-Covered: code in options that fairseq evaluates, in all commands, Python, the teacher and safetensors; pipes,
-sockets and links that lead nowhere in the place of a checkpoint.
+Covered: code in options that fairseq evaluates, in all commands, Python, the teacher and safetensors;
+pipes, sockets and links that lead nowhere in the place of a checkpoint.
 """
 
 import os
@@ -43,8 +43,8 @@ def with_code(good, folder, key="adaptive_softmax_cutoff", part="model"):
 def test_a_command_that_uses_a_model_runs_no_code_of_its_options(good, lm_data, tmp_path, command):
     bad = with_code(good, tmp_path)
     task = () if command == "eval-lm" else ("--task", "moe_language_modeling")
-    criterion = ("--criterion", "moe_cross_entropy") if command == "validate" else ()
-    output = refused(command, lm_data, "--user-dir", USER_DIR, "--path", bad, *task, *criterion)
+    more = ("--criterion", "moe_cross_entropy", "--batch-size", 4) if command == "validate" else ()
+    output = refused(command, lm_data, "--user-dir", USER_DIR, "--path", bad, *task, *more)
     assert SENTENCE.format("adaptive_softmax_cutoff") in output.splitlines()[-1]
     assert not (tmp_path / "ran").exists()
 
@@ -69,7 +69,7 @@ def test_python_runs_no_code_of_a_file(good, lm_data, tmp_path):
         with pytest.raises(ValueError, match="as its option adaptive_softmax_cutoff, which"):
             fairseq_tutel.from_checkpoint(file, lm_data)
         with pytest.raises(ValueError, match="as its option adaptive_softmax_cutoff, which"):
-            from_pretrained(str(tmp_path), file.name, lm_data, user_dir=USER_DIR)
+            from_pretrained(str(tmp_path), file.name, str(lm_data), user_dir=USER_DIR)
     assert not (tmp_path / "ran").exists()
 
 
