@@ -4,8 +4,8 @@ N ranks, C chunks of a shard, m its elements (of an all_to_all each block its ow
 of a shard is its elements min(c s, m) to min((c + 1) s, m). `in` and `out` are shards of exactly m elements
 one after another; a slot of `tmp` is as long as the longest chunk that ever lies there.
 
-How long a chunk in `tmp` is depends on what was brought there (`planning.plan_lengths`). `walk` finds it for
-all sizes at once. So blocks of an all_to_all may pass through other ranks, whatever their sizes.
+How long a chunk in `tmp` is depends on what was brought there (`planning.plan_lengths`). `walk` finds it
+for all sizes at once. So blocks of an all_to_all may pass through other ranks, whatever their sizes.
 """
 
 from collections import defaultdict

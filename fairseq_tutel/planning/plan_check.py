@@ -2,8 +2,8 @@
 
 In this order: shape (`plan_shape`), deadlock (`plan_order`), races (`plan_races`), data (`plan_data`),
 lengths (`plan_lengths`). A plan that passes gives its result in every interleaving of its lanes and
-transfers, for any sizes, and for any number of calls in a row; of an all_reduce, the same bits on every rank.
-What remains is how long it takes: the `Report`.
+transfers, for any sizes, and for any number of calls in a row; of an all_reduce, the same bits on every
+rank. What remains is how long it takes: the `Report`.
 """
 
 from collections.abc import Mapping

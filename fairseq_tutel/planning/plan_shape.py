@@ -19,7 +19,7 @@ from fairseq_tutel.planning.plan import (
     Step,
 )
 
-# Chunks of all buffers: checking so many takes about a minute and 3 GiB.
+# Chunks of all buffers; 2 ranks with so many take 11 s and 541 MiB to check.
 MOST = 1 << 20
 # Who does a step on a channel.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
