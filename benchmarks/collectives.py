@@ -116,16 +116,18 @@ def _rank(
     if rank:
         results.close()
     programs: dict[tuple[str, str], Any] = {}
-    for collective, size in product(options.collectives, options.sizes):
-        name = f"{collective}, {ranks} ranks, {size} B"
-        described = {"collective": collective, "ranks": ranks, "bytes": size}
-        rows = _configuration(collective, ranks, size, options, programs)
+    try:
+        for collective, size in product(options.collectives, options.sizes):
+            name = f"{collective}, {ranks} ranks, {size} B"
+            described = {"collective": collective, "ranks": ranks, "bytes": size}
+            rows = _configuration(collective, ranks, size, options, programs)
+            if rank == 0:
+                results.send((name, described, rows))
         if rank == 0:
-            results.send((name, described, rows))
-    if rank == 0:
-        results.send(None)
-    dist.barrier()
-    dist.destroy_process_group()
+            results.send(None)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def _configuration(

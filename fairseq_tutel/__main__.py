@@ -10,8 +10,8 @@ from fairseq_tutel import __version__
 # Modules of tools/, each with `add_to(tools)`, which adds a tool and, as its default `run`, a function of
 # the parsed arguments that raises ValueError, with a sentence, where it cannot be done.
 TOOLS = (
-    "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "predict",
-    "report.page", "schedule", "tune",
+    "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "plans",
+    "predict", "report.page", "schedule", "tune",
 )  # fmt: skip
 
 

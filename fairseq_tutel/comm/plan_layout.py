@@ -4,33 +4,24 @@ N ranks, C chunks of a shard, m its elements (of an all_to_all each block its ow
 of a shard is its elements min(c s, m) to min((c + 1) s, m). `in` and `out` are shards of exactly m elements
 one after another; a slot of `tmp` is as long as the longest chunk that ever lies there.
 
-How long a chunk in `tmp` is depends on what was brought there: `walk` goes through a plan once and
-finds out, for all sizes. So blocks of an all_to_all may pass through other ranks, whatever their sizes.
+How long a chunk in `tmp` is depends on what was brought there (`planning.plan_lengths`). `walk` finds it
+for all sizes at once. So blocks of an all_to_all may pass through other ranks, whatever their sizes.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from fairseq_tutel.planning.plan import Place, Plan, Step
+from fairseq_tutel.planning.plan_lengths import Kind, kind_of, kinds_of
 from fairseq_tutel.planning.plan_order import order_of
 from fairseq_tutel.planning.plan_shape import size_on
 
 # Elements of a shard; of an all_to_all also of every block, by source and destination.
 Sizes = int | tuple[tuple[int, ...], ...]
-
-
-class Kind(NamedTuple):
-    """What a chunk's length depends on: which chunk of which block.
-
-    Source and target are the block's, -1 where all shards are alike.
-    """
-
-    source: int
-    target: int
-    chunk: int
 
 
 class Piece(NamedTuple):
@@ -79,32 +70,21 @@ class Walked:
     tmp_kinds: tuple[tuple[frozenset[Kind], ...], ...]
 
 
-def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
-    """Return what lies at a place of a rank's `in` or `out`."""
-    other, chunk = divmod(place.chunk, plan.chunks)
-    if plan.collective != "all_to_all":
-        return Kind(-1, -1, chunk)
-    return Kind(rank, other, chunk) if place.buffer == "in" else Kind(other, rank, chunk)
-
-
 def walk(plan: Plan) -> Walked:
-    """Go through a plan that the checker lets pass."""
+    """Go through a plan that the checker lets pass.
+
+    Raises:
+        PlanError: chunks would not fit their places at all sizes.
+    """
     order = order_of(plan)
-    lies: dict[tuple[int, Place], Kind] = {}
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
-    for number in order.run:
+    for number, kinds in kinds_of(plan, order).items():
         (rank, lane, index), step = order.sites[number], order.steps[number]
-        if step.dst is None or step.n is None:
-            continue
-        buffer, first = step.src[0]
-        places = [Place(buffer, chunk) for chunk in range(first, first + step.n)]
-        is_in = buffer == "in"
-        kinds = tuple(kind_of(plan, rank, at) if is_in else lies[rank, at] for at in places)
+        assert step.dst is not None
         target = rank if step.channel is None else plan.channels[step.channel].target
-        for chunk, kind in enumerate(kinds, step.dst.chunk):
-            lies[target, Place(step.dst.buffer, chunk)] = kind
-            if step.dst.buffer == "tmp":
+        if step.dst.buffer == "tmp":
+            for chunk, kind in enumerate(kinds, step.dst.chunk):
                 ever[target, chunk].add(kind)
         over = order.rounds[number] + (step.op == "put")
         moves.append(Move(rank, lane, index, step, target, kinds, over))
@@ -113,6 +93,25 @@ def walk(plan: Plan) -> Walked:
         for rank in range(plan.ranks)
     )
     return Walked(plan, tuple(moves), tuple(tmp_kinds))
+
+
+def runs(lengths: Iterable[int], starts: Iterable[Sequence[int]]) -> list[tuple[list[int], int]]:
+    """Return the runs of elements that chunks make, those side by side at all places as one.
+
+    Args:
+        lengths: of the chunks.
+        starts: of each chunk, where it begins at every place.
+
+    Returns:
+        Of each run, where it begins at every place, and its length; chunks without elements have none.
+    """
+    found: list[tuple[list[int], int]] = []
+    for length, at in zip(lengths, starts, strict=True):
+        if found and [start + found[-1][1] for start in found[-1][0]] == list(at):
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif length:
+            found.append((list(at), length))
+    return found
 
 
 class Layout:
@@ -164,18 +163,9 @@ class Layout:
         ends = [(self.starts(move.rank, place.buffer), place.chunk) for place in sources]
         if dst:
             ends.append((self.starts(move.target, move.step.dst.buffer), move.step.dst.chunk))
-        pieces: list[tuple[list[int], int]] = []
-        for i, kind in enumerate(move.kinds):
-            length, at = self.length(kind), [starts[first + i] for starts, first in ends]
-            if any(starts[first + i + 1] - starts[first + i] < length for starts, first in ends):
-                raise ValueError(
-                    f"{self.plan.name} keeps chunks where shorter ones end, which sizes of "
-                    f"{self.sizes} do not allow."
-                )
-            if pieces and [start + pieces[-1][1] for start in pieces[-1][0]] == at:
-                pieces[-1] = (pieces[-1][0], pieces[-1][1] + length)
-            elif length:
-                pieces.append((at, length))
+        lengths = map(self.length, move.kinds)
+        at = ([starts[first + i] for starts, first in ends] for i in range(len(move.kinds)))
         return [
-            Piece(tuple(at[: len(sources)]), at[-1] if dst else 0, length) for at, length in pieces
+            Piece(tuple(run[: len(sources)]), run[-1] if dst else 0, length)
+            for run, length in runs(lengths, at)
         ]

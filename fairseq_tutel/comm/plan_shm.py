@@ -44,7 +44,10 @@ TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
 MOST_SIZES = 64  # for which a plan stays compiled
 FLAGS = 1 << 32
 # Others are moved as integers of their width.
-OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)
+OF_NUMPY = (
+    *(torch.float32, torch.float64, torch.complex128),
+    *(torch.int64, torch.int32, torch.uint8),
+)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Array = np.ndarray[Any, Any]
@@ -301,4 +304,4 @@ def _for_numpy(flat: Tensor) -> Array:
 
 @cache
 def _type_of_numpy(dtype: torch.dtype) -> Any:
-    return _for_numpy(torch.empty(0, dtype=dtype)).dtype
+    return _for_numpy(torch.zeros(0, dtype=dtype)).dtype

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fairseq_tutel.comm.plan_layout import Kind, Move, Walked, kind_of
+from fairseq_tutel.comm.plan_layout import Move, Walked, runs
 from fairseq_tutel.planning.plan import Place, Plan
 from fairseq_tutel.planning.plan import Step as PlanStep
+from fairseq_tutel.planning.plan_lengths import Kind, kind_of
 
 COPY, SIGNAL, WAIT, REDUCE, PACK, UNPACK, POST, PEND = range(8)
 # Operation; what it writes and reads, numbers of views, or of a channel or semaphore; the channel, if any.
@@ -218,21 +219,16 @@ class _Slice:
 
     def _pieces(self, move: Move, places: Sequence[tuple[int, Place]]) -> list[list[View]]:
         """Return the views of each run at all places, neighbours as one."""
-        pieces: list[list[View]] = []
-        for i, kind in enumerate(move.kinds):
-            length = self.lengths[kind]
-            now = [
-                self._view(rank, Place(place.buffer, place.chunk + i), length)
-                for rank, place in places
-            ]
-            if pieces and all(
-                before.start + before.length == view.start
-                for before, view in zip(pieces[-1], now, strict=True)
-            ):
-                pieces[-1] = [each._replace(length=each.length + length) for each in pieces[-1]]
-            elif length:
-                pieces.append(now)
-        return pieces
+        views = [
+            [self._view(rank, Place(at.buffer, at.chunk + i), 0) for rank, at in places]
+            for i in range(len(move.kinds))
+        ]
+        lengths = [self.lengths[kind] for kind in move.kinds]
+        found = runs(lengths, ([view.start for view in at] for at in views))
+        return [
+            [view._replace(start=at, length=n) for view, at in zip(views[0], starts, strict=True)]
+            for starts, n in found
+        ]
 
     def _view(self, rank: int, place: Place, length: int) -> View:
         buffer, chunk = place

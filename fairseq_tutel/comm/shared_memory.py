@@ -20,17 +20,19 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
 
 FOLDER = "/dev/shm"
-ORDERED = ("x86_64", "AMD64", "i686")
+# Not i686: there a word of 64 bits is two stores.
+ORDERED = ("x86_64", "AMD64")
 WORDS_OF_LINE = 8
 # How a wait goes on: it gives others the processor, each time it has looked, and then sleeps. Looking
 # more often first makes small collectives 2 to 4 times as slow where there are more ranks than cores.
@@ -157,7 +159,7 @@ class Backoff:
         if gone := self._ended.intersection(sources):
             raise dist.DistBackendError(f"{self._names(gone)} ended")
         self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
-        timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
+        timeout = timeout_of_groups() or timeout_of(self._memory.group)
         if waited > timeout.total_seconds():
             raise dist.DistBackendError(f"{self._names(sources)} did not write for {waited:.1f} s")
         if not self._ended:
@@ -166,6 +168,13 @@ class Backoff:
     def _names(self, ranks: Iterable[int]) -> str:
         group = self._memory.group
         return name_ranks(sorted(world.rank_in_job(rank, group) for rank in ranks))
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the time-out of a group on CPUs; None: of the default group."""
+    found = group or dist.group.WORLD
+    assert found is not None
+    return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
 
 
 def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:

@@ -50,8 +50,12 @@ def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
 
 
 @lru_cache(1)
-def read(path: str) -> tuple[PlacedPlan, ...]:
+def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
     """Read all plans of a file, or of a folder's files *.json in the order of their names.
+
+    Args:
+        path: of the file or folder.
+        proved: digests of plans that another rank has checked; others are checked here.
 
     Raises:
         ValueError: there is none, or one cannot be read, or is not right; the sentence names its file.
@@ -67,7 +71,7 @@ def read(path: str) -> tuple[PlacedPlan, ...]:
     if not place.is_dir() and plans[place].network:
         networks = dict(_networks(place.parent.glob("*.json")))
     hosts = {found.digest: tuple(map(len, found.hosts.values())) for found in networks.values()}
-    return tuple(_placed(file, plan, hosts) for file, plan in plans.items())
+    return tuple(_placed(file, plan, hosts, proved) for file, plan in plans.items())
 
 
 def _networks(files: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
@@ -83,7 +87,9 @@ def _read(file: Path) -> Plan:
         raise ValueError(f"{OPTION}: {error}") from error
 
 
-def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
+def _placed(
+    file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]], proved: frozenset[str]
+) -> PlacedPlan:
     """Return a plan, proved; `hosts` are those of networks, by digest."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
@@ -91,7 +97,9 @@ def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> Pla
             "put that there, which says what ranks share a host."
         )
     try:
-        return PlacedPlan(file.stem, plan, check(plan), hosts.get(plan.network))
+        return PlacedPlan(
+            file.stem, plan, check(plan, plan.digest in proved), hosts.get(plan.network)
+        )
     except ValueError as error:
         raise ValueError(f"{OPTION}: {file}: {error}") from error
 

@@ -11,7 +11,7 @@ from fairseq_tutel.planning.plan import Plan, from_json, to_json
 from fairseq_tutel.planning.schedule import GENERATORS, make
 
 NAMED = "NAME:COLLECTIVE:RANKS[:NODES]"
-MOST = 1024  # ranks
+MOST = 512  # ranks
 
 
 def find(text: str) -> Plan:

@@ -1,7 +1,8 @@
 """Refuses plans whose accesses to the same chunks are not ordered, by vector clocks.
 
-A lane's clock says of every lane how far it has come for sure. A put accesses twice, at any time after it
-is asked for: its source until the wait for the next signal or the next flush is over, its destination until
+A lane's clock counts of every lane how many steps are over for sure. The array changes only where the lane
+waits; signals share it and add the count of their own lane. A put accesses twice, at any time after it is
+asked for: its source until the wait for the next signal or the next flush is over, its destination until
 that wait is. Two accesses to a chunk, one of them a write, must have one order.
 
 Calls follow on each other without a pause, so three in a row are looked at, and `tmp` is another one in the
@@ -13,6 +14,9 @@ rank is waited for in the same call, and what holds between two calls holds betw
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fairseq_tutel.planning.plan import Plan, PlanError
 from fairseq_tutel.planning.plan_order import Order
@@ -20,8 +24,33 @@ from fairseq_tutel.planning.plan_shape import size_on
 
 # The calls in which a buffer is the same; others of the three add nothing.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
-# Of every lane, how many of its steps are over for sure.
-Clock = list[int]
+Counts = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Clock(NamedTuple):
+    """How far lanes have come for sure.
+
+    Attributes:
+        lane: whose clock it is.
+        taken: how far that one has come.
+        others: of every lane as of the last wait, never written.
+    """
+
+    lane: int
+    taken: int
+    others: Counts
+
+    def has(self, lane: int, count: int) -> bool:
+        """Return whether so many steps of a lane are over."""
+        return bool((self.taken if lane == self.lane else self.others.item(lane)) >= count)
+
+    def joined(self, other: "Clock") -> Counts:
+        """Return the counts of what either has."""
+        if self.has(other.lane, other.taken):
+            return self.others
+        counts = np.maximum(self.others, other.others)
+        counts[other.lane] = other.taken
+        return counts
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +86,7 @@ def check_races(plan: Plan, order: Order) -> None:
             else:
                 reads[cell].append(access)
             for each in before:
-                if not any(clock[lane] >= count for lane, count in each.ends):
+                if not any(clock.has(lane, count) for lane, count in each.ends):
                     _refuse(plan, order, (each, access), f"{buffer}[{chunk}] of rank {rank}")
 
 
@@ -71,7 +100,8 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
     for lane in order.lanes:
         length[lane] += 1
     causes = set(order.cause.values())
-    clocks = [[0] * len(length) for _ in length]
+    counts = [0] * len(length)
+    known: list[Counts] = [np.zeros(len(length), np.int32)] * len(length)
 
     def end(number: int, call: int) -> tuple[int, int]:
         lane = order.lanes[number]
@@ -79,22 +109,25 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
 
     for call in range(3):
         for rank, own in enumerate(order.rank_lanes):
-            joined = list(map(max, zip(*(clocks[lane] for lane in own), strict=True)))
+            joined = np.maximum.reduce([known[lane] for lane in own])
             for lane in own:
-                joined[lane] += 1
-            access = Access(((own[0], joined[own[0]]),), None, call)
+                counts[lane] += 1
+                joined[lane] = counts[lane]
+            begun = Clock(own[0], counts[own[0]], joined)
+            access = Access(((own[0], counts[own[0]]),), None, call)
             for buffer in ("in", "out"):
                 if call in CALLS[buffer]:
-                    yield rank, buffer, 0, size_on(plan, rank, buffer), True, access, joined
+                    yield rank, buffer, 0, size_on(plan, rank, buffer), True, access, begun
             for lane in own:
-                clocks[lane] = joined[:]
+                known[lane] = joined
         told: dict[int, Clock] = {}  # by signal or post, the clock behind it
         for number in order.run:
             step, rank, lane = order.steps[number], order.ranks[number], order.lanes[number]
             if number in order.cause:
-                clocks[lane] = list(map(max, clocks[lane], told.pop(order.cause[number])))
-            clock = clocks[lane]
-            clock[lane] += 1
+                clock = Clock(lane, counts[lane], known[lane])
+                known[lane] = clock.joined(told.pop(order.cause[number]))
+            counts[lane] += 1
+            clock = Clock(lane, counts[lane], known[lane])
             if step.dst is not None and step.n is not None:
                 ends: tuple[tuple[int, int], ...] = (end(number, call),)
                 read_ends, target = ends, rank
@@ -110,7 +143,7 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
                 if call in CALLS[step.dst.buffer]:
                     yield target, step.dst.buffer, step.dst.chunk, step.n, True, write, clock
             if number in causes:
-                told[number] = clock[:]
+                told[number] = clock
 
 
 def _refuse(plan: Plan, order: Order, pair: tuple[Access, Access], what: str) -> None:

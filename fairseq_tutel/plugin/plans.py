@@ -16,10 +16,17 @@ from fairseq_tutel.planning.machine import Machine
 from fairseq_tutel.planning.placed_plans import PlacedPlan
 from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.planning.tuner import HOPELESS
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
+
+
+class _State:
+    """Digests of the plans that this host's first rank has checked for this one."""
+
+    proved: frozenset[str] = frozenset()
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
@@ -29,7 +36,34 @@ def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
         ValueError: one cannot be read, or is not right.
     """
     path = read(TaskConfig, task_cfg).moe_collective_plans
-    return placed_plans.read(path) if path else ()
+    return placed_plans.read(path, _State.proved) if path else ()
+
+
+def prove_once_a_host(task_cfg: Any) -> None:
+    """Check the plans on the first rank of each host; its other ranks trust plans of the same digest.
+
+    Collective. Afterwards `plans_of` returns the plans on every rank.
+
+    Raises:
+        ValueError: a plan cannot be read, or is not right; the same on all ranks.
+    """
+    _State.proved = frozenset()
+    given = read(TaskConfig, task_cfg)
+    paths = world.told_by_all(given.moe_collective_plans, "the check of collective plans")
+    if not any(paths):
+        return
+    local, rank = given.moe_local_size or ranks_per_node() or 1, dist.get_rank()
+    problem, digests = "", frozenset[str]()
+    if rank % local == 0:
+        try:
+            digests = frozenset(placed.plan.digest for placed in plans_of(task_cfg))
+        except ValueError as error:
+            problem = str(error)
+    told = world.told_by_all((problem, digests), "the check of collective plans")
+    if problem := next((each for each, _ in told if each), ""):
+        raise ValueError(problem)
+    if rank % local:
+        _State.proved = told[rank - rank % local][1]
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:

@@ -6,6 +6,7 @@ the trees are ForestColl's; others are compared by their load of the busiest lin
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +29,8 @@ ROOTED = ("broadcast", "reduce")
 # Smaller messages are slower than their bytes.
 CHUNK_BYTES = 256 * 1024
 MOST = {"trees": 65536, "slices": 1024}
+# More GPUs than this get a warning; 128 of them (`cluster:16x8:10:1`) took so many seconds.
+QUICK, SECONDS_OF_128 = 64, 28
 # Of a cut's vertices, by name.
 NAMED = 4
 
@@ -91,6 +94,14 @@ def run(arguments: argparse.Namespace) -> None:
     elif root is not None:
         raise ValueError(f"--root is {root}, which {collective} has none of; leave it out.")
     most = None if arguments.bytes is None else max(1, arguments.bytes // CHUNK_BYTES)
+    if network.ranks > QUICK:
+        seconds = SECONDS_OF_128 * (network.ranks / 128) ** 4
+        print(
+            f"schedule: {network.ranks} GPUs may take about {seconds:.0f} s, and twice as many 16 times "
+            f"as long; give a network of at most {QUICK} GPUs for a quick answer.",
+            file=sys.stderr,
+            flush=True,
+        )
     adding, handing = grow_for(network, collective, root, arguments.trees, most)
     forest = handing or adding
     assert forest, "it adds up or hands out"

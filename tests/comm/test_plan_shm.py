@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections import Counter
+from datetime import timedelta
 from types import SimpleNamespace
 
 import mortal
@@ -244,3 +245,16 @@ def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
         assert "rank 1 did not answer a roll call of 1 s; look at the log of rank 1" in sentence
     assert seconds < 12  # a time-out, two roll calls, and a busy machine
     assert list(tmp_path.iterdir()) == []
+
+
+def limits_and_complex():
+    """Return the time-out of a group, and whether complex numbers come."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    own = torch.full((3,), complex(dist.get_rank(), 1), dtype=torch.complex128)
+    out = own.new_zeros(6)
+    OneSided(make("one_phase", "all_gather", 2), group).start(own, out, 3).wait()
+    return shared_memory.timeout_of(group).total_seconds(), out.real.tolist()
+
+
+def test_a_group_s_own_time_out_and_complex_numbers(ranks):
+    assert ranks(2).run(limits_and_complex) == [(7.0, [0.0] * 3 + [1.0] * 3)] * 2

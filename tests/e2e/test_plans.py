@@ -12,6 +12,7 @@ import torch
 from cli import fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
+from tool_in_process import tool
 
 from fairseq_tutel.planning.plan import to_json
 from fairseq_tutel.planning.schedule import make
@@ -36,6 +37,11 @@ def write(folder, ranks, *others):
     return folder
 
 
+def written_by_tool(folder, ranks):
+    tool("plans", ranks, "--output", folder)
+    return folder
+
+
 def train(data, folder, *flags, ranks, check=True):
     flags = ("--update-freq", 4 // ranks, "--moe-expert-parallel-size", 2, *flags)
     command = fairseq if check else refused
@@ -47,7 +53,7 @@ def loaded(folder):
 
 
 CASES = [
-    pytest.param(2, (), id="2"),
+    pytest.param(2, (), id="usual on 2"),
     pytest.param(2, ("--moe-zero-stage", 2), id="zero 2 on 2", marks=pytest.mark.long),
     pytest.param(4, (), id="4", marks=pytest.mark.long),
     pytest.param(4, ("--moe-zero-stage", 1), id="zero 1 on 4", marks=pytest.mark.long),
@@ -59,9 +65,12 @@ CASES = [
 def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
     ranks, flags, lm_data, tmp_path
 ):
-    plans = write(tmp_path / "files", sorted({2, ranks}))
+    folder, usual = tmp_path / "files", ranks == 2 and not flags
+    # Of two ranks, the usual plans add up in the order of ranks, too.
+    plans = written_by_tool(folder, ranks) if usual else write(folder, sorted({2, ranks}))
+    rows, sums = ("linear", "one_phase") if usual else ("two_hops", "two_phase")
     by_plans = (
-        "--moe-collective-plans", plans, "--moe-a2a-algorithm", "plan:two_hops_all_to_all_2"
+        "--moe-collective-plans", plans, "--moe-a2a-algorithm", f"plan:{rows}_all_to_all_2"
     )  # fmt: skip
     run = train(lm_data, tmp_path / "plans", *flags, *by_plans, ranks=ranks)
     train(lm_data, tmp_path / "fixed", *flags, "--user-dir", FIXED, ranks=ranks)
@@ -73,7 +82,7 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
         plain = loaded(tmp_path / "torch")
         assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-6, abs=1e-7)
         same_weights(plain["model"], got["model"], adam=True)
-    said = ["the exchange of rows runs by the plan two_hops_all_to_all_2 (2 ranks, digest "]
+    said = [f"the exchange of rows runs by the plan {rows}_all_to_all_2 (2 ranks, digest "]
     if flags:
         said += [
             f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "
@@ -82,9 +91,7 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
             f"the all-gather of updated weights runs by the plan one_phase_all_gather_{ranks} "
         ]
     else:
-        said += [
-            f"the all-reduce of dense gradients runs by the plan two_phase_all_reduce_{ranks} "
-        ]
+        said += [f"the all-reduce of dense gradients runs by the plan {sums}_all_reduce_{ranks} "]
     if ranks > 2 and not flags:
         said += ["the all-reduce of expert gradients runs by the plan two_phase_all_reduce_2 "]
     for sentence in said:

@@ -134,3 +134,10 @@ def test_the_page_s_rows_are_what_the_benchmark_finds(monkeypatch):
             assert row[made].pop("seconds") > 0 < known[name][made].pop("seconds") < 10
         assert row == known[name]
     assert all(row["optimal"].get("seconds", 0) < 10 for row in stored)
+
+
+def test_many_gpus_get_a_warning_with_an_estimate_first(monkeypatch, capsys):
+    schedule = importlib.import_module("fairseq_tutel.tools.schedule")
+    monkeypatch.setattr(schedule, "QUICK", 3)
+    tool("schedule", "ring:4")
+    assert "schedule: 4 GPUs may take about 0 s, and twice as many" in capsys.readouterr().err

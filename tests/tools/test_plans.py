@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tool_in_process import refusal_of, tool
 
+from fairseq_tutel.planning import placed_plans
 from fairseq_tutel.planning.network import find
 from fairseq_tutel.planning.plan import to_json
 from fairseq_tutel.planning.schedule import make
@@ -72,7 +73,7 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
             "ring",
             "ring is no plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], of at most",
         ),
-        ("ring:all_gather:9999", "at most 1024 ranks"),
+        ("ring:all_gather:9999", "at most 512 ranks"),
         ("ring:broadcast:4", "ring makes no 'broadcast'"),
         ("hierarchical:all_reduce:4:3", "4 ranks cannot be shared out over 3 nodes"),
     ):
@@ -110,3 +111,18 @@ def test_what_is_refused(written, tmp_path):
     assert "has 8 GPUs" in refusal_of("plan-check", written(RING), "--network", "ring:8")
     made = written(replace(RING, network="0123"))
     assert "not the network 0123" in refusal_of("plan-check", made, "--network", "ring:4")
+
+
+def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
+    folder = tmp_path / "plans"
+    said = tool("plans", 2, 4, "--output", folder)
+    found = placed_plans.read(str(folder))
+    assert said.count("wrote ") == len(found) == 9
+    assert {each.plan.ranks for each in found} == {2, 4}
+    assert {each.plan.collective for each in found} == set(placed_plans.USED)
+    ranges = [(p.plan.min_bytes, p.plan.max_bytes) for p in found if "reduce_4" in p.name]
+    assert (0, 131072) in ranges and (131073, None) in ranges
+    assert "no empty folder" in refusal_of("plans", 2, "--output", folder)
+    assert "N is 1; give a number from 2 to 512" in refusal_of(
+        "plans", 1, "--output", tmp_path / "b"
+    )

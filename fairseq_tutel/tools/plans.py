@@ -1,0 +1,42 @@
+"""plans: write the usual collective plans of N ranks into a folder, for --moe-collective-plans.
+
+These plans are the fastest between ranks of one host, each for its range of bytes. More: docs/plans.md.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel.planning.placed_plans import USED
+from fairseq_tutel.planning.plan_files import MOST, write
+from fairseq_tutel.planning.schedule import usual
+from fairseq_tutel.tools.arguments import writing
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser(
+        "plans", help="write the usual collective plans of N ranks", description=__doc__
+    )
+    parser.add_argument("ranks", type=int, nargs="+", metavar="N", help="ranks of a group")
+    text = "write the plans into this folder, which is made"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help=text)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the plans."""
+    for ranks in arguments.ranks:
+        if not 2 <= ranks <= MOST:
+            raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")
+    folder = arguments.output
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--output is {folder}, which is no empty folder; give a new one.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for ranks in sorted(set(arguments.ranks)):
+        for plan in (plan for collective in USED for plan in usual(collective, ranks)):
+            path = folder / f"{plan.name.replace(' ', '_')}_{ranks}.json"
+            with writing(path) as file:
+                write(plan, file)
+            most = "any" if plan.max_bytes is None else plan.max_bytes
+            print(f"wrote {path}: {plan.min_bytes} to {most} bytes")

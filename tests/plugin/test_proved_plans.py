@@ -1,0 +1,38 @@
+"""Plans are checked on one rank of a host; the others trust its verdict on plans of the same digest."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from fairseq_tutel.planning import placed_plans, plan_check
+from fairseq_tutel.planning.plan import to_json
+from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plugin import plans
+
+
+def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
+    plan = make("one_phase", "all_gather", 2)
+    (tmp_path / "x.json").write_text(json.dumps(to_json(plan)))
+    given = SimpleNamespace(moe_collective_plans=str(tmp_path), moe_local_size=2)
+    monkeypatch.setattr(plans, "read", lambda *_: given)
+    checked = []
+    monkeypatch.setattr(plan_check, "check_races", lambda *_: checked.append(1))
+    for rank, problem in ((0, ""), (1, ""), (1, "x.json is wrong")):
+        placed_plans.read.cache_clear()
+        monkeypatch.setattr(plans.dist, "get_rank", lambda rank=rank: rank)
+
+        def told(own, _, problem=problem):
+            other = (problem, frozenset({plan.digest}))
+            return [other, own] if isinstance(own, tuple) else [own, own]
+
+        monkeypatch.setattr(plans.world, "told_by_all", told)
+        checked.clear()
+        if problem:
+            with pytest.raises(ValueError, match=problem):
+                plans.prove_once_a_host(None)
+            continue
+        plans.prove_once_a_host(None)
+        assert plans.plans_of(None)[0].plan == plan
+        assert len(checked) == (rank == 0)
+    plans._State.proved = frozenset()
