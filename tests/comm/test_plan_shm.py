@@ -10,6 +10,8 @@ import errno
 import itertools
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -244,3 +246,29 @@ def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
         assert "rank 1 did not answer a roll call of 1 s; look at the log of rank 1" in sentence
     assert seconds < 12  # a time-out, two roll calls, and a busy machine
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_file_that_a_killed_rank_left_goes_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    names = ["left", "young", "full", "locked"]
+    files = {name: tmp_path / f"{shared_memory.PREFIX}{name}" for name in names}
+    for name, file in files.items():
+        file.write_bytes(b"x" if name == "full" else b"")
+        if name != "young":
+            os.utime(file, (1, 1))
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX, 1, 0); "
+        "print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(files["locked"])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        other.stdout.readline()
+        path, descriptor, problem = shared_memory._create()
+        other.stdin.close()
+    os.close(descriptor)
+    assert not problem
+    assert not files["left"].exists()
+    assert all(files[name].exists() for name in names[1:]) and os.path.exists(path)
