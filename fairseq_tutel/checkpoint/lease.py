@@ -12,9 +12,10 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from fairseq_tutel.checkpoint.files import replacing
+from fairseq_tutel.checkpoint.files import replacing, temporary_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,21 +112,31 @@ def take(folder: str) -> "Lease":
     """
     os.makedirs(folder, exist_ok=True)
     path, own = os.path.join(folder, NAME), this_process()
-    written = f"{path}.{own.token}"
-    try:
-        _write(own, written)
+    with _written(own, path) as written:
         if _link(written, path):
             return Lease(path, own)
-        after = _wait_until_gone(path, os.stat(written).st_mtime)
+        now = os.stat(written).st_mtime
+    # No file of this process is there while it waits: it may be killed meanwhile.
+    after = _wait_until_gone(path, now)
+    with _written(own, path) as written:
         os.replace(written, path)
-        time.sleep(SETTLE_SECONDS)
-        holder, _ = read(path)
-        if holder != own:
-            raise ValueError(_refusal(path, holder))
-        return Lease(path, own, after)
+    time.sleep(SETTLE_SECONDS)
+    holder, _ = read(path)
+    if holder != own:
+        raise ValueError(_refusal(path, holder))
+    return Lease(path, own, after)
+
+
+@contextlib.contextmanager
+def _written(writer: Writer, path: str) -> Iterator[str]:
+    """Give the block a file with a lease; a training removes those that a kill left (`is_temporary`)."""
+    temporary = temporary_of(path)
+    try:
+        _write(writer, temporary)
+        yield temporary
     finally:
         with contextlib.suppress(OSError):
-            os.remove(written)
+            os.remove(temporary)
 
 
 def _write(writer: Writer, path: str) -> None:

@@ -2,25 +2,28 @@
 
 N ranks. The file has words (int64, a cache line each, so that no two writers share one), each written by
 one rank, and a region of bytes for every rank, into which the others put. It has a name only until all have
-opened it, while it is empty, so that a rank that is killed leaves no memory (rank 0 in that moment an empty
-file). It is mapped as long as it may ever become; what is in use of it is allocated first, since a write to
-memory that is not there would end the process.
+opened it, while it is empty, so that a rank that is killed leaves no memory. Rank 0 may leave an empty file
+then, which a later start removes. It is mapped as long as it may ever become; what is in use of it is
+allocated first, since a write to memory that is not there would end the process.
 
 Words need no lock, since x86 shows one processor's writes to the others in their order; elsewhere there is
 no shared memory. A rank holds a lock on its byte of the file, which the kernel takes from it when it ends:
 so those that wait for it learn that at once, and of one that is stopped after the time-out of groups.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
 import platform
+import stat
 import struct
 import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -33,6 +36,9 @@ from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
 FOLDER = "/dev/shm"
 # Not i686: there a word of 64 bits is two stores.
 ORDERED = ("x86_64", "AMD64")
+PREFIX = "fairseq_tutel-"
+# An empty file that is older, and that no process has locked, is of a rank that was killed.
+ABANDONED_SECONDS = 60
 WORDS_OF_LINE = 8
 # How a wait goes on: it gives others the processor, each time it has looked, and then sleeps. Looking
 # more often first makes small collectives 2 to 4 times as slow where there are more ranks than cores.
@@ -121,9 +127,7 @@ class SharedMemory:
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process, another one than this, is no more."""
-        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-        told = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked)
-        return struct.unpack(FLOCK, told)[0] == fcntl.F_UNLCK
+        return not _locked(self._descriptor, rank, 1)
 
 
 class Backoff:
@@ -235,11 +239,41 @@ def _create() -> tuple[str, int, str]:
     """Return the path of a new and empty file, its descriptor, and what is wrong."""
     if problem := _unordered():
         return "", -1, problem
-    path = f"{FOLDER}/fairseq_tutel-{uuid.uuid4().hex}"
+    _remove_abandoned()
+    path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
     try:
-        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), ""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         return "", -1, f"{FOLDER} takes no file ({error.strerror})"
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+    return path, descriptor, ""
+
+
+def _remove_abandoned() -> None:
+    """Remove empty files of this user that a rank 0 left which was killed before all had opened them."""
+    for file in Path(FOLDER).glob(f"{PREFIX}*"):
+        # Another start may remove it at the same time.
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            age = time.time() - status.st_mtime
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and status.st_size == 0 and age > ABANDONED_SECONDS and not _is_locked(file):
+                file.unlink()
+
+
+def _is_locked(file: Path) -> bool:
+    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return _locked(descriptor, 0, 0)  # a length of 0: all of the file
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, start: int, length: int) -> bool:
+    """Whether another process has locked bytes of a file."""
+    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    told = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+    return struct.unpack(FLOCK, told)[0] != fcntl.F_UNLCK
 
 
 def _open(path: str) -> tuple[int, str]:

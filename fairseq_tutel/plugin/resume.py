@@ -112,6 +112,12 @@ def _newest_saved(cfg: Any) -> str | None:
         ValueError: there are some, and none is whole.
     """
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
+    if (
+        cfg.restore_file == "checkpoint_last.pt"
+        and not cfg.checkpoint_suffix
+        and os.path.isfile(last)
+    ):
+        return _newer_than(last)
     is_wanted = os.path.abspath(path) == os.path.abspath(last) and not (
         PathManager.exists(last) or os.path.lexists(last)
     )
@@ -120,10 +126,8 @@ def _newest_saved(cfg: Any) -> str | None:
     )
     if cfg.checkpoint_suffix or not is_wanted or begins_here or not os.path.isdir(cfg.save_dir):
         return None
-    # A FIFO of such a name would be waited for.
-    there = [entry.name for entry in os.scandir(cfg.save_dir) if entry.is_file()]
-    names = [name for name in there if SAVED.fullmatch(name)]
-    by_updates = [(_updates_of(os.path.join(cfg.save_dir, name)), name) for name in names]
+    names = [name for name in os.listdir(cfg.save_dir) if SAVED.fullmatch(name)]
+    by_updates = [(updates_of(os.path.join(cfg.save_dir, name)), name) for name in names]
     for updates, name in sorted(by_updates, reverse=True):
         if updates >= 0 and is_whole(os.path.join(cfg.save_dir, name)):
             logger.warning(
@@ -144,8 +148,39 @@ def _newest_saved(cfg: Any) -> str | None:
     return None
 
 
-def _updates_of(path: str) -> int:
+def _newer_than(last: str) -> str | None:
+    """Return the name of a whole checkpoint that was saved after checkpoint_last.pt; None for none.
+
+    That is a later update whose file also got its content and its name later. A checkpoint that a user put
+    in the place of the last one got its name last.
+    """
+    folder, own = os.path.dirname(last), os.stat(last)
+    later = []
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if SAVED.fullmatch(name) and os.path.isfile(path):
+            status = os.stat(path)
+            if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns:
+                later.append((updates_of(path), name))
+    updates_of_last = updates_of(last) if later else 0
+    for updates, name in sorted(later, reverse=True):
+        if updates > updates_of_last and is_whole(os.path.join(folder, name)):
+            logger.warning(
+                "the training goes on from %s (update %d), which was saved after checkpoint_last.pt (%s), "
+                "as when the disk was full between the two; give --restore-file %s to go on from that one",
+                name,
+                updates,
+                f"update {updates_of_last}" if updates_of_last >= 0 else "torn",
+                last,
+            )
+            return name
+    return None
+
+
+def updates_of(path: str) -> int:
     """Return after how many updates a file was saved; -1 where it is torn, or its shards are missing."""
+    if not os.path.isfile(path):
+        return -1  # a pipe would be waited for
     try:
         state = mapped(path)
         bind(state, Path(path))

@@ -23,7 +23,7 @@ from fairseq_tutel.moe.config import CriterionConfig, MoEConfig, SidesConfig, Ta
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin import parallel_inference
+from fairseq_tutel.plugin import parallel_inference, sound
 from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
@@ -166,10 +166,12 @@ class MoETaskMixin(InferenceMixin):
             self.moe_tuner.end()  # what follows the last backward takes as long whatever was chosen
         if diagnosing:
             # The trainer runs the step again after a NaN, to find where; then it raises this.
+            root = root_of(self)
+            way_back = root and sound.way_back_from(root.checkpoint.save_dir, model, update_num)
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num} (loss now "
-                f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input; the last "
-                "saved checkpoint is from before it."
+                f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input"
+                f"{f'; {way_back}' if way_back else ''}."
             )
         if ignore_grad:
             # The trainer leaves it out by itself where it is the last of its update, and there alone.

@@ -37,6 +37,7 @@ What else changes in a process, and where:
   all_gather_list gets buffers on the CPU (`startup.py`); torch's groups get time-outs (`ranks/guard.py`),
   and threads, one of ours and those that read batches, leave before the process does
   (`comm/background.py`, `startup.py`);
+- while fairseq-train's main runs: its module's `train`, which checks first what was loaded (`sound.py`);
 - where a training diagnoses a NaN: hooks of encoders' backwards go before stock looks for it (`task.py`).
 
 No environment variable is set, and no logger but our own is touched.

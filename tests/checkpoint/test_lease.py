@@ -231,3 +231,17 @@ def test_a_disk_without_links_has_leases_too(folder, monkeypatch, process):
     leave(folder, here(process.pid))
     with pytest.raises(ValueError, match="is training"):
         take(folder)
+
+
+def test_a_start_that_waits_has_no_file_to_leave(folder):
+    leave(folder, ELSEWHERE, seconds=lease.STALE_SECONDS - 1)
+    seen = []
+
+    def look(seconds):
+        seen.append(os.listdir(folder))
+        raise KeyboardInterrupt  # as a kill
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lease.time, "sleep", look)
+        take(folder)
+    assert seen == [[NAME]]

@@ -10,6 +10,8 @@ import errno
 import itertools
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from datetime import timedelta
@@ -258,3 +260,29 @@ def limits_and_complex():
 
 def test_a_group_s_own_time_out_and_complex_numbers(ranks):
     assert ranks(2).run(limits_and_complex) == [(7.0, [0.0] * 3 + [1.0] * 3)] * 2
+
+
+def test_an_empty_file_that_a_killed_rank_left_goes_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    names = ["left", "young", "full", "locked"]
+    files = {name: tmp_path / f"{shared_memory.PREFIX}{name}" for name in names}
+    for name, file in files.items():
+        file.write_bytes(b"x" if name == "full" else b"")
+        if name != "young":
+            os.utime(file, (1, 1))
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX, 1, 0); "
+        "print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(files["locked"])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        other.stdout.readline()
+        path, descriptor, problem = shared_memory._create()
+        other.stdin.close()
+    os.close(descriptor)
+    assert not problem
+    assert not files["left"].exists()
+    assert all(files[name].exists() for name in names[1:]) and os.path.exists(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cli import ROOT, fairseq, start, tail, torchrun_environment, wait
+from cli import ROOT, fairseq, refused, start, tail, torchrun_environment, wait
 from equality import facts_of, same_bits
 from models import lm_args
 from ports import free_port
@@ -32,6 +32,11 @@ def _environment(folder, what="kill", when=5):
         "save_dir": str(folder / "save"), "seconds": 0, "detail": "", "fraction": 0,
     }  # fmt: skip
     return {"FAULT": json.dumps(fault)}
+
+
+def _files(folder):
+    status = {file.name: file.stat() for file in folder.iterdir()}
+    return {name: (own.st_ino, own.st_mtime_ns) for name, own in status.items()}
 
 
 def _load(folder):
@@ -145,3 +150,23 @@ def _wait_for_line(path, line, agent, seconds):
 def _children(pid):
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(child) for child in found.stdout.split()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_finished_training_that_is_started_again_changes_no_file(lm_data, tmp_path, ranks):
+    words = lm_args(lm_data, tmp_path / "save", updates=2)
+    fairseq("train", *words, ranks=ranks)
+    saved = _files(tmp_path / "save")
+    again = fairseq("train", *words, ranks=ranks)
+    assert "the training has reached --max-update 2" in again.output
+    assert _files(tmp_path / "save") == saved
+
+
+def test_a_ruined_update_is_not_saved_and_the_last_good_checkpoint_stays(lm_data, tmp_path):
+    words = lm_args(lm_data, tmp_path / "save", "--save-interval-updates", 1, updates=2)
+    fairseq("train", *words, ranks=2)
+    ruin = ("--lr", 1e30, "--reset-lr-scheduler", "--max-update", 4)
+    sentence = refused("train", *words, *ruin, ranks=2)
+    assert "update 3 made" in sentence
+    assert "(update 2)" in sentence
+    assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2

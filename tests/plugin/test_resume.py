@@ -8,6 +8,7 @@ training begins.
 import os
 import re
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,29 @@ def test_the_newest_whole_checkpoint_stands_in_for_the_last(tmp_path, caplog, gi
     )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert re.search(said, caplog.text)
+
+
+def test_what_was_saved_after_the_last_checkpoint_is_newer(tmp_path, caplog):
+    last = save(tmp_path, "checkpoint_last.pt", 10)
+    time.sleep(0.02)  # a file system's clock has steps
+    newer = save(tmp_path, "checkpoint_1_20.pt", 20)
+    cfg = config(tmp_path)
+    assert checkpoint_to_load(cfg) == cfg.restore_file == newer
+    assert "checkpoint_1_20.pt (update 20), which was saved after checkpoint_last.pt" in caplog.text
+    assert checkpoint_to_load(config(tmp_path, restore_file=last)) == last
+    os.truncate(newer, os.path.getsize(newer) - 1)
+    assert checkpoint_to_load(config(tmp_path)) == last
+
+
+@pytest.mark.parametrize("put", [shutil.copy, shutil.copy2, shutil.move])
+def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, put):
+    older = save(tmp_path, "checkpoint_1_10.pt", 10)
+    time.sleep(0.02)
+    save(tmp_path, "checkpoint_1_20.pt", 20)
+    time.sleep(0.02)
+    last = str(tmp_path / "checkpoint_last.pt")
+    put(older, last)
+    assert checkpoint_to_load(config(tmp_path)) == last
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):

@@ -22,6 +22,12 @@ from fairseq_tutel.plugin import save
 plugin.register()
 
 
+@pytest.fixture(autouse=True)
+def _sound(monkeypatch):
+    """The trainers here have no weights; tests/plugin/test_sound.py looks at those."""
+    monkeypatch.setattr(save.sound, "refuse_to_save", lambda trainer: None)
+
+
 def config(folder, no_save=False):
     return SimpleNamespace(checkpoint=SimpleNamespace(save_dir=str(folder), no_save=no_save))
 

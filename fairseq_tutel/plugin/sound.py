@@ -1,0 +1,264 @@
+"""Checks that a training's weights and optimizer state are finite, before a save and after a load.
+
+Buffers are not checked: attention masks hold -inf. A finished training that is started again ends here too.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.file_io import PathManager
+from torch import Tensor, nn
+
+from fairseq_tutel.checkpoint.files import is_whole
+from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.plugin.resume import SAVED, flag_and_path, mapped, updates_of
+from fairseq_tutel.ranks import world
+
+logger = logging.getLogger(__name__)
+
+# The square of a larger weight is infinite in fp32.
+LARGEST_WEIGHT = 1e19
+# Name, tensor, and what its largest magnitude must be below.
+Named = Iterable[tuple[str, Tensor, float]]
+
+
+def first_unsound(named: Named) -> str | None:
+    """Return the name of the first tensor with a NaN, or a magnitude that is not below its limit."""
+    checked = [
+        each
+        for each in named
+        if each[1].is_floating_point() and each[1].numel() and each[1].device.type != "meta"
+    ]
+    # A sum of squares is ten times as fast on a CPU as the largest magnitude, and finite where all is well.
+    norms = [_norm(tensor, 2) for _, tensor, _ in checked]
+    # Read after all are under way, so that a GPU computes them without a pause.
+    finite = [math.isfinite(norm.item()) for norm in norms]
+    for (name, tensor, limit), is_finite in zip(checked, finite, strict=True):
+        if not is_finite and not _norm(tensor, math.inf).item() < limit:
+            return name
+    return None
+
+
+def _norm(tensor: Tensor, order: float) -> Tensor:
+    widened = torch.float32 if tensor.element_size() < 4 else None
+    return torch.linalg.vector_norm(tensor.detach(), order, dtype=widened)
+
+
+def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
+    """Yield this rank's trained weights, their fp32 masters and the optimizer's state."""
+    names = {}
+    for module in (trainer.get_model(), trainer.get_criterion()):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                names[id(parameter)] = name
+                yield name, parameter, LARGEST_WEIGHT
+    weights = set(names)
+    inner = innermost_optimizer(trainer.optimizer)
+    zero = getattr(inner, "zero", None)
+    whole = inner.model_params() if zero else getattr(trainer.optimizer, "fp16_params", ())
+    for parameter, own in zip(whole, zero.parameters if zero else inner.params, strict=False):
+        names.setdefault(id(own), f"the fp32 master of {names.get(id(parameter), 'a weight')}")
+    optimizer = inner.optimizer
+    # A composite optimizer has one of fairseq's for each group.
+    parts = getattr(optimizer, "optimizers", {"": inner}).values()
+    for optimizer in [part.optimizer for part in parts]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in weights:
+                    name = names.get(id(parameter), "an fp32 master")
+                    yield name, parameter, LARGEST_WEIGHT
+        for parameter, state in optimizer.state.items():
+            name = names.get(id(parameter), "a weight")
+            for key, value in state.items():
+                if torch.is_tensor(value):
+                    yield f"the optimizer's {key} of {name}", value, math.inf
+
+
+def _found_by_ranks(trainer: Any) -> str | None:
+    """Return the first rank's unsound tensor, on all ranks alike. Collective."""
+    told = world.told_by_all(first_unsound(tensors_of(trainer)), "the check for NaN and infinity")
+    return next(
+        (
+            name + (f" on rank {rank}" if len(told) > 1 else "")
+            for rank, name in enumerate(told)
+            if name
+        ),
+        None,
+    )
+
+
+def refuse_to_save(trainer: Any) -> None:
+    """Refuse to save a state that no training can go on from. Collective.
+
+    Raises:
+        ValueError: a weight or the optimizer's state is not finite on some rank; on all ranks alike.
+    """
+    found = _found_by_ranks(trainer)
+    if found is not None:
+        way_back = way_back_from(trainer.cfg.checkpoint.save_dir, trainer.get_model())
+        raise ValueError(
+            f"update {trainer.get_num_updates()} made {found} NaN, infinite or larger than "
+            f"{LARGEST_WEIGHT:g}, so it was not saved; lower --lr or set --clip-norm; {way_back}."
+        )
+
+
+def refuse_loaded(cfg: Any, trainer: Any) -> None:
+    """Refuse to train on from a state that is not finite. Collective.
+
+    Args:
+        cfg: the FairseqConfig of the training.
+        trainer: that has loaded its checkpoint.
+
+    Raises:
+        ValueError: naming the file and the tensor; on all ranks alike.
+    """
+    found = _found_by_ranks(trainer)
+    if found is None:
+        return
+    flag, path = flag_and_path(cfg.checkpoint)
+    if PathManager.isfile(path):
+        of_optimizer = found.startswith("the optimizer's")
+        fix = " or add --reset-optimizer" if of_optimizer else ""
+        raise ValueError(
+            f"{flag} is {path}, in which {found} is NaN, infinite or too large to train on; give an older "
+            f"checkpoint{fix}."
+        )
+
+
+def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
+    """Return the part of a sentence that names the newest good checkpoint. Collective.
+
+    Args:
+        save_dir: of the training.
+        model: whose buffers and frozen weights are not looked at.
+        failed_at: the update whose weights already failed; None where these were not saved.
+    """
+    untrained = {name for name, _ in model.named_buffers()}
+    untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
+
+    def look() -> str:
+        found = newest_sound(save_dir, untrained)
+        if found is None:
+            return f"no checkpoint in {save_dir} is whole and finite: start from the beginning"
+        sentence = (
+            f"the newest whole checkpoint with finite weights is {found[1]} (update {found[0]})"
+        )
+        if failed_at is None or found[0] < failed_at:
+            return sentence
+        older = newest_sound(save_dir, untrained, failed_at)
+        before = f"the one before is {older[1]} (update {older[0]})" if older else "none is older"
+        return f"{sentence}, whose weights met this; {before}"
+
+    return world.of_first(look, "rank 0's look for a good checkpoint")
+
+
+def newest_sound(
+    save_dir: str, untrained: set[str], before: float = math.inf
+) -> tuple[int, str] | None:
+    """Return update and path of the newest whole and finite checkpoint of a folder; None for none.
+
+    Args:
+        save_dir: the folder.
+        untrained: names of tensors that may hold infinity.
+        before: only checkpoints of earlier updates count.
+    """
+    entries = os.scandir(save_dir) if os.path.isdir(save_dir) else ()
+    paths = [
+        entry.path
+        for entry in entries
+        if (SAVED.fullmatch(entry.name) or entry.name == "checkpoint_last.pt") and entry.is_file()
+    ]
+    for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
+        if 0 <= updates < before and is_whole(path) and _is_sound(path, untrained):
+            return updates, path
+    return None
+
+
+def _is_sound(path: str, untrained: set[str]) -> bool:
+    try:
+        state = mapped(path)
+        bind(state, Path(path))
+        weights = {k: v for k, v in state["model"].items() if k not in untrained}
+        moments = state.get("last_optimizer_state")
+        named = [*_leaves(weights, LARGEST_WEIGHT), *_leaves(moments, math.inf)]
+        return all(
+            first_unsound([("", tensor, limit)]) is None
+            for value, limit in named
+            for tensor in _pieces(value)
+        )
+    except Exception:  # torch has no exception of its own for what it can not read
+        return False
+
+
+def _leaves(tree: Any, limit: float) -> Iterator[tuple[Any, float]]:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _leaves(value, limit)
+    elif isinstance(tree, Tensor | ShardedTensor):
+        yield tree, limit
+
+
+def _pieces(value: Tensor | ShardedTensor) -> Iterator[Tensor]:
+    """Yield a tensor, or the experts of one in shard files, one at a time."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        yield from (value.read(expert, 1) for expert in range(value.shape[0]))
+
+
+@contextlib.contextmanager
+def checked_at_start(main: Any) -> Iterator[None]:
+    """Check in the block what a training loaded before its first epoch; fairseq's loop has no hook there.
+
+    Args:
+        main: fairseq's, whose module has the function `train` that runs an epoch.
+    """
+    module = sys.modules.get(getattr(main, "__module__", ""))
+    original = getattr(module, "train", None)
+    if module is None or not getattr(original, "__module__", "").startswith("fairseq_cli"):
+        yield
+        return
+    module.train = _checked(original)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.train = original  # type: ignore[attr-defined]
+
+
+def _checked(original: Any) -> Any:
+    begun: list[bool] = []
+
+    @functools.wraps(original)
+    def wrapper(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
+        if not begun:
+            begun.append(True)
+            refuse_loaded(cfg, trainer)
+            limit = world.told_by_first(_reached_limit(cfg, trainer), "the look at the limits")
+            if limit is not None:
+                logger.info(
+                    "the training has reached %s: nothing is trained or saved; raise it to go on",
+                    limit,
+                )
+                return [None], True
+        return original(cfg, trainer, task, epoch_itr)
+
+    return wrapper
+
+
+def _reached_limit(cfg: Any, trainer: Any) -> str | None:
+    """Return the limit that was reached before; fairseq looks at it after an update."""
+    options = cfg.optimization
+    if 0 < options.max_update <= trainer.get_num_updates():
+        return f"--max-update {options.max_update}"
+    if 0 < options.stop_time_hours < trainer.cumulative_training_time() / 3600:
+        return f"--stop-time-hours {options.stop_time_hours:g}"
+    return None
