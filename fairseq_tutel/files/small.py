@@ -24,8 +24,7 @@ def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> t
     Raises:
         OSError: as above.
     """
-    # Without O_NONBLOCK a pipe would wait here for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
             raise OSError("it is no ordinary file")
@@ -33,6 +32,11 @@ def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> t
     if len(content) > largest:
         raise OSError(f"it has more than {largest:,} bytes")
     return content, facts.st_mtime
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # Without O_NONBLOCK a pipe would wait here for a writer.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def json_of(path: str | os.PathLike) -> Any:
