@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel.files.small import json_of
+
 logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 2
@@ -62,7 +64,7 @@ class TuningCache:
 
     def _read(self) -> dict[str, Timings]:
         try:
-            content = json.loads(self.path.read_text())
+            content = json_of(self.path)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from fairseq_tutel.checkpoint.files import replacing, temporary_of
+from fairseq_tutel.files.small import content_and_time, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +95,16 @@ def read(path: str) -> tuple[Writer | None, float]:
     """Return who holds a lease, and when it was last renewed; None for nobody, or no lease of ours."""
     try:
         # Opening it makes a network's file system look at its server.
-        with open(path) as file:
-            renewed = os.fstat(file.fileno()).st_mtime
-            writer = Writer(**json.load(file))
-            valid = type(writer.pid) is int and 0 < writer.pid < 2**31
-            return writer if valid else None, renewed
+        content, renewed = content_and_time(path)
+        writer = Writer(**parse_json(content))
+        valid = type(writer.pid) is int and 0 < writer.pid < 2**31
+        return writer if valid else None, renewed
     except (FileNotFoundError, ValueError, TypeError):
         return None, 0.0
+    except OSError as error:
+        if error.errno:
+            raise
+        raise OSError(f"{path} is no lease: {error}; remove it.") from error
 
 
 def take(folder: str) -> "Lease":

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import temporary_of
 from fairseq_tutel.distillation.loss import Answers
+from fairseq_tutel.files.small import json_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +164,9 @@ class StoredLogits:
                 )
             self._begin(path, facts)
         try:
-            found = json.loads(path.read_text() if path.is_file() else "")
+            found = json_of(path)
             is_ours = isinstance(found, dict)
-        except ValueError:
+        except (OSError, ValueError):
             is_ours = False
         if not is_ours:
             raise ValueError(

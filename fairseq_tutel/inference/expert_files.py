@@ -5,7 +5,6 @@ first read; after that the file is trusted for as long as its size and times sta
 """
 
 import hashlib
-import json
 import os
 import struct
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
+from fairseq_tutel.files.small import parse_json
 from fairseq_tutel.inference.expert_slots import Layout, Slot, slots_on_host
 
 MOST_OPEN = 64  # descriptors
@@ -138,7 +138,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
     text = bytearray(length)
     _read_whole(descriptor, [memoryview(text)], 8)
     try:
-        entries = {k: v["data_offsets"] for k, v in json.loads(text).items() if k != "__metadata__"}
+        entries = {k: v["data_offsets"] for k, v in parse_json(text).items() if k != "__metadata__"}
         spans = {
             key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()
         }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
+from fairseq_tutel.files.small import json_of
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
@@ -358,8 +359,7 @@ def _checked(layers: Sequence[MoELayer]) -> list[MoELayer]:
 def _read(path: str, signature: dict[str, Any]) -> dict[str, Any] | None:
     """Return the buckets of a dictionary, or None and a word where there are none for this model."""
     try:
-        with open(path) as file:
-            content = json.load(file)
+        content = json_of(path)
         there = {"format": content["format"], **content["signature"]}
         buckets = content["buckets"]
     except FileNotFoundError:

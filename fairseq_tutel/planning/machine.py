@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.planning.given_files import json_of
+from fairseq_tutel.files.small import json_of
 
 _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 

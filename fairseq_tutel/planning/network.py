@@ -17,7 +17,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fairseq_tutel.planning.given_files import json_of
+from fairseq_tutel.files.small import json_of
 
 FORMAT = 1
 # GPUs that a name may ask for.

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from fairseq_tutel.planning.given_files import content_of, json_of
+from fairseq_tutel.files.small import content_of, json_of
 from fairseq_tutel.planning.msccl_reader import from_xml
 from fairseq_tutel.planning.msccl_writer import to_xml
 from fairseq_tutel.planning.plan import Plan, from_json, to_json

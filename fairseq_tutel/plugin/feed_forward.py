@@ -259,7 +259,9 @@ def replace_ffn(
     else:
         moe.register_forward_hook(_both_signs)
         layer.fc2 = _Difference()
-    setattr(layer, _dropout_of(layer), nn.Identity())
+    dropout = nn.Identity()
+    dropout.p = 0.0  # type: ignore[assignment]  # LightConv's repr reads it
+    setattr(layer, _dropout_of(layer), dropout)
     if getattr(layer, "ffn_layernorm", None) is not None:
         layer.ffn_layernorm = None
     layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)

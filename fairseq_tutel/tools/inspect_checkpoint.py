@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.options import flag_of, plain
 from fairseq_tutel.tools.convert.files import load_any
 from fairseq_tutel.tools.convert.layers import Layer, layers_of
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        print("\n".join(_lines(facts, arguments.tensors)))
+        print(printable("\n".join(_lines(facts, arguments.tensors))))
 
 
 def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fairseq_tutel.files.small import printable
 from fairseq_tutel.planning.network import Network
 from fairseq_tutel.planning.network import find as network_of
 from fairseq_tutel.planning.plan import Plan
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         if network.unit != "GB/s":
             unit += f", 1 GB/s for 1 of its {network.unit}"
         slowness = {link[:2]: 1e-9 / link.bandwidth for link in network.links}
-    print("\n".join(_lines(plan, report, names, arguments.bytes)))
+    print(printable("\n".join(_lines(plan, report, names, arguments.bytes))))
     seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, slowness)
     conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a trip, {unit}"
     print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")

@@ -13,15 +13,19 @@ import torch
 from fairseq import models, options, tasks
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.lightconv import LightConvEncoderLayer
 from torch import nn
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.context import Context
+from fairseq_tutel.plugin.feed_forward import moe_layers, replace_ffn
 from fairseq_tutel.plugin.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_config import OPENED
 from fairseq_tutel.plugin.task import MoETaskMixin
 from fairseq_tutel.ranks import guard
+from fairseq_tutel.ranks.groups import Topology
 
 register()
 
@@ -236,3 +240,16 @@ def test_options_that_others_replace_are_said(caplog):
     said = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **both)
     assert "--moe-freq 1 has no effect: --encoder-moe-freq and --decoder-moe-freq are given" in said
     assert "--record-a2a-perf-stats has no effect without such a criterion" in said
+
+
+def test_a_lightconv_layer_with_experts_has_a_repr():
+    options = argparse.Namespace(
+        encoder_embed_dim=8, encoder_conv_dim=8, encoder_glu=False, encoder_ffn_embed_dim=16,
+        encoder_conv_type="lightweight", weight_softmax=True, encoder_attention_heads=2,
+        weight_dropout=0.0, dropout=0.0, relu_dropout=0.1, input_dropout=0.0,
+        encoder_normalize_before=False,
+    )  # fmt: skip
+    layer = LightConvEncoderLayer(options, kernel_size=3)
+    config = MoEConfig(model_dim=8, hidden_dim=16, num_experts=2)
+    replace_ffn(layer, config, Topology(), 1, "fc1", Context(trains=True))
+    assert "MoEFeedForward" in repr(layer)

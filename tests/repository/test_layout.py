@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
 # From the top down; folders of one row stand side by side. "" is the root.
 CORE = (
+    {"files"},
     {"kernels", "planning", "ranks"},
     {"comm"},
     {"zero"},

@@ -22,6 +22,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.files import temporary_of
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
+from fairseq_tutel.files.small import content_of, parse_json
 from fairseq_tutel.moe.checks import UNITS, cache_limits, is_cache_size
 from fairseq_tutel.tools.arguments import add_conversion, add_files
 from fairseq_tutel.tools.convert.files import (
@@ -247,7 +248,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--input names {path.parent}, in which there is no {path.name}.")
     try:
-        found = json.loads(path.read_text(), object_hook=special)
+        found = parse_json(content_of(path), object_hook=special)
     except (OSError, ValueError, TypeError, RecursionError, ImportError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON ({error}); give another folder."
