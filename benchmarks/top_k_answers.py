@@ -2,8 +2,8 @@
 
     python -m benchmarks.top_k_answers DATA_BIN TEACHER.pt STUDENT.pt
 
-Both language models score the validation text. Each cell is the loss of `--distill-top-k K` at temperature T
-below the loss of the full answer, in percent.
+Both language models score the validation text. Each cell says by how many percent `--distill-top-k K` at
+temperature T lowers the loss of the full answer.
 """
 
 import sys
