@@ -8,10 +8,10 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo vision-data vision test test-long test-faults lint format clean
+.PHONY: help setup link demo vision-data vision test test-newest-torch test-long test-faults lint format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: link $(STAMP) ## create .venv with everything that the other targets need
 
@@ -44,6 +44,20 @@ vision: setup ## train and compare a dense and a MoE Swin V2 on 5,000 digits; wr
 test: setup ## run the quick tests, and name the twenty slowest
 	$(BIN)/python -m pytest $(SHARED) --durations=20
 
+# The folders that depend on torch's internals, in a second environment that is set up in the same order.
+NEWEST := .venv-newest
+NEWEST_PIP := $(NEWEST)/bin/python -m pip
+$(NEWEST)/ready: setup.py pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST_PIP) install torch==2.14.1
+	$(NEWEST_PIP) install "setuptools<81" wheel cython ninja "numpy<2"
+	CFLAGS="-O1 -g0" $(NEWEST_PIP) install --no-build-isolation fairseq-fixed
+	$(NEWEST_PIP) install --no-build-isolation -e ".[fairseq,gpu,test,dev]"
+	@touch $@
+
+test-newest-torch: link $(NEWEST)/ready ## quick tests of what depends on torch's internals, on torch 2.14.1
+	$(NEWEST)/bin/python -m pytest $(SHARED) $(addprefix tests/,moe plugin checkpoint kernels comm optim)
+
 test-long: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
@@ -59,6 +73,6 @@ format: setup ## apply the formatter and the safe fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean: ## remove what builds, checks and runs left behind, but not .venv
+clean: ## remove what builds, checks and runs left behind, but not the environments
 	rm -rf demo vision outputs checkpoints build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(NEWEST) \) -prune -o -name __pycache__ -type d -exec rm -rf {} +

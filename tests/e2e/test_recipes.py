@@ -42,6 +42,7 @@ SIZES = {  # recipe: (vocabulary, billions of parameters)
     "iwslt14_de_en": (10_000, 0.087),
     **{f"parallel_{form}": (4_000, 0.0017) for form in ("e", "e_d", "e_z", "e_z_offload")},
     "parallel_e_d_m": (4_000, 0.0009),
+    "tiny_deepspeed": (4_000, 0.0050),
     "tiny_lm": (4_000, 0.0029),
     "tiny_pregated": (4_000, 0.0043),
     "tiny_translation": (4_000, 0.0043),
@@ -124,9 +125,11 @@ def test_a_recipe_says_the_same_of_the_training_in_both_forms(recipe):
                 assert by_args[section][key] == value, f"{section}.{key}"
 
 
-@pytest.mark.parametrize("name", ["tiny_lm", "tiny_translation", "tiny_pregated"])
+@pytest.mark.parametrize("name", ["tiny_lm", "tiny_deepspeed", "tiny_translation", "tiny_pregated"])
 def test_a_tiny_recipe_trains(name, request, tmp_path):
-    data = request.getfixturevalue("lm_data" if name == "tiny_lm" else "mt_data")
+    data = request.getfixturevalue(
+        "lm_data" if name in ("tiny_lm", "tiny_deepspeed") else "mt_data"
+    )
     words = _words(name)
     words[words.index("--user-dir") + 1] = USER_DIR
     run = fairseq(
