@@ -1,14 +1,18 @@
 """`convert swin`: released Swin V2 checkpoints, by names and shapes, with drawn weights.
 
-Covered: both forms open in fairseq with every weight in its place and the sizes that the file says; a
-window trained at another scale; a new head; experts of it by `convert upcycle`, and back; what is no
-such file.
+Covered: both forms open in fairseq with every weight in its place and the sizes that the file says; the
+logits are those that the tensors give; without second biases; beside a configuration; a window trained at
+another scale; a new head, and some classes of the old one; experts of it by `convert upcycle`, and back;
+what is no such file.
 """
 
 import math
+import sys
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fairseq import checkpoint_utils
 from tool_in_process import convert, refusal
 
@@ -17,6 +21,7 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 register()
 DEPTHS, HEADS, DIM, PATCH, CLASSES = (1, 2, 1), (1, 2, 4), 8, 2, 5
+SIDE, WINDOW = 32, 4  # of the images and windows whose logits are compared
 
 
 def offsets(window, trained):
@@ -24,6 +29,95 @@ def offsets(window, trained):
     line = torch.arange(1.0 - window, window) / (trained - 1) * 8
     table = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1).unsqueeze(0)
     return table.sign() * torch.log2(table.abs() + 1) / math.log2(8)
+
+
+def position_index(window):
+    """Return the released index of a pair of places in the table of offsets."""
+    places = torch.cartesian_prod(torch.arange(window), torch.arange(window))
+    apart = places[:, None] - places[None] + window - 1
+    return apart[..., 0] * (2 * window - 1) + apart[..., 1]
+
+
+def shift_mask(side, window):
+    """Return the released mask [windows, N, N]: -100 between parts that the shift brought together."""
+    line = torch.zeros(side)
+    line[-window:], line[-(window // 2) :] = 1, 2
+    part = windows_of((line[:, None] * 3 + line).view(1, side, side, 1), window).squeeze(-1)
+    return (part[:, :, None] != part[:, None]).float() * -100
+
+
+def windows_of(x, window):
+    """Return [windows, N, D] of images [B, side, side, D]."""
+    B, side, _, D = x.shape
+    x = x.view(B, side // window, window, side // window, window, D).transpose(2, 3)
+    return x.reshape(-1, window**2, D)
+
+
+def images_of(x, side):
+    """Return images [B, side, side, D] of windows."""
+    window, D = math.isqrt(x.shape[1]), x.shape[2]
+    x = x.view(-1, side // window, side // window, window, window, D).transpose(2, 3)
+    return x.reshape(-1, side, side, D)
+
+
+def attended(p, x, heads, mask):
+    """Return the attention of windows [windows, N, D] by a block's released tensors."""
+    G, N, D = x.shape
+    bias = p.get("qkv.bias")
+    if bias is None:
+        bias = torch.cat((p["q_bias"], torch.zeros_like(p["q_bias"]), p["v_bias"]))
+    qkv = F.linear(x, p["qkv.weight"], bias).view(G, N, 3, heads, D // heads)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    hidden = F.linear(p["relative_coords_table"], p["cpb_mlp.0.weight"], p["cpb_mlp.0.bias"])
+    table = F.linear(hidden.relu(), p["cpb_mlp.2.weight"]).view(-1, heads)
+    position = table[p["relative_position_index"]].permute(2, 0, 1)
+    if "logit_scale" in p:
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+        scores = scores * p["logit_scale"].clamp(max=math.log(100)).exp() + 16 * position.sigmoid()
+    else:
+        scores = q * (D // heads) ** -0.5 @ k.mT + position
+    if mask is not None:
+        scores = scores + mask.repeat(G // len(mask), 1, 1).unsqueeze(1)
+    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(G, N, D)
+    return F.linear(y, p["proj.weight"], p["proj.bias"])
+
+
+def logits(theirs, images):
+    """Return what a released state dict computes of images, by plain torch."""
+    w = {k: t.double() if t.is_floating_point() else t for k, t in theirs.items()}
+
+    def norm(name, x):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+    x = F.conv2d(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=PATCH)
+    x, is_v2 = norm("patch_embed.norm", x.permute(0, 2, 3, 1)), "layers.0.blocks.0.attn.q_bias" in w
+    for i, depth in enumerate(DEPTHS):
+        for j in range(depth):
+            block = f"layers.{i}.blocks.{j}"
+            own = {k.removeprefix(f"{block}."): t for k, t in w.items() if k.startswith(block)}
+            attn = {k.removeprefix("attn."): t for k, t in own.items() if k.startswith("attn.")}
+            window = math.isqrt(len(attn["relative_position_index"]))
+            shift = window // 2 if "attn_mask" in own else 0
+
+            def attention(x, attn=attn, own=own, heads=HEADS[i], window=window, shift=shift):
+                parts = windows_of(x.roll((-shift, -shift), (1, 2)), window)
+                y = attended(attn, parts, heads, own.get("attn_mask"))
+                return images_of(y, x.shape[1]).roll((shift, shift), (1, 2))
+
+            def step(x, own=own):
+                x = F.gelu(F.linear(x, own["mlp.fc1.weight"], own["mlp.fc1.bias"]))
+                return F.linear(x, own["mlp.fc2.weight"], own.get("mlp.fc2.bias"))
+
+            for k, part in ((1, attention), (2, step)):
+                name = f"{block}.norm{k}"
+                x = x + (norm(name, part(x)) if is_v2 else part(norm(name, x)))
+        down = f"layers.{i}.downsample"
+        if f"{down}.reduction.weight" in w:
+            x = torch.cat([x[:, a::2, b::2] for b in (0, 1) for a in (0, 1)], -1)
+            x = x if is_v2 else norm(f"{down}.norm", x)
+            x = F.linear(x, w[f"{down}.reduction.weight"])
+            x = norm(f"{down}.norm", x) if is_v2 else x
+    return F.linear(norm("norm", x).mean((1, 2)), w["head.weight"], w["head.bias"])
 
 
 def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
@@ -56,10 +150,10 @@ def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
                 f"{block}.mlp.fc2.bias": (dim,),
             }
             tables[f"{block}.attn.relative_coords_table"] = offsets(window, (trained or windows)[i])
-            index = torch.zeros(window**2, window**2, dtype=torch.int64)
+            index = position_index(window)
             tables[f"{block}.attn.relative_position_index"] = index
-            if j % 2:
-                tables[f"{block}.attn_mask"] = torch.zeros(4, window**2, window**2)
+            if j % 2 and window == WINDOW:
+                tables[f"{block}.attn_mask"] = shift_mask(SIDE // PATCH // 2**i, window)
         if i + 1 < len(DEPTHS):
             shapes[f"layers.{i}.downsample.reduction.weight"] = (2 * dim, 4 * dim)
             for kind in ("weight", "bias"):
@@ -112,6 +206,42 @@ def test_a_released_model_opens_with_every_weight_in_its_place(released_file, tm
     assert torch.equal(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, 7))
 
 
+@pytest.mark.parametrize("fc2_bias", [True, False])
+@pytest.mark.parametrize("form", ["v2", "moe"])
+def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypatch):
+    """Of files as their training saves them, with a configuration of a class that is not there."""
+    theirs = released(form, (WINDOW, WINDOW, WINDOW))
+    theirs = {
+        k: v * 0.3 if v.is_floating_point() and "table" not in k and "mask" not in k else v
+        for k, v in theirs.items()
+    }
+    if not fc2_bias:
+        theirs = {name: t for name, t in theirs.items() if not name.endswith("fc2.bias")}
+
+    class CfgNode(dict):
+        """As yacs has it: a dictionary with attributes."""
+
+    CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
+    yacs = types.ModuleType("yacs.config")
+    yacs.CfgNode = CfgNode
+    monkeypatch.setitem(sys.modules, "yacs", types.ModuleType("yacs"))
+    monkeypatch.setitem(sys.modules, "yacs.config", yacs)
+    config = CfgNode(MODEL=CfgNode(NAME="swin"), EPOCHS=90)
+    config.__dict__["__immutable__"] = True
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
+    saved = {"model": theirs, "config": config, "optimizer": optimizer, "epoch": 3}
+    torch.save(saved, tmp_path / "theirs.pth")
+    monkeypatch.undo()
+    kept = [3, 0, 4]
+    (tmp_path / "map.txt").write_text("".join(f"{number}\n" for number in kept))
+    for words, classes in (((), slice(None)), (("--class-map", tmp_path / "map.txt"), kept)):
+        output = tmp_path / f"{len(words)}.pt"
+        convert("swin", "--input", tmp_path / "theirs.pth", "--output", output, *words)
+        images = torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
+        expected = logits(theirs, images)[:, classes]
+        torch.testing.assert_close(opened(output)[0].double()(images), expected, rtol=0, atol=1e-6)
+
+
 def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_path):
     source, dense, moe, back = released_file("moe"), *(tmp_path / f"{n}.pt" for n in "abc")
     said = convert("swin", "--input", source, "--output", dense)
@@ -138,10 +268,12 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
 
 def test_what_is_no_released_model_is_refused(released_file, tmp_path):
     def of(change, **words):
+        (tmp_path / "map.txt").write_text("1\n5\n")
+        (tmp_path / "text.txt").write_text("one\n")
         model = released("v2")
         change(model)
         torch.save({"model": model}, tmp_path / "bad.pth")
-        said = [word for pair in words.items() for word in (f"--{pair[0]}", pair[1])]
+        said = [w for key, value in words.items() for w in (f"--{key.replace('_', '-')}", value)]
         return refusal(
             "swin", "--input", tmp_path / "bad.pth", "--output", tmp_path / "o.pt", *said
         )
@@ -158,3 +290,6 @@ def test_what_is_no_released_model_is_refused(released_file, tmp_path):
         lambda m: m.update({"head.bias": torch.ones(3)})
     )
     assert "--classes is 0" in of(lambda m: None, classes=0)
+    assert "are not all from 0 to 4" in of(lambda m: None, class_map=tmp_path / "map.txt")
+    assert "has no class number on each line" in of(lambda m: None, class_map=tmp_path / "text.txt")
+    assert "both given; drop one" in of(lambda m: None, class_map=tmp_path / "map.txt", classes=2)

@@ -1,12 +1,14 @@
 """convert swin: write a released checkpoint of Swin V2 as one of fairseq.
 
-Of microsoft/Swin-Transformer: dense models in Swin V2's form, and in that of SwinV2-MoE. The file says what
-its model is; only its image size is concluded, from the windows of its last stage.
+It reads what microsoft/Swin-Transformer saves: dense models in Swin V2's form, and in that of SwinV2-MoE,
+whose second biases may be absent (MLP_FC2_BIAS: False). The tensors tell the model's sizes. The image size
+is derived from the windows of the last stage.
 """
 
 import argparse
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import plugin
+from fairseq_tutel.files.small import content_of
 from fairseq_tutel.moe.options import options_in
 from fairseq_tutel.tools.arguments import add_conversion
 from fairseq_tutel.tools.convert.files import begun_anew, load_any, write
@@ -38,13 +41,23 @@ def add_to(kinds: Any) -> None:
         metavar="N",
         help="begin a new head for N classes, of zeros, in place of the released one, to fine-tune",
     )
+    parser.add_argument(
+        "--class-map",
+        type=Path,
+        metavar="FILE",
+        help="keep these classes of the head: a released class number per line, as map22kto1k.txt has",
+    )
 
 
 def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     """Convert as the command line says, and say what the model is."""
     if arguments.classes is not None and arguments.classes < 1:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
-    content = load_any(path, "--input")
+    if arguments.classes is not None and arguments.class_map is not None:
+        raise ValueError("--classes and --class-map are both given; drop one.")
+    # Their training saves its configuration beside the weights. It is read as a plain dictionary.
+    with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
+        content = load_any(path, "--input")
     theirs = content.get("model") if isinstance(content, dict) else None
     if not isinstance(theirs, dict) or "patch_embed.proj.weight" not in theirs:
         raise ValueError(
@@ -58,12 +71,35 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         model["head.weight"] = torch.zeros(arguments.classes, *width)
         model["head.bias"] = torch.zeros(arguments.classes)
     _check(model, config)
+    if arguments.class_map is not None:
+        kept = _class_map(arguments.class_map, len(model["head.weight"]))
+        model |= {name: model[name][kept].clone() for name in ("head.weight", "head.bias")}
     write(_checkpoint(model, config, image_size), output)
     classes, channels = len(model["head.weight"]), model["patch_embed.proj.weight"].shape[1]
     print(
         f"wrote {output}: swin_v2, form {config.form}, {sum(t.numel() for t in model.values()):,} "
         f"parameters, {classes} classes, images of {channels} x {image_size} x {image_size}"
     )
+
+
+def _class_map(path: Path, classes: int) -> list[int]:
+    """Return the classes of the head that a file keeps.
+
+    Raises:
+        ValueError: it cannot be read, or has something else than numbers of classes.
+    """
+    try:
+        numbers = [int(line) for line in content_of(path).decode("ascii").split()]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--class-map is {path}, which has no class number on each line ({error})."
+        ) from error
+    if not numbers or not all(0 <= number < classes for number in numbers):
+        raise ValueError(
+            f"--class-map is {path}, whose numbers are not all from 0 to {classes - 1}, the head's; "
+            "give the map of this model."
+        )
+    return numbers
 
 
 def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
@@ -133,6 +169,9 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
+    # Models trained without a second bias compute what zeros do.
+    for name in [name for name in model if re.fullmatch(r"stages\..+\.fc2\.weight", name)]:
+        model.setdefault(name.replace(".weight", ".bias"), model[name].new_zeros(len(model[name])))
     return model
 
 
