@@ -1,6 +1,7 @@
 """Make what --task speech_to_text reads of sounds and their text: log-mel filter banks, by torch alone.
 
-fairseq's own way needs torchaudio or PyKaldi. Of OUT: banks/NAME.npy for each sound, SPLIT.tsv and config.yaml.
+fairseq's own way needs torchaudio or PyKaldi. Written into OUT: SPLIT.tsv, config.yaml, and for each
+sound banks/NAME.npy.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 

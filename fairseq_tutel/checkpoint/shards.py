@@ -125,6 +125,14 @@ class ShardedTensor:
             self._read_expert(out[i], first + i, slicing, index)
         return out
 
+    def read_into(self, out: Tensor, expert: int) -> None:
+        """Write one expert's tensor into `out`, of its shape.
+
+        Raises:
+            ValueError: a file is missing, torn or not what was saved.
+        """
+        self._read_expert(out, expert, Slice(), 0)
+
     def whole(self) -> Tensor:
         """Return the stack.
 

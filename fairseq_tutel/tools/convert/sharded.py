@@ -81,7 +81,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
         stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
     stack = stack.view(sharded.shape)
     for expert in range(len(stack)):
-        stack[expert] = sharded.read(expert, 1)[0]
+        sharded.read_into(stack[expert], expert)
     return stack
 
 

@@ -7,6 +7,7 @@ its model is; only its image size is concluded, from the windows of its last sta
 import argparse
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,24 @@ def add_to(kinds: Any) -> None:
         metavar="N",
         help="begin a new head for N classes, of zeros, in place of the released one, to fine-tune",
     )
+    parser.add_argument(
+        "--class-map",
+        type=Path,
+        metavar="FILE",
+        help="keep only these classes of the head, in this order: a file with a class number from 0 in "
+        "each line, such as map22kto1k.txt of the released code",
+    )
 
 
 def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     """Convert as the command line says, and say what the model is."""
     if arguments.classes is not None and arguments.classes < 1:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
-    content = load_any(path, "--input")
+    if arguments.classes is not None and arguments.class_map is not None:
+        raise ValueError("--classes and --class-map are both given; drop one.")
+    # The released training code saves its configuration; a plain dictionary stands in, so nothing of it runs.
+    with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
+        content = load_any(path, "--input")
     theirs = content.get("model") if isinstance(content, dict) else None
     if not isinstance(theirs, dict) or "patch_embed.proj.weight" not in theirs:
         raise ValueError(
@@ -53,6 +65,13 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         )
     config, image_size = config_of(theirs)
     model = _renamed(theirs)
+    for name in [name for name in model if name.endswith(".fc2.weight")]:
+        # The released SwinV2-MoE layout has no such biases (MLP_FC2_BIAS: False).
+        bias = name.replace("weight", "bias")
+        if config.form == "moe" and bias not in model:
+            model[bias] = model[name].new_zeros(len(model[name]))
+    if arguments.class_map is not None:
+        _keep_classes(model, arguments.class_map)
     if arguments.classes is not None:
         width = model["norm.weight"].shape
         model["head.weight"] = torch.zeros(arguments.classes, *width)
@@ -64,6 +83,31 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         f"wrote {output}: swin_v2, form {config.form}, {sum(t.numel() for t in model.values()):,} "
         f"parameters, {classes} classes, images of {channels} x {image_size} x {image_size}"
     )
+
+
+def _keep_classes(model: dict[str, Tensor], path: Path) -> None:
+    """Keep the classes of the head that a file lists, in place.
+
+    Raises:
+        ValueError: the file cannot be read, or names a class that the head lacks.
+    """
+    try:
+        numbers = [int(line) for line in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--class-map is {path}, which cannot be read ({error}); give a file with a class number in "
+            "each line."
+        ) from error
+    classes = len(model["head.weight"]) if "head.weight" in model else 0
+    wrong = next((n for n in numbers if not 0 <= n < classes), None)
+    if wrong is not None or not numbers:
+        what = "no class" if wrong is None else f"class {wrong}"
+        raise ValueError(
+            f"--class-map is {path}, which names {what}, but --input has {classes} classes, from 0; give "
+            "the map of this model."
+        )
+    for name in ("head.weight", "head.bias"):
+        model[name] = model[name][numbers]
 
 
 def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
