@@ -54,7 +54,7 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
     if arguments.classes is not None and arguments.class_map is not None:
         raise ValueError("--classes and --class-map are both given; drop one.")
-    # The released training code saves its configuration; a plain dictionary stands in, so nothing of it runs.
+    # The released code saves its configuration, too; a plain dictionary stands in, so nothing of it runs.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
         content = load_any(path, "--input")
     theirs = content.get("model") if isinstance(content, dict) else None
