@@ -1,6 +1,7 @@
 """Make what --task speech_to_text reads of sounds and their text: log-mel filter banks, by torch alone.
 
-fairseq's own way needs torchaudio or PyKaldi. Of OUT: NAME.npy for each sound, SPLIT.tsv and config.yaml.
+fairseq's own way needs torchaudio or PyKaldi. Written into OUT: SPLIT.tsv, config.yaml, and for each
+sound banks/NAME.npy.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 
@@ -70,12 +71,14 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=80, help="mel bins (default: 80)")
     arguments = parser.parse_args()
     out, lines = arguments.out, arguments.text.read_text().splitlines()
-    out.mkdir(parents=True, exist_ok=True)
+    # fairseq takes every file of OUT that begins with the split's name for a manifest.
+    banks = out / "banks"
+    banks.mkdir(parents=True, exist_ok=True)
     rows = ["id\taudio\tn_frames\ttgt_text\tspeaker"]
     for path, line in zip(arguments.sounds, lines, strict=True):
         banks_NB = filter_banks(*read(path), arguments.bins)
-        np.save(out / f"{path.stem}.npy", banks_NB.numpy())
-        rows.append(f"{path.stem}\t{path.stem}.npy\t{len(banks_NB)}\t{line}\tone")
+        np.save(banks / f"{path.stem}.npy", banks_NB.numpy())
+        rows.append(f"{path.stem}\tbanks/{path.stem}.npy\t{len(banks_NB)}\t{line}\tone")
     (out / f"{arguments.split}.tsv").write_text("\n".join(rows) + "\n")
     (out / "config.yaml").write_text(
         f"audio_root: {out.resolve()}\nvocab_filename: dict.txt\n"

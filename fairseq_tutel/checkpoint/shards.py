@@ -14,10 +14,11 @@ says also `"packing": "int8", "error": [relative, of the worst row]`, and its ex
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,18 @@ VERSION = 1
 PACKED_VERSION = 2  # of records of packed tensors alone, which older readers refuse
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
+# What safetensors calls the dtypes of experts and of their optimizer's state.
+FILE_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may have 65,530
 
 
@@ -111,6 +124,14 @@ class ShardedTensor:
         for i in range(count):
             self._read_expert(out[i], first + i, slicing, index)
         return out
+
+    def read_into(self, out: Tensor, expert: int) -> None:
+        """Write one expert's tensor into `out`, of its shape.
+
+        Raises:
+            ValueError: a file is missing, torn or not what was saved.
+        """
+        self._read_expert(out, expert, Slice(), 0)
 
     def whole(self) -> Tensor:
         """Return the stack.
@@ -202,6 +223,46 @@ def write_file(
         save_file(values, path, metadata)
     except SafetensorError as error:  # what the system said, in its own words
         raise OSError(str(error)) from error
+    _settle(path)
+
+
+def write_pieces(
+    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    value: Callable[[str], Tensor],
+    path: Path,
+) -> None:
+    """Write a file of shards like `write_file`, of which one tensor is in memory at a time.
+
+    Args:
+        layout: dtype and shape of each tensor, by key.
+        value: returns the tensor of a key; called once for each.
+        path: of the file.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    # As safetensors orders them, so that every tensor is aligned.
+    order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
+    header, end = {}, 0
+    for key in order:
+        dtype, shape = layout[key]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[key] = {
+            "dtype": FILE_DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in order:
+            file.write(_bytes(value(key)).numpy().data)
+    _settle(path)
+
+
+def _settle(path: Path) -> None:
+    """Give a file its folder's readers, and wait until the disk has it."""
     with contextlib.suppress(OSError):  # a disk that knows no modes
         path.chmod(path.parent.stat().st_mode & 0o666)
     with path.open("rb") as saved:
@@ -210,8 +271,11 @@ def write_file(
 
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes on the host, in hexadecimal."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()
+    return hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_record(value: Any) -> bool:

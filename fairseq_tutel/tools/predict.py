@@ -9,6 +9,7 @@ B images of a batch, C classes.
 import argparse
 import csv
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,11 +181,22 @@ def _write(answers: list[Answer], dataset: Any, names: list[str], path: Path) ->
             lines.writerow([dataset.images.name(answer.image), names[answer.target], *found])
 
 
+def _spread(answers: list[Answer]) -> list[Answer]:
+    """Return the answers class by class in turn: a folder holds one class after the other."""
+    of_class: Counter[int] = Counter()
+    rounds = []
+    for answer in answers:
+        rounds.append(of_class[answer.target])
+        of_class[answer.target] += 1
+    order = sorted(range(len(answers)), key=rounds.__getitem__)
+    return [answers[i] for i in order]
+
+
 def _draw(answers: list[Answer], dataset: Any, names: list[str], path: Path) -> None:
     """Draw wrong answers, then right ones, half of the grid each where there are enough."""
     from matplotlib.figure import Figure
 
-    kinds = [[a for a in answers if a.is_right is right] for right in (False, True)]
+    kinds = [_spread([a for a in answers if a.is_right is right]) for right in (False, True)]
     room = COLUMNS * ROWS
     wrong = kinds[0][: max(room // 2, room - len(kinds[1]))]
     shown = wrong + kinds[1][: room - len(wrong)]

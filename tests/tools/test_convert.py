@@ -14,6 +14,9 @@ import torch
 from moe_files import E, save
 from tool_in_process import convert, refusal, refusal_of, tool
 
+from fairseq_tutel.checkpoint.files import is_whole
+from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file, write_pieces
+
 
 class Hostile:
     """Unpickled without care, it makes a file."""
@@ -152,6 +155,35 @@ def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path)
         ]
         made[name] = printed, [path.relative_to(tmp_path / name) for path in files], content
     assert made["whole"] == made["shards"]
+
+
+@pytest.mark.parametrize("words", [("full",), ("sharded", "--expert-dtype", "int8")], ids=str)
+def test_of_a_sharded_checkpoint_no_two_experts_are_in_memory(words, tmp_path):
+    source, shards = save(tmp_path / "a.pt"), tmp_path / "b.pt"
+    convert("sharded", "--input", source, "--output", shards)
+    read, counts = ShardedTensor.read, []
+
+    def counted(self, first, count, *others):
+        counts.append(count)
+        return read(self, first, count, *others)
+
+    with mock.patch.object(ShardedTensor, "read", counted):
+        convert(*words, "--input", shards, "--output", tmp_path / "c.pt")
+    assert set(counts) <= {1}
+    left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
+    assert is_whole(str(tmp_path / "c.pt")) and not left
+
+
+def test_pieces_are_written_as_safetensors_writes_them(tmp_path):
+    values = {
+        "10.b": torch.ones(3, dtype=torch.uint8),
+        "2.b": torch.ones(2, 2),
+        "1.b": torch.ones(1),
+    }
+    layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
+    write_pieces(layout, values.__getitem__, tmp_path / "ours")
+    write_file(values, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def flat(tree):

@@ -9,6 +9,7 @@ import pytest
 from tool_in_process import refusal_of
 
 from fairseq_tutel.tools.arguments import writing
+from fairseq_tutel.tools.predict import Answer, _spread
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,8 @@ def test_a_file_is_whole_or_what_it_was(tmp_path):
         raise full
     assert path.read_text() == "link.png"
     assert sorted(tmp_path.iterdir()) == [path, link] and link.is_symlink()
+
+
+def test_the_grid_takes_classes_in_turn():
+    answers = [Answer(i, target, [(0, 1.0)]) for i, target in enumerate([0, 0, 0, 1, 1, 2])]
+    assert [answer.image for answer in _spread(answers)] == [0, 3, 5, 1, 4, 2]

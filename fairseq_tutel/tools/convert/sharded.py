@@ -9,19 +9,25 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import math
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint import folders
+from fairseq_tutel.checkpoint.files import TEMPORARY
 from fairseq_tutel.checkpoint.packed import PACKINGS, Packed, RoundingError, packed_form
-from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
+from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
 from fairseq_tutel.ranks.groups import Slice
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import load, not_written, write
+from fairseq_tutel.tools.convert.files import load_lazily, not_written, write
 
 EXPERTS = ".experts"
 # Layer, tensor name, and the dictionary and key that hold it.
@@ -42,15 +48,41 @@ def add_to(kinds: Any) -> None:
 
 
 def _convert_sharded(arguments: argparse.Namespace, source: Path, target: Path) -> None:
-    errors = to_sharded(load(source, "--input"), target, arguments.expert_dtype or "")
+    errors = to_sharded(load_lazily(source, "--input"), target, arguments.expert_dtype or "")
     for name, (relative, worst) in errors.items():
         print(f"{name}: relative error {relative:.2e}, of the worst row {worst:.2e}")
     print(f"wrote {target}")
 
 
 def _convert_full(arguments: argparse.Namespace, source: Path, target: Path) -> None:
-    write(load(source, "--input"), target)
+    state = load_lazily(source, "--input")
+    try:
+        unbind(state, lambda tensor: _in_a_file(tensor, target.parent))
+    except OSError as error:
+        raise not_written(target, error) from error
+    write(state, target)
     print(f"wrote {target}")
+
+
+def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
+    """Return a stack in a nameless file of the folder: torch.save needs all tensors at once.
+
+    Raises:
+        OSError: there is no room.
+        ValueError: a shard is missing, torn or not what was saved.
+    """
+    count = math.prod(sharded.shape)
+    if count == 0:
+        return sharded.whole()
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=TEMPORARY) as file:
+        os.posix_fallocate(
+            file.fileno(), 0, count * sharded.dtype.itemsize
+        )  # or a write would crash
+        stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
+    stack = stack.view(sharded.shape)
+    for expert in range(len(stack)):
+        sharded.read_into(stack[expert], expert)
+    return stack
 
 
 def to_sharded(
@@ -122,37 +154,56 @@ def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
     # The file does not say which parameter a state is of, but experts' have the experts' shapes.
     for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
-            if isinstance(value, Tensor) and tuple(value.shape) in shapes:
+            if isinstance(value, Tensor | ShardedTensor) and tuple(value.shape) in shapes:
                 yield f"optimizer.{index}", key, entry, key
 
 
 def _write_layer(
     layer: str, stacks: Found, folder: Path, root: Path, packing: str
 ) -> list[ShardedTensor]:
-    """Write the stacks of a layer into one file, where the tensors of an expert lie side by side."""
-    file, values, written = f"{layer}.safetensors", {}, []
+    """Write the stacks of a layer into one file, of which one expert's tensor is in memory at a time."""
+    file, made, getters = f"{layer}.safetensors", [], {}
     for _, name, holder, key in stacks:
-        stack: Tensor = holder[key]
+        stack: Tensor | ShardedTensor = holder[key]
         form = packed_form(packing, tuple(stack.shape[1:]), stack.dtype)
         form = form if layer.endswith(EXPERTS) else None
-        pieces, error = [], RoundingError()
-        for expert in range(len(stack)):
-            piece = f"{expert}.{name}"
-            values[piece] = value = _stored(stack[expert], form, error, f"expert {expert} of {key}")
-            pieces.append(Piece(file, piece, digest(value)))
+        pieces, error = [f"{expert}.{name}" for expert in range(stack.shape[0])], RoundingError()
         tensor = ShardedTensor(
             root=root,
             folder=folder.name,
             shape=tuple(stack.shape),
             dtype=stack.dtype,
             slicing=Slice(),
-            pieces=tuple(pieces),
+            pieces=tuple(Piece(file, piece, "") for piece in pieces),
             packing=packing if form else "",
+        )
+        for expert, piece in enumerate(pieces):
+            getters[piece] = partial(_piece, stack, expert, form, error, key)
+        made.append((tensor, error))
+    layout = {piece.key: tensor.stored for tensor, _ in made for piece in tensor.pieces}
+    digests = {}
+
+    def value(piece: str) -> Tensor:
+        found = getters[piece]()
+        digests[piece] = digest(found)
+        return found
+
+    write_pieces(layout, value, folder / file)
+    return [
+        dataclasses.replace(
+            tensor,
+            pieces=tuple(dataclasses.replace(p, digest=digests[p.key]) for p in tensor.pieces),
             error=(error.relative, error.worst_row),
         )
-        written.append(tensor)
-    write_file(values, folder / file)
-    return written
+        for tensor, error in made
+    ]
+
+
+def _piece(
+    stack: Tensor | ShardedTensor, expert: int, form: Packed | None, error: RoundingError, key: str
+) -> Tensor:
+    own = stack[expert] if isinstance(stack, Tensor) else stack.read(expert, 1)[0]
+    return _stored(own, form, error, f"expert {expert} of {key}")
 
 
 def _stored(expert: Tensor, form: Packed | None, error: RoundingError, name: str) -> Tensor:
