@@ -26,8 +26,11 @@ RELEASED = {
     "moe_capacity_factor": 1.25,
     "moe_drop_policy": "bpr",
     "moe_gate_noise": 1.0,
-    "moe_balance_loss": "load_importance:1",
+    "moe_balance_loss": "load_importance_tutel:1",
+    "swin_init_std": 0.005,
 }
+# As RELEASED, but for small images, whose published results began with these.
+SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
 # What is the encoder's or the decoder's alone is not for stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
 SIZES: dict[str, dict[str, Any]] = {
@@ -120,5 +123,5 @@ for _size, _sizes in SIZES.items():
         f"swin_v2_moe{_size}",
         SwinV2MoEModel,
         [*options_in(SwinConfig), *options_in(SwinExpertsConfig), *ALL_SIDES],
-        _sizes | RELEASED,
+        _sizes | RELEASED | (SMALL_IMAGES if _size == "_tiny" else {}),
     )

@@ -82,6 +82,9 @@ class SwinConfig:
         "probability, over one of the first with 0, and linearly between",
         rule=PROBABILITY,
     )
+    init_std: float = vision(
+        0.02, "standard deviation that linear layers begin with", rule=POSITIVE
+    )
     checkpoint_activations: bool = vision(
         False, "keep only what blocks are given, and make the rest again in the backward"
     )

@@ -5,6 +5,8 @@ B images, L tokens of one, D model_dim, C classes.
 Source: Liu et al. 2022 (Swin Transformer V2); with experts Hwang et al. 2023 (Tutel), section 5.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -12,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from fairseq_tutel.vision.blocks import Block, PatchEmbedding, PatchMerging, Size
 from fairseq_tutel.vision.options import SwinConfig, of_stages
 from fairseq_tutel.vision.windows import windows_of
-
-INIT_STD = 0.02
 
 
 class Stage(nn.Module):
@@ -64,7 +64,7 @@ class SwinV2(nn.Module):
             self.stages.append(Stage(blocks, config, merging))
         self.norm = nn.LayerNorm(stages[-1][1])
         self.head = nn.Linear(stages[-1][1], num_classes)
-        self.apply(_initialise)
+        self.apply(partial(_initialise, std=config.init_std))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, C] of images [B, channels, height, width]."""
@@ -75,9 +75,9 @@ class SwinV2(nn.Module):
         return self.head(self.norm(x_BLD).mean(1))
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialise(module: nn.Module, std: float) -> None:
     if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=INIT_STD)
+        nn.init.trunc_normal_(module.weight, std=std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     if isinstance(module, Block) and not module.norms_first:

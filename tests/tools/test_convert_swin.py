@@ -266,48 +266,6 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
     torch.testing.assert_close(opened(back)[0](images), expected)
 
 
-def test_the_released_dense_layout_of_swin_moe_has_no_fc2_bias(released_file, tmp_path):
-    """Its missing biases are zeros: equal to a file that has them as zeros."""
-    theirs, made = released("moe"), []
-    zero = {k: torch.zeros_like(v) if k.endswith("fc2.bias") else v for k, v in theirs.items()}
-    without = {k: v for k, v in theirs.items() if not k.endswith("fc2.bias")}
-    for name, model in (("zero", zero), ("without", without)):
-        torch.save({"model": model}, tmp_path / f"{name}.pth")
-        output = tmp_path / f"{name}.pt"
-        convert("swin", "--input", tmp_path / f"{name}.pth", "--output", output)
-        made.append(opened(output)[0](torch.ones(1, 3, 16, 16)))
-    assert torch.equal(*made)
-
-
-def test_a_configuration_beside_the_weights_runs_nothing(tmp_path, monkeypatch):
-    """Released checkpoints hold a yacs.config.CfgNode, which here need not be installed."""
-    module, package = types.ModuleType("yacs.config"), types.ModuleType("yacs")
-    node = type("CfgNode", (dict,), {"__module__": "yacs.config"})
-    module.CfgNode = node
-    config = node(MODEL=node(TYPE="swinv2"))
-    config.frozen = True
-    with monkeypatch.context() as installed:
-        installed.setitem(sys.modules, "yacs", package)
-        installed.setitem(sys.modules, "yacs.config", module)
-        state = {"model": released("v2"), "config": config, "epoch": 3, "max_accuracy": 1.0}
-        torch.save(state, tmp_path / "released.pth")
-    words = ("--input", tmp_path / "released.pth", "--output", tmp_path / "ours.pt")
-    assert "5 classes" in convert("swin", *words)
-    assert "config" not in torch.load(tmp_path / "ours.pt", weights_only=True)
-
-
-def test_a_map_picks_classes_of_the_head(released_file, tmp_path):
-    (tmp_path / "map.txt").write_text("4\n0\n")
-    words = ("--input", released_file("v2"), "--output", tmp_path / "o.pt")
-    assert "2 classes" in convert("swin", *words, "--class-map", tmp_path / "map.txt")
-    ours, theirs = opened(tmp_path / "o.pt")[0].state_dict(), released("v2")
-    for name in ("head.weight", "head.bias"):
-        assert torch.equal(ours[name], theirs[name][[4, 0]])
-    (tmp_path / "map.txt").write_text("5\n")
-    (tmp_path / "o.pt").unlink()
-    assert "names class 5, but" in refusal("swin", *words, "--class-map", tmp_path / "map.txt")
-
-
 def test_what_is_no_released_model_is_refused(released_file, tmp_path):
     def of(change, **words):
         (tmp_path / "map.txt").write_text("1\n5\n")

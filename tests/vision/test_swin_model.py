@@ -52,6 +52,21 @@ def test_parameters_are_as_published(size):
     assert labels == [f"stages_2_{i}" for i in range(1, 18, 2)] + ["stages_3_1"]
 
 
+def test_linear_layers_begin_as_the_released_configurations_say():
+    small = {"swin_depths": "1,1", "swin_heads": "1,2", "swin_embed_dim": 32, "moe_freq": 1}
+    for arch, std, loss in (
+        ("swin_v2_moe_small", 0.005, "load_importance_tutel:1"),
+        ("swin_v2_moe_base", 0.005, "load_importance_tutel:1"),
+        ("swin_v2_moe_tiny", 0.02, "load_importance:1"),
+        ("swin_v2_small", 0.02, None),
+    ):
+        model = build(arch, **(small if loss else {**small, "moe_freq": 0}))
+        found = model.stages[0].blocks[0].attn.qkv.weight.std().item()
+        assert found == pytest.approx(std, rel=0.1), arch
+        if loss:
+            assert moe_layers(model)[0].config.balance_loss == loss
+
+
 def test_blocks_with_experts_are_counted_within_a_stage():
     model = build("swin_v2_moe_tiny", swin_depths="3,2", moe_expert_count="2,4")
     found = [(layer.label, layer.config.num_experts) for layer in moe_layers(model)]

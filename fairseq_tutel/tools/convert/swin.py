@@ -169,9 +169,9 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
-    # Models trained without a second bias compute what zeros do.
-    for name in [name for name in model if re.fullmatch(r"stages\..+\.fc2\.weight", name)]:
-        model.setdefault(name.replace(".weight", ".bias"), model[name].new_zeros(len(model[name])))
+    if not any(name.endswith("fc2.bias") for name in model):  # trained without: zeros do the same
+        for name in [name for name in model if name.endswith("fc2.weight")]:
+            model[name.replace(".weight", ".bias")] = model[name].new_zeros(len(model[name]))
     return model
 
 
