@@ -4,11 +4,13 @@ Covered: every generator's plans at sizes that do not divide; blocks of an all-t
 their own that pass through other ranks; neighbours are one piece; what a chunk would not find room for.
 """
 
+from types import SimpleNamespace
+
 import plans
 import pytest
 import torch
 
-from fairseq_tutel.comm.plan_layout import Layout, walk
+from fairseq_tutel.comm.plan_layout import Kind, Layout, walk
 from fairseq_tutel.planning.plan import Writer
 from fairseq_tutel.planning.schedule import make
 
@@ -50,3 +52,11 @@ def test_a_chunk_kept_where_a_shorter_one_ends_is_refused():
     assert len(Layout(walked, 4).pieces(walked.moves[0])) == 1
     with pytest.raises(ValueError, match="swapped keeps chunks where shorter ones end"):
         Layout(walked, 3).pieces(walked.moves[0])
+
+
+def test_a_slot_has_room_for_the_longest_chunk_it_ever_holds():
+    plan = SimpleNamespace(chunks=2)
+    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # of 3 elements: 2 and 1
+    slots = (frozenset({long, short}), frozenset({short}), frozenset())
+    layout = Layout(SimpleNamespace(plan=plan, tmp_kinds=(slots,)), 3)
+    assert layout.starts(0, "tmp") == [0, 2, 3, 3]
