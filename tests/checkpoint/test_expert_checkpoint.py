@@ -147,13 +147,21 @@ def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
     for rank in range(4):
         place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})
         split = MoELayer(config, place, seed=1)
-        scales = lambda parameter: {"scale": torch.ones(len(parameter), 1, 1)}  # noqa: E731
-        own, _, failed, _ = checkpoint._write_own(split, place, scales, tmp_path)
+        own, _, failed, _ = checkpoint._write_own(
+            split,
+            place,
+            lambda p: {"moment": torch.zeros_like(p), "scale": torch.ones(len(p), 1, 1)},
+            tmp_path,
+        )
         assert failed is None
         written.append(own)
     joined = checkpoint._joined(written)
-    assert joined["experts", "fc1_weight"][0] == (2, 8, 4)
-    assert joined["experts", "fc1_weight.scale"][0] == (2, 1, 1)
+    shapes = {
+        "fc1_weight": (2, 8, 4),
+        "fc1_weight.moment": (2, 8, 4),
+        "fc1_weight.scale": (2, 1, 1),
+    }
+    assert {name: joined["experts", name][0] for name in shapes} == shapes
 
 
 @pytest.mark.parametrize("content", [b"ab", None])
