@@ -140,3 +140,42 @@ def test_one_rank_gathers_nothing():
     state = built.state_dict()
     for name, parameter in built.named_parameters():
         assert state[name].data_ptr() == parameter.data_ptr(), name
+
+
+def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
+    config, written = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), []
+    for rank in range(4):
+        place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})
+        split = MoELayer(config, place, seed=1)
+        own, _, failed, _ = checkpoint._write_own(
+            split,
+            place,
+            lambda p: {"moment": torch.zeros_like(p), "scale": torch.ones(len(p), 1, 1)},
+            tmp_path,
+        )
+        assert failed is None
+        written.append(own)
+    joined = checkpoint._joined(written)
+    shapes = {
+        "fc1_weight": (2, 8, 4),
+        "fc1_weight.moment": (2, 8, 4),
+        "fc1_weight.scale": (2, 1, 1),
+    }
+    assert {name: joined["experts", name][0] for name in shapes} == shapes
+
+
+@pytest.mark.parametrize("content", [b"ab", None])
+def test_a_file_that_is_not_there_as_written_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(OSError, match="is not there as it was written"):
+        checkpoint._commit(tmp_path, [], {"a": 3})
+
+
+def test_a_rank_with_other_tensors_is_refused(tmp_path, monkeypatch):
+    def with_another_rank(own: Any, operation: str) -> list[Any]:
+        return [own, ({}, {}, None, own[-1] + 1)]
+
+    monkeypatch.setattr(checkpoint.world, "told_by_all", with_another_rank)
+    with pytest.raises(ValueError, match="ranks wrote other tensors than they have"):
+        checkpoint.save_in_shards(model(None), Topology(), lambda parameter: {}, tmp_path)

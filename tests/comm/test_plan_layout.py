@@ -4,11 +4,14 @@ Covered: every generator's plans at sizes that do not divide; blocks of an all-t
 their own that pass through other ranks; neighbours are one piece.
 """
 
+from types import SimpleNamespace
+
 import plans
 import pytest
 import torch
 
 from fairseq_tutel.comm.plan_layout import Layout, walk
+from fairseq_tutel.planning.plan_lengths import Kind
 from fairseq_tutel.planning.schedule import make
 
 
@@ -39,3 +42,11 @@ def test_neighbours_are_one_piece():
     two_hops = walk(make("two_hops", "all_to_all", 4, nodes=2))
     across = [move for move in two_hops.moves if len(move.kinds) == 2]
     assert across and all(len(Layout(two_hops, 10).pieces(move)) == 1 for move in across)
+
+
+def test_a_slot_has_room_for_the_longest_chunk_it_ever_holds():
+    plan = SimpleNamespace(chunks=2)
+    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # of 3 elements: 2 and 1
+    slots = (frozenset({long, short}), frozenset({short}), frozenset())
+    layout = Layout(SimpleNamespace(plan=plan, tmp_kinds=(slots,)), 3)
+    assert layout.starts(0, "tmp") == [0, 2, 3, 3]

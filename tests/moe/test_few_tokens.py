@@ -27,6 +27,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=1)
 CASES = {
     "top-1": {},
+    "one expert": {"num_experts": 1},
     "top-2": {"top_k": 2},
     "all, glu": {"top_k": 4, "expert_type": "glu", "routed_scaling_factor": 2.5},
     "no biases": {"top_k": 2, "expert_bias": False, "normalize_gate": "none", "activation": "gelu"},

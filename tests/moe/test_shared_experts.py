@@ -239,3 +239,11 @@ def test_autocast_computes_in_bf16(options):
         y = layer(x)[0]
     assert y.dtype == torch.bfloat16
     close(y, layer(x)[0], "output")
+
+
+def test_weights_fill_the_range_of_one_expert_s_inputs():
+    config = MoEConfig(model_dim=10, hidden_dim=40, num_experts=2, shared_experts=3)
+    shared = MoELayer(config, seed=1).beside.shared
+    for linear, fan_in in ((shared.fc1, 10), (shared.fc2, 40)):
+        largest = linear.weight.detach().abs().max().item()
+        assert largest == pytest.approx(fan_in**-0.5, rel=0.05)

@@ -80,3 +80,10 @@ def test_a_missing_tensor_is_reported_by_torch():
     del saved["experts.fc2_bias"]
     with pytest.raises(RuntimeError, match=r"experts\.fc2_bias"):
         layer().load_state_dict(saved)
+
+
+def test_a_part_that_is_taken_holds_no_more_than_its_own_memory():
+    stack = layer(1, 2).experts
+    taken = stack._take("fc1_bias", torch.arange(24.0).view(4, 6)[2:])
+    assert torch.equal(taken, torch.arange(12.0, 24.0).view(2, 6))
+    assert taken.untyped_storage().nbytes() == taken.nbytes

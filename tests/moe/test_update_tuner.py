@@ -327,3 +327,24 @@ def test_wrong_use_is_refused_in_a_sentence():
 def test_nothing_to_choose_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match="every rank has all experts; give layers whose topology"):
         ft.UpdateTuner([ft.MoELayer(CONFIG, Topology())])
+
+
+@pytest.mark.parametrize(("per_node", "ranks_of_all", "divisor"), [(2, 8, 2), (0, 4, 4)])
+def test_ranks_of_a_host_share_its_free_memory(monkeypatch, per_node, ranks_of_all, divisor):
+    sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(update_tuner.os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(update_tuner, "ranks_per_node", lambda: per_node)
+    monkeypatch.setattr(update_tuner.world, "size", lambda: ranks_of_all)
+    assert update_tuner._free_bytes(torch.device("cpu")) == 1000 * 4096 / divisor
+
+
+def test_an_unfinished_search_is_saved_now_and_then(monkeypatch):
+    layer = ft.MoELayer(CONFIG, Topology(world_size=2, expert_parallel_size=2), seed=1)
+    tuner, saved = ft.UpdateTuner([layer]), []
+    monkeypatch.setattr(tuner, "_save", lambda: saved.append(tuner._recorded))
+    search = SimpleNamespace(settled=lambda key: False, record=lambda *_: None)
+    monkeypatch.setattr(tuner, "_tuner", search)
+    tuner._last = "a bucket", ft.Strategy()
+    for _ in range(2 * update_tuner.SAVE_EVERY + 1):
+        tuner._record(1.0, 1.0)
+    assert saved == [update_tuner.SAVE_EVERY, 2 * update_tuner.SAVE_EVERY]

@@ -214,3 +214,35 @@ def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(mo
     parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
     Twin().all_reduce_grads(torch.nn.ParameterList([parameter]))
     assert parameter.grad.item() == 7500  # eight times as large it would be infinite
+
+
+def test_a_strided_gradient_gives_fairseq_s_step():
+    ours, stock = _parameters()[1:2], _parameters()[1:2]
+    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
+    for parameters, optimizer in ((ours, fused), (stock, reference)):
+        generator = torch.Generator().manual_seed(0)
+        parameters[0].grad = torch.empty(5, 3).t()
+        parameters[0].grad.copy_(torch.randn(3, 5, generator=generator))
+        optimizer.step()
+    torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_drops_the_state_gathered_for_a_checkpoint():
+    class Stock:
+        cfg = SimpleNamespace(amp=False)
+        params = ()
+
+        def step(self):
+            """Change nothing."""
+
+        def state_dict(self):
+            return {"state": {}}
+
+    class Twin(MoEOptimizerMixin, Stock):
+        pass
+
+    twin = Twin()
+    twin.save_state({0: {"exp_avg": torch.ones(2)}}, Topology())
+    assert 0 in twin.state_dict()["state"]
+    twin.step()
+    assert twin.state_dict()["state"] == {}

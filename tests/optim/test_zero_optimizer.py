@@ -218,3 +218,13 @@ def test_what_does_not_go_with_shards_is_refused_by_name(what):
         refuse_with_zero(root, asked)
     assert str(error.value).startswith(REFUSED[what])
     assert "--moe-offload-optimizer" in str(error.value) or "use --" in str(error.value)
+
+
+def test_a_backward_with_fp16_sends_its_gradients_when_it_ends(monkeypatch):
+    parameters, ended = parameters_of(torch.float16), []
+    root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True)
+    optimizer = FP16Optimizer.build_optimizer(root, parameters)
+    shards = optimizer.wrapped_optimizer.zero
+    monkeypatch.setattr(shards, "finish_backward", lambda: ended.append(parameters[0].grad))
+    optimizer.backward(parameters[0].float().sum())
+    assert len(ended) == 1 and ended[0] is not None

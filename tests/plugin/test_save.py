@@ -167,3 +167,30 @@ def test_experts_are_written_for_a_checkpoint_alone(tmp_path, monkeypatch, no_la
     trainer = Recorder(cfg, 10)
     trainer.save(False, None)
     assert trainer.saved == bool(written) == (not no_last)
+
+
+def test_a_checkpoint_among_the_best_holds_the_experts_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_utils.PathManager, "copy", lambda *_, **__: True)
+    monkeypatch.setattr(experts, "expert_modules", lambda model: [])
+    monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
+    cfg = SimpleNamespace(**vars(CheckpointConfig()))
+    cfg.save_dir, cfg.keep_best_checkpoints = str(tmp_path), 2
+    cfg.no_last_checkpoints = cfg.no_epoch_checkpoints = True
+    (tmp_path / "checkpoint.best_loss_3.0000.pt").write_text("worse")
+    trainer = Recorder(cfg, 10)
+    trainer.save(True, 2.0)
+    assert trainer.saved and trainer.expected
+
+
+def test_a_copy_goes_where_a_link_leads_and_is_on_the_disk(tmp_path, monkeypatch):
+    synced, stock = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or stock(file)
+    )
+    source, target, link = (tmp_path / name for name in ("source", "target", "link"))
+    source.write_text("new")
+    target.write_text("old")
+    link.symlink_to(target)
+    assert save.copy(checkpoint_utils.PathManager.copy)(str(source), str(link), True)
+    assert link.is_symlink() and target.read_text() == "new"
+    assert target.stat().st_ino in synced

@@ -155,3 +155,11 @@ def test_drop_path_rises_with_depth_and_keeps_the_mean():
     assert dropped.unique().tolist() == pytest.approx([1, 1 + 2 / 0.7])
     assert dropped.mean().item() == pytest.approx(3, abs=0.08)
     assert torch.equal(block.eval()._added(x, 2 * x), 3 * x)
+
+
+def test_windows_first_made_in_inference_mode_can_be_trained_with():
+    windows_of.cache_clear()
+    with torch.inference_mode():
+        windows = windows_of(3, 5, 2, True, CPU)
+    tensors = [value for value in vars(windows).values() if isinstance(value, torch.Tensor)]
+    assert tensors and not any(tensor.is_inference() for tensor in tensors)
