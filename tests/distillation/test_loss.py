@@ -64,9 +64,10 @@ def test_the_gradient_is_that_of_finite_differences(top_k):
 @pytest.mark.parametrize("top_k", (V, V + 3))
 def test_all_words_and_the_likeliest_of_all_are_the_same_number(top_k):
     student, teacher, counts = case(8, torch.float64)
+    answers = top_answers(teacher, top_k, 1.0)
+    assert answers.words_NK.shape == answers.logs_NK.shape == (8, V)
     of_all, of_likeliest = (
-        distillation_loss(student, given, counts, 1.0).item()
-        for given in (teacher, top_answers(teacher, top_k, 1.0))
+        distillation_loss(student, given, counts, 1.0).item() for given in (teacher, answers)
     )
     assert of_likeliest == pytest.approx(of_all, rel=1e-12)
 
