@@ -1,12 +1,14 @@
 """moe_distillation is built of the criterion that it is told, or says in one sentence why not."""
 
 import argparse
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
 from fairseq.data import Dictionary
 from fairseq.models import BaseFairseqModel
@@ -14,6 +16,7 @@ from fairseq.modules import AdaptiveSoftmax
 from omegaconf import OmegaConf
 from torch import nn
 
+from fairseq_tutel.criterions import teacher
 from fairseq_tutel.criterions.distillation import WRAPPED
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.options import DistillationConfig
@@ -98,8 +101,8 @@ class Student(BaseFairseqModel):
         return self.scores_BLV
 
 
-def asked(monkeypatch, folder, prefix=0, is_dummy=False, **options):
-    """Return the loss, its gradient and the log for a teacher whose scores are all alike."""
+def ready(monkeypatch, folder, prefix=0, **options):
+    """Return a criterion, whose teacher's scores are all alike, and its arguments."""
     torch.save({}, folder / "t.pt")
     options = {
         "top_k": 2,
@@ -117,8 +120,13 @@ def asked(monkeypatch, folder, prefix=0, is_dummy=False, **options):
         "target": target,
         "ntokens": 5,
     }
+    return criterion, (Student(), sample)
+
+
+def asked(monkeypatch, folder, is_dummy=False, **options):
+    """Return the loss, its gradient and the log."""
+    criterion, (model, sample) = ready(monkeypatch, folder, **options)
     criterion.begin_step(0, is_dummy=is_dummy)
-    model = Student()
     loss, _, log = criterion(model, sample)
     (grad_BLV,) = torch.autograd.grad(loss, model.parameters())
     return loss, grad_BLV, log
@@ -130,6 +138,47 @@ def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
     assert is_trained.tolist() == [[False, True, True], [False, True, False]]
     loss, _, _ = asked(monkeypatch, tmp_path, prefix=1, teacher="")
     assert torch.equal(loss, asked(monkeypatch, tmp_path, prefix=1)[0])
+
+
+@pytest.mark.parametrize("until, taught", [(0, [0, 1, 2, 3]), (2, [0, 1])])
+def test_the_teacher_is_asked_until_the_update_that_is_given(
+    until, taught, monkeypatch, tmp_path, caplog
+):
+    criterion, arguments = ready(monkeypatch, tmp_path, until=until)
+    found = []
+    with caplog.at_level(logging.INFO):
+        for update in range(4):
+            criterion.begin_step(update, is_dummy=False)
+            if "distill_loss" in criterion(*arguments)[2]:
+                found.append(update)
+    assert found == taught
+    said = [record for record in caplog.records if "distillation ended" in record.getMessage()]
+    assert len(said) == (until > 0)
+
+
+@pytest.mark.parametrize("in_validation", (False, True))
+def test_validation_asks_the_teacher_where_that_is_wanted(in_validation, monkeypatch, tmp_path):
+    criterion, arguments = ready(monkeypatch, tmp_path, in_validation=in_validation)
+    log = criterion.eval()(*arguments)[2]
+    assert ("distill_loss" in log) == in_validation
+
+
+def test_a_teacher_is_opened_in_evaluation_without_its_own_task_s_state(monkeypatch, tmp_path):
+    torch.save({}, tmp_path / "t.pt")
+    of_file, given = {"task_state": {"a": 1}, "model": {}}, []
+    monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", lambda *_: of_file)
+
+    def load_model_ensemble(paths, task, state):
+        given.append(set(state))
+        return [Student().train()], None
+
+    monkeypatch.setattr(checkpoint_utils, "load_model_ensemble", load_model_ensemble)
+    monkeypatch.setattr(teacher, "refuse_others", lambda *_: None)
+    monkeypatch.setattr(Teacher, "_task_of", lambda _: None)
+    options = DistillationConfig(distill_teacher=str(tmp_path / "t.pt"))
+    model = Teacher(options, None)._opened(torch.device("cpu"))
+    assert given == [{"model"}]
+    assert not model.training and not model.scores_BLV.requires_grad
 
 
 def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path):

@@ -61,11 +61,13 @@ def test_the_gradient_is_that_of_finite_differences(top_k):
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, given, counts, 2.0), student)
 
 
-def test_all_words_and_the_likeliest_of_all_are_the_same_number():
+@pytest.mark.parametrize("top_k", (V, V + 3))
+def test_all_words_and_the_likeliest_of_all_are_the_same_number(top_k):
     student, teacher, counts = case(8, torch.float64)
+    answers = top_answers(teacher, top_k, 1.0)
+    assert answers.words_NK.shape == answers.logs_NK.shape == (8, V)
     of_all, of_likeliest = (
-        distillation_loss(student, given, counts, 1.0).item()
-        for given in (teacher, top_answers(teacher, V, 1.0))
+        distillation_loss(student, given, counts, 1.0).item() for given in (teacher, answers)
     )
     assert of_likeliest == pytest.approx(of_all, rel=1e-12)
 
@@ -78,9 +80,11 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn():
         assert abs(loss.item()) < 1e-12 and grad.abs().max() < 1e-12
 
 
-def test_a_teacher_that_is_sure_gives_finite_numbers():
+@pytest.mark.parametrize("log", (0.0, 1e-6))
+def test_a_teacher_that_is_sure_gives_finite_numbers(log):
+    """Rounding can make its probabilities sum to more than 1."""
     student, _, counts = case(4, torch.float32)
-    sure = Answers(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1))
+    sure = Answers(torch.zeros(4, 1, dtype=torch.int64), torch.full((4, 1), log))
     with torch.no_grad():
         student[:, 0] += 200.0
     loss = distillation_loss(student, sure, counts, 1.0)

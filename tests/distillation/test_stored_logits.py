@@ -69,6 +69,33 @@ def test_what_is_cut_off_or_changed_is_not_there(tmp_path):
     for byte in (60, 20, 4):
         path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1]) + whole[byte + 1 :])
         assert [holds(opened(tmp_path), sample) for sample in range(3)] == [False, True, True]
+    # Without the magic bytes nothing in the record can be trusted, its length included.
+    path.write_bytes(b"?" + whole[1:])
+    assert not any(holds(opened(tmp_path), sample) for sample in range(3))
+
+
+def test_a_record_is_found_once_it_is_written_to_its_end(tmp_path):
+    reader, writer = opened(tmp_path), opened(tmp_path)
+    writer.write(0, text(0), answers(0))
+    (path,) = tmp_path.glob("*.answers")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert not holds(reader, 0)
+    path.write_bytes(whole)
+    assert holds(reader, 0)
+
+
+@pytest.mark.parametrize("other", [{}, {"the dictionary": "e"}], ids=["same", "other"])
+def test_of_two_runs_that_begin_a_folder_the_first_one_s_facts_stay(other, tmp_path, monkeypatch):
+    opened(tmp_path)
+    # The second run looked before the first one wrote.
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    if other:
+        with pytest.raises(ValueError, match="the dictionary was d and is e"):
+            opened(tmp_path, **other)
+    else:
+        opened(tmp_path)
+    assert os.listdir(tmp_path) == ["about.json"]
 
 
 @pytest.mark.parametrize("damaged", ["0", "f"])

@@ -92,6 +92,15 @@ def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
     assert counters.peak_bytes * counters.fetches == counters.bytes * counters.peak_experts
 
 
+def test_a_cached_expert_in_use_again_does_not_leave_for_another():
+    with ExpertStore(tier="host", cache=1) as store:
+        store.add(model_of(FFN)[0].experts)
+        for experts in ([0], [1], [0, 1], [0, 2]):
+            store.take(0, experts)
+        # Expert 0 came back from the cache and is in use when expert 1 is cached.
+        assert (store.counters.fetches, store.counters.hits) == (3, 3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", STORE_TIERS)
 def test_on_a_gpu_no_slot_is_written_while_it_is_read(tmp_path, tier):

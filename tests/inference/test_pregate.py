@@ -223,6 +223,12 @@ WRONG = {
     "twice": (lambda a, b: [a(tokens()), b(tokens()), b(tokens())], "was not called in this forward"),
     "other tokens": (lambda a, b: [a(tokens(3)), b(tokens(4))], "the same tokens and arguments"),
     "other k": (lambda a, b: [a(tokens()), b(tokens(), top_k=1)], "'top_k': 1"),
+    "other capacity": (lambda a, b: [a(tokens()), b(tokens(), capacity_factor=2.0)], "the same tokens and"),
+    "other gate": (lambda a, b: [a(tokens()), b(tokens(), gate_index=0)], "the same tokens and arguments"),
+    "time first": (
+        lambda a, b: [a(tokens().view(3, 3, D)), b(tokens().view(3, 3, D), time_first=True)],
+        "the same tokens and arguments",
+    ),
     "checkpointed": (lambda a, b: _checkpointed((a, b), False, (a, b)), "activation checkpointing"),
     "reentrant": (lambda a, b: _checkpointed((a, b), True, (a, b)), "activation checkpointing"),
     "a gate without gradients": (lambda a, b: _checkpointed((a, b), True, (a,)), "without gradients"),

@@ -23,6 +23,7 @@ from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint.packed import Packed
+from fairseq_tutel.inference import expert_files
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import EVICTIONS
@@ -136,6 +137,57 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch,
     for thread in threads():
         thread.join(60)
     assert said in refusal(model)
+
+
+def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
+    begun, go, was_here = threading.Event(), threading.Event(), []
+    with ExpertStore("pregated", tier="host") as store:
+        store.add(model_of(FFN)[0].experts)
+        source, wait, give = store._stacks[0][1], store._fetcher.wait, store._slots.give
+        read = source.read
+
+        def read_slowly(*arguments):
+            begun.set()
+            go.wait(60)
+            read(*arguments)
+
+        monkeypatch.setattr(source, "read", read_slowly)
+        monkeypatch.setattr(store._fetcher, "wait", lambda fetches: (go.set(), wait(fetches)))
+        store.expect(0, [0])
+        assert begun.wait(60)
+        fetch = store._fetches[0, 0]
+        monkeypatch.setattr(
+            store._slots, "give", lambda slot: (was_here.append(fetch.is_here), give(slot))
+        )
+        store.expect(0, [])
+        go.set()
+    assert was_here == [True]
+
+
+def test_a_file_that_is_not_among_the_last_used_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_files, "MOST_OPEN", 1)
+    with ExpertStore() as store:
+        run(opened(FFN, store, source_of(write(model_of(FFN), tmp_path))))
+        assert len([file for file in open_files() if str(tmp_path) in file]) == 1
+
+
+def test_what_one_read_leaves_over_is_read_by_the_next(tmp_path, monkeypatch):
+    content, preadv = bytes(range(30)), os.preadv
+    (tmp_path / "file").write_bytes(content)
+
+    def short(descriptor, buffers, offset):
+        """Read 5 bytes at most, into as many buffers as they fill."""
+        left, parts = 5, []
+        for buffer in buffers:
+            parts.append(buffer[:left])
+            left -= len(parts[-1])
+        return preadv(descriptor, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    first, second = bytearray(8), bytearray(13)
+    with (tmp_path / "file").open("rb") as file:
+        expert_files._read_whole(file.fileno(), [memoryview(first), memoryview(second)], 4)
+    assert bytes(first + second) == content[4:25]
 
 
 def wait_for_ever(folder, pipe):

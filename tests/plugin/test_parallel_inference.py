@@ -59,16 +59,23 @@ class _Even:
 
 
 @pytest.mark.parametrize(
-    ("mark", "has_bos", "expected"), [(None, False, 11), ("@@ ", False, 8), (None, True, 9)]
+    ("mark", "has_bos", "has_eos", "expected"),
+    [
+        (None, False, True, 11),
+        ("@@ ", False, True, 8),
+        (None, True, True, 9),
+        # A block that ends within a word: its last piece counts.
+        ("@@ ", False, False, 6),
+    ],
 )
-def test_the_tokens_are_those_that_fairseq_divides_by(mark, has_bos, expected):
+def test_the_tokens_are_those_that_fairseq_divides_by(mark, has_bos, has_eos, expected):
     dictionary = Dictionary()
     for word in ("a", "b@@", "c", "d@@"):
         dictionary.add_symbol(word)
     first = "<s> " if has_bos else "a "
-    lines = [first + "b@@ c a c", first + "d@@ b@@ c"]
+    lines = [first + "b@@ c a c", first + "d@@ b@@" + " c" * has_eos]
     targets = [
-        dictionary.encode_line(line, add_if_not_exist=False, append_eos=True).long()
+        dictionary.encode_line(line, add_if_not_exist=False, append_eos=has_eos).long()
         for line in lines
     ]
     target = torch.nn.utils.rnn.pad_sequence(targets, True, dictionary.pad())

@@ -7,6 +7,7 @@ folder, in one sentence, and that nothing in it is run or followed. tests/e2e/te
 
 import argparse
 import json
+import os
 import resource
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from moe_files import load, save
 from safetensors import safe_open
 from tool_in_process import convert, refusal
+
+from fairseq_tutel.tools.convert import safetensors_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -108,6 +111,20 @@ def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    save(tmp_path / "a.pt")
+    sync, rename, done = safetensors_folder.sync, os.rename, []
+    monkeypatch.setattr(
+        safetensors_folder, "sync", lambda folder: (done.append(str(folder)), sync(folder))
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda old, new: (done.append(f"{old} to {new}"), rename(old, new))
+    )
+    convert(*there(tmp_path))
+    synced, renamed = done
+    assert renamed == f"{synced} to {tmp_path / 'f'}"
+
+
 def edit(name, change):
     def apply(folder):
         content = json.loads((folder / name).read_text())
@@ -133,6 +150,10 @@ DAMAGED = {
     "newer": (edit("options.json", lambda c: c.update(fairseq_tutel=2)), "is not of version 1"),
     "elsewhere": (
         edit(INDEX, lambda c: c["weight_map"].update(x="../model-00001-of-00006.safetensors")), FIT,
+    ),
+    "elsewhere, after a right name": (
+        edit(INDEX, lambda c: c["weight_map"].update(x="model-00001-of-00006.safetensors/../../x")),
+        FIT,
     ),
     "another weight": (
         edit(INDEX, lambda c: c["weight_map"].update(x="model-00001-of-00006.safetensors")),

@@ -97,3 +97,11 @@ def test_what_can_not_be_left_out_is_refused(files, words, sentence, tmp_path):
 def test_layers_in_stages_are_refused(files, tmp_path):
     save(tmp_path / "a.pt", ["stages.0.blocks.0!", "stages.0.blocks.1!"])
     assert "no layers of an encoder or a decoder" in refusal(*files, "--drop-layers", "0")
+
+
+def test_gates_that_would_see_too_far_back_are_refused(files, tmp_path):
+    """Of three layers with experts two are left, of which one alone has another before it."""
+    written(tmp_path, EIGHT, 2, moe_pregate=2)
+    message = refusal(*files, "--drop-layers", "0,1")
+    assert "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1" in message
+    assert not (tmp_path / "b.pt").exists()

@@ -10,12 +10,15 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.optim import OPTIMIZER_REGISTRY
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.tools.convert.layers import layers_of
-from fairseq_tutel.tools.convert.upcycle import copied_state
+from fairseq_tutel.tools.convert.upcycle import _upcycled, copied_state
 from fairseq_tutel.tools.convert.upcycle_layer import (
     Variation,
     copies,
@@ -135,11 +138,11 @@ def test_upcycle_draws_gates_as_a_training_does_and_every_layer_its_own():
 
 
 def test_upcycle_gives_a_part_s_experts_one_gate_row_and_others_another():
-    config = MoEConfig(**{**PLAIN, "hidden_dim": H // 3, "top_k": 3})
+    config = MoEConfig(**{**PLAIN, "hidden_dim": H // 3, "top_k": 3, "gate_type": "linear,cosine"})
     made = moe_tensors(dense_step(), config, "a", SAME)
-    rows = made["gate.weight"]
-    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
-    assert torch.equal(rows[3], rows[5]) and not torch.equal(rows[0], rows[3])
+    for rows in (made["gate.weight"], made["other_gates.0.directions"]):
+        assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+        assert torch.equal(rows[3], rows[5]) and not torch.equal(rows[0], rows[3])
     stack = made["experts.fc1_weight"]
     assert torch.equal(stack[4], dense_step()["fc1.weight"][H // 3 : 2 * H // 3])
 
@@ -272,6 +275,33 @@ def test_upcycle_copies_moments_to_every_expert_and_leaves_what_is_new_without()
         assert torch.equal(
             found["state"][new_names.index(f"{layer.step}.{key}")]["exp_avg"], moment
         )
+
+
+def test_upcycle_with_moments_names_the_moe_classes_and_leaves_averages_out():
+    register()
+    dense, _, optimizer = dense_model()
+    state = {
+        "args": None,
+        "cfg": {
+            "criterion": {"_name": "moe_cross_entropy"},
+            "optimizer": {"_name": "moe_adam"},
+        },
+        "model": dense,
+        "last_optimizer_state": optimizer,
+        "optimizer_history": [
+            {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam"}
+        ],
+        "extra_state": {"ema_fp32_params": {}, "epoch": 2},
+    }
+    layers = {layers_of(dense)[1]: MoEConfig(**PLAIN)}
+    made = _upcycled(state, layers, SAME, copies_optimizer=True)
+    assert made["extra_state"] == {"epoch": 2}
+    assert made["optimizer_history"] == [
+        {
+            "criterion_name": CRITERION_REGISTRY["moe_cross_entropy"].__name__,
+            "optimizer_name": OPTIMIZER_REGISTRY["moe_adam"].__name__,
+        }
+    ]
 
 
 @pytest.mark.parametrize(
