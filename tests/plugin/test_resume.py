@@ -71,7 +71,7 @@ def test_what_was_saved_after_the_last_checkpoint_is_newer(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("put", [shutil.copy, shutil.copy2, shutil.move])
-def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, put):
+def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, put, caplog):
     older = save(tmp_path, "checkpoint_1_10.pt", 10)
     time.sleep(0.02)
     save(tmp_path, "checkpoint_1_20.pt", 20)
@@ -79,6 +79,7 @@ def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, pu
     last = str(tmp_path / "checkpoint_last.pt")
     put(older, last)
     assert checkpoint_to_load(config(tmp_path)) == last
+    assert "checkpoint_last.pt (update 10), which was put there after update 20" in caplog.text
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):
