@@ -1,6 +1,6 @@
 """A checkpoint's file that is opened: whole, fairseq's, and importing nothing of its own accord.
 
-The one function that takes an original wraps fairseq's; `wrapped` says why.
+The functions that take an original wrap fairseq's; `wrapped` says why.
 """
 
 import argparse
@@ -21,8 +21,10 @@ from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, unlike
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
+from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
 from fairseq_tutel.plugin.literals import refuse_code
+from fairseq_tutel.plugin.resume import checkpoint_to_load
 from fairseq_tutel.plugin.run_config import mark_as_opened
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -179,5 +181,18 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         if not is_for_use:
             tell_of_rounded(state, path)
         return state
+
+    return wrapper
+
+
+def load_checkpoint(original: Any) -> Any:
+    """Choose and check the file of a dense training; experts did so when they were built. Collective."""
+
+    @functools.wraps(original)
+    def wrapper(cfg: Any, trainer: Any, **passthrough_args: Any) -> Any:
+        # With a suffix each rank has a file of its own.
+        if not trainer.checkpoint_suffix and not moe_layers(trainer.get_model()):
+            checkpoint_to_load(cfg)
+        return original(cfg, trainer, **passthrough_args)
 
     return wrapper

@@ -155,25 +155,36 @@ def _newer_than(last: str) -> str | None:
     in the place of the last one got its name last.
     """
     folder, own = os.path.dirname(last), os.stat(last)
-    later = []
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if SAVED.fullmatch(name) and os.path.isfile(path):
-            status = os.stat(path)
-            if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns:
-                later.append((updates_of(path), name))
-    updates_of_last = updates_of(last) if later else 0
-    for updates, name in sorted(later, reverse=True):
-        if updates > updates_of_last and is_whole(os.path.join(folder, name)):
+    names = filter(SAVED.fullmatch, os.listdir(folder))
+    paths = list(filter(os.path.isfile, (os.path.join(folder, name) for name in names)))
+    if not paths:
+        return None
+    written = {path: os.stat(path) for path in paths}
+    later = [
+        (updates_of(path), path)
+        for path, status in written.items()
+        if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns
+    ]
+    updates_of_last = updates_of(last)
+    for updates, path in sorted(later, reverse=True):
+        if updates > updates_of_last and is_whole(path):
             logger.warning(
                 "the training goes on from %s (update %d), which was saved after checkpoint_last.pt (%s), "
                 "as when the disk was full between the two; give --restore-file %s to go on from that one",
-                name,
+                os.path.basename(path),
                 updates,
                 f"update {updates_of_last}" if updates_of_last >= 0 else "torn",
                 last,
             )
-            return name
+            return os.path.basename(path)
+    newest = max(paths, key=lambda path: written[path].st_mtime_ns)
+    updates = updates_of(newest)
+    if 0 <= updates_of_last < updates:
+        logger.warning(
+            "the training goes on from %s (update %d), which was put there after update %d was saved; give "
+            "--restore-file %s to go on from that one",
+            *(last, updates_of_last, updates, newest),
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""All that is wrapped in fairseq: six functions, each because no registry or override reaches it.
+"""All that is wrapped in fairseq: seven functions, each because no registry or override reaches it.
 
 1. `checkpoint_utils.save_checkpoint`: every rank calls it, and rank 0 alone goes on to save, so before it
    is the one place where experts can be gathered, or written by all. What it calls on every rank itself,
@@ -7,19 +7,21 @@
 2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
    experts in shard files stand beside it; and no one else stands at every door by which a file comes in
    that is to be used, damaged or foreign as it may be. Who builds the model is not told that it is one's.
-3. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
+3. `checkpoint_utils.load_checkpoint`: a dense training has no code of ours before it, and stock begins
+   anew where checkpoint_last.pt is a pipe.
+4. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
    left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
    temporary name.
-4. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
+5. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
    the middle leaves a torn file; no copy shares its bytes where the file system could.
-5. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
+6. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
    trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
    reads ranks and devices by that before it builds anything of ours; where ranks do not find each other,
    or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing;
    where models are used, ranks that share experts serve each other until all are done, which no one
    function of theirs knows; a training, a dense one too, has its --save-dir to itself until it ends; and a
    task without a dataclass is given no way to the run's configuration.
-6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
+7. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
    of ours, which may be there to keep a shard of them. (As --memory-efficient-fp16 it would not, but its
    name stands in checkpoints, which runs with and without shards are to read of each other.)
 
@@ -59,7 +61,7 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
 from fairseq_tutel.plugin import save
-from fairseq_tutel.plugin.load import load_checkpoint_to_cpu
+from fairseq_tutel.plugin.load import load_checkpoint, load_checkpoint_to_cpu
 from fairseq_tutel.plugin.parallel_inference import run_on_several_ranks
 from fairseq_tutel.plugin.run_config import refuse_backend, run_with_root
 from fairseq_tutel.plugin.startup import (
@@ -158,6 +160,8 @@ WRAPPED = (
      "cfg trainer epoch_itr val_loss", "61513534b9b3"),
     (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu,
      "path arg_overrides load_on_all_ranks", "96f7d33cde8e"),
+    (checkpoint_utils, "load_checkpoint", load_checkpoint,
+     "cfg trainer passthrough_args", "08e4fa03a2ab"),
     (checkpoint_utils, "torch_persistent_save", save.persistent_save,
      "obj filename async_write", "5f397c23bc88"),
     (PathManager, "copy", save.copy, "src_path dst_path overwrite", "1d3c09d3f196"),

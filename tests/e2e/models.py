@@ -32,6 +32,16 @@ def lm_args(data, save_dir, *extra, updates=6):
     ]  # fmt: skip
 
 
+def dense_lm_args(data, save_dir, *extra, updates=6):
+    """The language model of `lm_args` without experts: stock's task, model, criterion and optimizer."""
+    stock = ["--optimizer", "adam", "--task", "language_modeling", "--criterion", "cross_entropy"]
+    words = lm_args(data, save_dir, "--arch", "transformer_lm", *stock, *extra, updates=updates)
+    for flag in ("--moe-freq", "--moe-expert-count"):
+        at = words.index(flag)
+        del words[at : at + 2]
+    return words
+
+
 def mt_args(data, save_dir, *extra, updates=6):
     """A two-plus-two-layer translation model; `extra` comes last and wins."""
     return [

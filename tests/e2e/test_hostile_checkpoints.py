@@ -1,18 +1,21 @@
 """A checkpoint that would run code or never end is refused by every command, in one sentence.
 
 Covered: code in options that fairseq evaluates, in all commands, Python, the teacher and safetensors;
-pipes, sockets and links that lead nowhere in the place of a checkpoint.
+pipes, sockets and links that lead nowhere in the place of a checkpoint, of dense trainings too; NaN and
+infinity in what a training would go on from, full and in shards, with masters and ZeRO. Most are long, for
+tests/plugin has the same cases in one process.
 """
 
 import os
+import re
 import shutil
 import socket
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq, refused
+from cli import USER_DIR, fairseq, refused, start, wait
 from fairseq.hub_utils import from_pretrained
-from models import lm_args
+from models import dense_lm_args, lm_args
 from tool_in_process import convert
 
 import fairseq_tutel
@@ -36,10 +39,8 @@ def with_code(good, folder, key="adaptive_softmax_cutoff", part="model"):
     return folder / "bad.pt"
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["eval-lm", "validate", "generate", "interactive"],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["eval-lm", "validate", "generate", "interactive"])
 def test_a_command_that_uses_a_model_runs_no_code_of_its_options(good, lm_data, tmp_path, command):
     bad = with_code(good, tmp_path)
     task = () if command == "eval-lm" else ("--task", "moe_language_modeling")
@@ -49,6 +50,7 @@ def test_a_command_that_uses_a_model_runs_no_code_of_its_options(good, lm_data, 
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flag", ["--distill-teacher", "--restore-file", "--continue-once", "--finetune-from-model"]
 )
@@ -60,6 +62,7 @@ def test_a_training_runs_no_code_of_a_file(good, lm_data, tmp_path, flag):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 def test_python_runs_no_code_of_a_file(good, lm_data, tmp_path):
     bad = with_code(good, tmp_path)
     convert("safetensors", "--input", bad, "--output", tmp_path / "folder")
@@ -85,6 +88,7 @@ def make_socket(path):
     os.chdir(here)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flag", "make"),
     [
@@ -110,6 +114,81 @@ def test_a_training_begins_with_no_pipe(good, lm_data, tmp_path, flag, make):
     assert output.splitlines()[-1].endswith(sentence)
 
 
+def test_a_dense_training_resumes_from_no_pipe(lm_data, tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    make_pipe(path)
+    output = refused("train", *dense_lm_args(lm_data, tmp_path))
+    sentence = (
+        f"--restore-file is {path}, which is a pipe, device or socket; give a checkpoint file."
+    )
+    assert output.splitlines()[-1].endswith(sentence)
+
+
+@pytest.mark.long
+def test_a_dense_training_goes_on_from_the_newest_and_from_finite_state_alone(lm_data, tmp_path):
+    words = dense_lm_args(lm_data, tmp_path, "--save-interval-updates", 1)
+    fairseq("train", *words, "--max-update", 2)
+    last = tmp_path / "checkpoint_last.pt"
+    last.unlink()
+    run = fairseq("train", *words, "--max-update", 3, ranks=2)
+    assert "the training goes on from checkpoint_best.pt (update 2)" in run.output
+    for part in ("model", "exp_avg_sq"):
+        last.write_bytes(with_infinity(tmp_path / "checkpoint_1_3.pt", tmp_path / "a", part))
+        for ranks in (1, 2):
+            output = refused("train", *words, "--max-update", 4, ranks=ranks)
+            assert re.search(rf"{last}, in which .*(weight|{part}) .*is NaN", output)
+
+
+def with_infinity(file, written, part):
+    """Return the bytes of a checkpoint with infinity in its last tensor of a kind: the last expert's."""
+    state = torch.load(file, weights_only=False)
+    states = state["last_optimizer_state"]["state"]
+    tensor = {
+        "model": lambda: [v for k, v in state["model"].items() if k.endswith("weight")][-1],
+        "expert": lambda: next(v for k, v in state["model"].items() if ".experts." in k),
+    }.get(part, lambda: states[max(states)][part])()
+    tensor.view(-1)[-1] = torch.inf
+    torch.save(state, written)
+    return written.read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("part", "flags"),
+    [
+        ("expert", ()),
+        ("exp_avg_sq", ()),
+        ("exp_avg_sq", ("--moe-zero-stage", 1)),
+        ("fp32_master", ("--bf16",)),
+        ("fp32_master", ("--bf16", "--moe-zero-stage", 1)),
+        ("exp_avg_sq", ("--moe-offload-optimizer",)),
+        ("shards", ("--moe-checkpoint", "sharded")),
+        ("finetune", ()),
+    ],
+)
+def test_no_rank_trains_on_from_infinity_that_one_of_them_loaded(lm_data, tmp_path, part, flags):
+    words = lm_args(lm_data, tmp_path / "save", *flags, updates=2)
+    fairseq("train", *words, "--moe-checkpoint", "full", ranks=2)
+    bad = path = tmp_path / "save" / "checkpoint_last.pt"
+    written = tmp_path / "written.pt"
+    kind = {"shards": "expert", "finetune": "expert"}.get(part, part)
+    bad.write_bytes(with_infinity(bad, written, kind))
+    if part == "shards":
+        bad.unlink()
+        convert("sharded", "--input", written, "--output", bad)
+    if part == "finetune":
+        path = written
+        words = lm_args(lm_data, tmp_path / "new", "--finetune-from-model", path)
+    run = wait(start("train", *words, "--max-update", 4, ranks=2))
+    assert run.exit_codes == [1, 1]
+    sentences = {log.splitlines()[-1] for log in run.logs}
+    assert len(sentences) == 1
+    assert re.search(rf" is {path}, in which .* on rank [01] is NaN, infinite", *sentences)
+    before = set(os.listdir(tmp_path / "save"))
+    assert before == {"checkpoint_best.pt", "checkpoint_last.pt"} | before & {"experts"}
+
+
+@pytest.mark.long
 def test_a_command_that_uses_a_model_waits_for_no_pipe(lm_data, tmp_path):
     make_pipe(tmp_path / "pipe.pt")
     for path, kind in ((tmp_path / "pipe.pt", "a pipe, device or socket"), (tmp_path, "a folder")):

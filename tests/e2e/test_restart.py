@@ -1,11 +1,13 @@
 """A launcher that starts ranks again: the training goes on from its newest checkpoint, to the same end.
 
 Covered: a rank kills itself in the middle and all are started again beside the same store; the same by
-torchrun itself, and two nodes of torchrun of which one is lost (both long).
+torchrun itself, and two nodes of torchrun of which one is lost (both long); a finished training; a NaN on
+one rank after an update, which nobody saves.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from models import lm_args
 from ports import free_port
 
 PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
+FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SAVES = ("--save-interval-updates", 2, "--dropout", 0.1, "--user-dir", PLACES)
 UPDATES = 6
 
@@ -48,11 +51,11 @@ def undisturbed(lm_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     words = lm_args(lm_data, folder / "save", *SAVES, updates=UPDATES)
     fairseq("train", *words, ranks=2, env=_environment(folder, what="none"))
-    return _load(folder)
+    return folder / "save"
 
 
 def _ended_like(expected, folder):
-    found = _load(folder)
+    expected, found = _load(expected.parent), _load(folder)
     assert found["optimizer_history"][-1]["num_updates"] == UPDATES
     same_bits(expected["model"], found["model"])
     same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
@@ -152,21 +155,68 @@ def _children(pid):
     return [int(child) for child in found.stdout.split()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_finished_training_that_is_started_again_changes_no_file(lm_data, tmp_path, ranks):
-    words = lm_args(lm_data, tmp_path / "save", updates=2)
-    fairseq("train", *words, ranks=ranks)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_finished_training_that_is_started_again_changes_no_file(
+    lm_data, tmp_path, undisturbed, ranks
+):
+    shutil.copytree(undisturbed, tmp_path / "save")
     saved = _files(tmp_path / "save")
-    again = fairseq("train", *words, ranks=ranks)
-    assert "the training has reached --max-update 2" in again.output
+    again = fairseq("train", *lm_args(lm_data, tmp_path / "save", updates=UPDATES), ranks=ranks)
+    assert f"the training has reached --max-update {UPDATES}" in again.output
     assert _files(tmp_path / "save") == saved
 
 
-def test_a_ruined_update_is_not_saved_and_the_last_good_checkpoint_stays(lm_data, tmp_path):
-    words = lm_args(lm_data, tmp_path / "save", "--save-interval-updates", 1, updates=2)
-    fairseq("train", *words, ranks=2)
-    ruin = ("--lr", 1e30, "--reset-lr-scheduler", "--max-update", 4)
-    sentence = refused("train", *words, *ruin, ranks=2)
-    assert "update 3 made" in sentence
-    assert "(update 2)" in sentence
-    assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("what", "flags"),
+    [
+        ("expert", ()),
+        pytest.param("expert", ("--moe-expert-parallel-size", 1), marks=LONG),
+        pytest.param("expert", ("--moe-checkpoint", "sharded"), marks=LONG),
+        pytest.param("master", ("--moe-zero-stage", 1), marks=LONG),
+        pytest.param("exp_avg_sq", ("--moe-zero-stage", 2), marks=LONG),
+        pytest.param("master", ("--moe-offload-optimizer",), marks=LONG),
+    ],
+)
+def test_what_one_rank_ruined_no_rank_saves(lm_data, tmp_path, undisturbed, what, flags):
+    save_dir = tmp_path / "save"
+    shutil.copytree(undisturbed, save_dir)
+    saved = _files(save_dir)
+    words = lm_args(lm_data, save_dir, *SAVES, "--user-dir", FAULTY, *flags, updates=10)
+    fault = {"FAULT": f"update:2:{what}", "FAULT_RANK": "1"}
+    _ends_on_all_ranks(words, fault, f"{save_dir}/checkpoint_last.pt (update 6).")
+    assert {name for name in _files(save_dir) if name != "experts"} == set(saved)
+    assert _load(tmp_path)["optimizer_history"][-1]["num_updates"] == UPDATES
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--moe-zero-stage", 1)])
+def test_no_rank_saves_a_ruined_master(lm_data, tmp_path, flags):
+    words = lm_args(lm_data, tmp_path / "save", *SAVES, "--user-dir", FAULTY, *flags, updates=4)
+    fault = {"FAULT": "update:2:master", "FAULT_RANK": "1"}
+    _ends_on_all_ranks(words, fault, f"no checkpoint in {tmp_path}/save is whole and finite: start")
+    assert os.listdir(tmp_path / "save") == []
+
+
+def _ends_on_all_ranks(words, fault, end):
+    run = wait(start("train", *words, ranks=2, env=fault))
+    assert run.exit_codes == [1, 1]
+    sentences = {log.splitlines()[-1] for log in run.logs}
+    assert len(sentences) == 1
+    assert " on rank 1 NaN, infinite" in (sentence := sentences.pop())
+    assert end in sentence
+
+
+@pytest.mark.long
+def test_a_learning_rate_that_ruins_a_training_leaves_its_last_checkpoint(
+    lm_data, tmp_path, undisturbed
+):
+    shutil.copytree(undisturbed, tmp_path / "save")
+    words = lm_args(lm_data, tmp_path / "save", "--save-interval-updates", 1, updates=UPDATES + 2)
+    for _ in range(2):
+        sentence = refused("train", *words, "--lr", 1e30, "--reset-lr-scheduler").splitlines()[-1]
+        assert "update 7 made" in sentence
+        assert sentence.endswith("/checkpoint_last.pt (update 6).")
+    assert fairseq("train", *words).stats("train")[-1]["train_num_updates"] == "8"

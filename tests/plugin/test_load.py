@@ -1,6 +1,7 @@
 """A checkpoint's file at the doors by which it comes in: to be used, or to go on training from.
 
-Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file; classes
+Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file and in
+its options; pipes and folders; classes
 that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
 a file of another model; experts in fewer bits.
 """
@@ -113,6 +114,17 @@ def test_a_file_that_fairseq_did_not_save_is_named(kind, words, tmp_path, monkey
     assert "\n" not in str(e.value)
     assert ("mkdir, which is not run" in str(e.value)) == (kind == "code")
     assert os.listdir() == ["a.pt"]
+
+
+@pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
+def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
+    path = written(tmp_path, cfg={"model": {"adaptive_softmax_cutoff": "[500+0*print(),1000]"}})
+    with pytest.raises(ValueError, match="as its option adaptive_softmax_cutoff, which"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
+    os.mkfifo(tmp_path / "pipe.pt")
+    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe.pt", "a pipe, device or socket")):
+        with pytest.raises(ValueError, match=f"is {kind}, not a checkpoint; give a file"):
+            checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
 
 
 def test_the_look_at_what_changed_runs_no_code(tmp_path):

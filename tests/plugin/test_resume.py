@@ -2,7 +2,7 @@
 
 Covered: the newest by its updates, not by its times or name; torn ones and ones without their shards are
 passed over; files of other names are not taken; a folder of torn ones alone; what else decides where a
-training begins.
+training begins; what is no file; dense models and experts.
 """
 
 import os
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fairseq_tutel.plugin.load import load_checkpoint
 from fairseq_tutel.plugin.resume import checkpoint_to_load
 
 RECORD = {
@@ -71,7 +72,7 @@ def test_what_was_saved_after_the_last_checkpoint_is_newer(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("put", [shutil.copy, shutil.copy2, shutil.move])
-def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, put):
+def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, put, caplog):
     older = save(tmp_path, "checkpoint_1_10.pt", 10)
     time.sleep(0.02)
     save(tmp_path, "checkpoint_1_20.pt", 20)
@@ -79,6 +80,7 @@ def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, pu
     last = str(tmp_path / "checkpoint_last.pt")
     put(older, last)
     assert checkpoint_to_load(config(tmp_path)) == last
+    assert "checkpoint_last.pt (update 10), which was put there after update 20" in caplog.text
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):
@@ -122,3 +124,28 @@ def test_an_empty_folder_is_begun_in(tmp_path, caplog, others):
     assert checkpoint_to_load(config(tmp_path)) is None
     assert checkpoint_to_load(config(tmp_path / "nowhere")) is None
     assert ("starts from the beginning" in caplog.text) == (others == ["checkpoint_averaged.pt"])
+
+
+@pytest.mark.parametrize("flag", ["restore_file", "finetune_from_model", "continue_once", None])
+@pytest.mark.parametrize("kind", ["a pipe, device or socket", "a folder", "a link that leads"])
+def test_what_is_no_file_is_not_begun_with(tmp_path, flag, kind):
+    save(tmp_path, "checkpoint_1_4.pt", 4) if flag is None else None
+    path = tmp_path / ("given.pt" if flag else "checkpoint_last.pt")
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a link that leads":
+        path.symlink_to("nowhere")
+    else:
+        os.mkfifo(path)
+    cfg = config(tmp_path, **({flag: str(path)} if flag else {}))
+    with pytest.raises(ValueError, match=f"is {path}, which is {kind}.*; give a checkpoint file"):
+        checkpoint_to_load(cfg)
+
+
+def test_a_dense_training_begins_with_the_same_file(tmp_path):
+    saved = save(tmp_path, "checkpoint_1_4.pt", 4)
+    trainer = SimpleNamespace(checkpoint_suffix="", get_model=lambda: torch.nn.Linear(1, 1))
+    begun = load_checkpoint(lambda cfg, trainer, **more: (cfg.restore_file, more))
+    assert begun(config(tmp_path), trainer, a=1) == (saved, {"a": 1})
+    trainer.checkpoint_suffix = "-shard0"
+    assert begun(config(tmp_path), trainer) == ("checkpoint_last.pt", {})

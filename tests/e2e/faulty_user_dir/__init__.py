@@ -1,9 +1,10 @@
 """A --user-dir that loads the plugin and then breaks one rank on purpose.
 
 FAULT is "where:when:what": where = step (a training forward), save (half of a checkpoint is
-written), copy (half of checkpoint_last is written) or generate (a batch is decoded); when = the
-how-many-th call; what = kill, stop (until somebody lets it go on), oom, error, full (the disk is full)
-or nan. FAULT_RANK is the rank it happens on.
+written), copy (half of checkpoint_last is written), generate (a batch is decoded) or update (after an
+optimizer's step); when = the how-many-th call; what = kill, stop (until somebody lets it go on), oom,
+error, full (the disk is full), nan, or after an update the tensor that gets a NaN: expert, master or
+exp_avg_sq. FAULT_RANK is the rank it happens on.
 """
 
 import os
@@ -16,11 +17,13 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_tutel.checkpoint import files
+from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.task import MoETaskMixin
 
 register()
 
-_calls = {"step": 0, "save": 0, "copy": 0, "generate": 0}
+_calls = {"step": 0, "save": 0, "copy": 0, "generate": 0, "update": 0}
 
 
 def _fault(where):
@@ -96,6 +99,26 @@ def _copyfile(original):
     return wrapper
 
 
+def _optimizer_step(original):
+    def wrapper(self, optimizer, model, update_num):
+        original(self, optimizer, model, update_num)
+        what, inner = _fault("update"), innermost_optimizer(optimizer)
+        if what is not None:
+            zero = getattr(inner, "zero", None)
+            own = list(zero.parameters if zero else inner.params)[-1]
+            ruined = {
+                "expert": lambda: next(
+                    own for name, own in model.named_parameters() if ".experts." in name
+                ),
+                "master": lambda: own,
+                "exp_avg_sq": lambda: inner.optimizer.state[own]["exp_avg_sq"],
+            }[what]()
+            ruined.data.view(-1)[-1] = float("nan")
+
+    return wrapper
+
+
+MoETaskMixin.optimizer_step = _optimizer_step(MoETaskMixin.optimizer_step)
 CrossEntropyCriterion.forward = _forward(CrossEntropyCriterion.forward)
 torch.save = _save(torch.save)
 files.share = lambda *_: False  # or nothing would be copied
