@@ -175,13 +175,28 @@ class _Splitting:
             return most, narrowest
         if ranks & ~beyond:
             return sent - self.needed, self._inside(beyond)
+        trial, last = graph.copy(), None
         for rank in members(ranks):
-            trial = graph.copy()
+            if last is not None and self._moved(trial, last, rank, end):
+                last = rank
+                continue
+            if last is not None:
+                trial = graph.copy()
             trial.add(rank, end, self.endless)
             more, beyond = trial.push(start, end, limit - sent)
+            last = rank
             if sent + more < limit:
                 limit, narrowest = sent + more, self._inside(beyond)
         return limit - self.needed, narrowest
+
+    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
+        """Return whether what reached the end over the endless edge of one rank can do so over another's."""
+        graph.add(last, end, -self.endless)
+        if (over := -graph.left[last][end]) > 0:
+            graph.add(last, end, over)
+            graph.add(end, last, -over)
+        graph.add(rank, end, self.endless)
+        return over <= 0 or graph.push(last, end, over)[0] == over
 
     def _inside(self, beyond: int) -> int:
         return ((1 << self.source) - 1) & ~beyond
