@@ -11,7 +11,7 @@ those with u and t and without w. It gives none: what is full stays full.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fairseq_tutel.planning.forestcoll import Share, reaches_all, with_source
 from fairseq_tutel.planning.max_flow import Flow, members
@@ -26,7 +26,7 @@ Piece = tuple[int, int, int]
 
 
 def without_switches(
-    network: Network, roots: Sequence[int], share: Share
+    network: Network, roots: Sequence[int], share: Share, tell: Callable[[str], None]
 ) -> tuple[list[list[int]], Routes]:
     """Return links between ranks alone, and what links of the network they are made of.
 
@@ -34,10 +34,12 @@ def without_switches(
         network: the links.
         roots: R.
         share: k, and how many trees each link may be in; it is enough for them.
+        tell: receives a line of progress for every switch.
     """
     splitting = _Splitting(network, roots, share)
-    for switch in network.switches:
+    for done, switch in enumerate(network.switches, 1):
         splitting.remove(switch)
+        tell(f"replaced the links of {done} of {len(network.switches)} switches")
     assert reaches_all(splitting.graph, network.ranks, splitting.needed)
     return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]], splitting.routes
 
@@ -175,13 +177,28 @@ class _Splitting:
             return most, narrowest
         if ranks & ~beyond:
             return sent - self.needed, self._inside(beyond)
+        trial, last = graph.copy(), None
         for rank in members(ranks):
-            trial = graph.copy()
+            if last is not None and self._moved(trial, last, rank, end):
+                last = rank
+                continue
+            if last is not None:
+                trial = graph.copy()
             trial.add(rank, end, self.endless)
             more, beyond = trial.push(start, end, limit - sent)
+            last = rank
             if sent + more < limit:
                 limit, narrowest = sent + more, self._inside(beyond)
         return limit - self.needed, narrowest
+
+    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
+        """Return whether what reached the end over one rank's endless edge can go over another's."""
+        graph.add(last, end, -self.endless)
+        if (over := -graph.left[last][end]) > 0:
+            graph.add(last, end, over)
+            graph.add(end, last, -over)
+        graph.add(rank, end, self.endless)
+        return over <= 0 or graph.push(last, end, over)[0] == over
 
     def _inside(self, beyond: int) -> int:
         return ((1 << self.source) - 1) & ~beyond

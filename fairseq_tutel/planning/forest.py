@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -71,6 +71,7 @@ def grow(
     root: int | None = None,
     trees: int | None = None,
     most_trees: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Forest:
     """Return the trees of a network.
 
@@ -79,6 +80,7 @@ def grow(
         root: of all trees; None: every rank is one.
         trees: k of every root; None: the fewest within `forestcoll.TOLERANCE` of the optimum.
         most_trees: k at most, where it is not given.
+        tell: receives a line of progress now and then.
 
     Raises:
         ValueError: no k trees have whole shares of what its switches receive and send.
@@ -94,8 +96,8 @@ def grow(
                 f"both directions; give another number of trees, or none."
             )
         share = fixed
-    capacities, left = without_switches(network, roots, share)
-    packed = pack(capacities, roots, share.trees)
+    capacities, left = without_switches(network, roots, share, tell)
+    packed = pack(capacities, roots, share.trees, tell)
     routes = tuple({edge: take(left, *edge, tree.copies) for edge in tree.edges} for tree in packed)
     return Forest(network, root, best, share, tuple(packed), routes)
 
@@ -106,6 +108,7 @@ def grow_for(
     root: int | None = None,
     trees: int | None = None,
     most_trees: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Forest | None, Forest | None]:
     """Return the trees along which a collective adds up, and those along which it hands out.
 
@@ -114,16 +117,16 @@ def grow_for(
     """
     adds = collective in ("reduce_scatter", "reduce", "all_reduce")
     hands_out = collective in ("all_gather", "broadcast", "all_reduce")
-    there = grow(network, root, trees, most_trees) if hands_out else None
+    there = grow(network, root, trees, most_trees, tell) if hands_out else None
     if not adds:
         return None, there
     back = network.reversed
     if there and sorted(back.links) == sorted(network.links):
         return there, there
     if not there:
-        return grow(back, root, trees, most_trees), None
+        return grow(back, root, trees, most_trees, tell), None
     # Both have as many, at the latest those of the optimum, which is that of the other direction, too.
     if trees is None and not fixed_share(back, roots_of(back, root), there.best, there.share.trees):
         trees = optimal_share(network, there.best).trees
-        there = grow(network, root, trees)
-    return grow(back, root, there.share.trees), there
+        there = grow(network, root, trees, tell=tell)
+    return grow(back, root, there.share.trees, tell=tell), there

@@ -127,8 +127,13 @@ def is_enough(network: Network, roots: Sequence[int], share: Share) -> bool:
 
 def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
     """Return whether that much can flow from the last vertex to every rank."""
-    source = len(graph.out) - 1
-    return all(graph.copy().push(source, rank, needed)[0] == needed for rank in range(ranks))
+    graph, start = graph.copy(), len(graph.out) - 1
+    for rank in range(ranks):
+        # What flows to one rank flows on to the next: mostly few and short paths.
+        if graph.push(start, rank, needed)[0] < needed:
+            return False
+        start = rank
+    return True
 
 
 def with_source(capacities: Sequence[Sequence[int]], roots: Sequence[int], trees: int) -> Flow:

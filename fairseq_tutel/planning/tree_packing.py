@@ -7,7 +7,7 @@ The rest of the m become a tree of their own, as far as it has grown. There is a
 that can spare none never will: what leads into it and what must come in shrink together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fairseq_tutel.planning.max_flow import Flow, members
@@ -36,13 +36,19 @@ class Tree:
         return depths
 
 
-def pack(capacities: Sequence[Sequence[int]], roots: Sequence[int], trees: int) -> list[Tree]:
+def pack(
+    capacities: Sequence[Sequence[int]],
+    roots: Sequence[int],
+    trees: int,
+    tell: Callable[[str], None],
+) -> list[Tree]:
     """Return k trees of every root, which together use no link more often than it may be.
 
     Args:
         capacities: of links between ranks, by (source, target); enough for the trees.
         roots: R.
         trees: k.
+        tell: receives a line of progress for every tree.
     """
     packing = _Packing(capacities)
     growing = [Tree(root, trees) for root in reversed(roots)]
@@ -51,6 +57,7 @@ def pack(capacities: Sequence[Sequence[int]], roots: Sequence[int], trees: int) 
         tree, others = packing.grow(growing.pop(), growing)
         grown.append(tree)
         growing = others
+        tell(f"{len(grown)} trees have grown, {len(growing)} have not")
     return grown
 
 

@@ -7,9 +7,10 @@ the trees are ForestColl's; others are compared by their load of the busiest lin
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from fairseq_tutel.planning.all_to_all_bounds import cut_bound, linear_program
@@ -29,8 +30,9 @@ ROOTED = ("broadcast", "reduce")
 # Smaller messages are slower than their bytes.
 CHUNK_BYTES = 256 * 1024
 MOST = {"trees": 65536, "slices": 1024}
-# More GPUs than this get a warning; 128 of them (`cluster:16x8:10:1`) took so many seconds.
-QUICK, SECONDS_OF_128 = 64, 28
+# More GPUs than this get lines of progress; more than the limit would take longer than a few minutes.
+QUICK, MOST_GPUS = 64, 256
+EVERY = 5.0  # seconds
 # Of a cut's vertices, by name.
 NAMED = 4
 
@@ -94,15 +96,13 @@ def run(arguments: argparse.Namespace) -> None:
     elif root is not None:
         raise ValueError(f"--root is {root}, which {collective} has none of; leave it out.")
     most = None if arguments.bytes is None else max(1, arguments.bytes // CHUNK_BYTES)
-    if network.ranks > QUICK:
-        seconds = SECONDS_OF_128 * (network.ranks / 128) ** 4
-        print(
-            f"schedule: {network.ranks} GPUs may take about {seconds:.0f} s, and twice as many 16 times "
-            f"as long; give a network of at most {QUICK} GPUs for a quick answer.",
-            file=sys.stderr,
-            flush=True,
+    if network.ranks > MOST_GPUS:
+        raise ValueError(
+            f"{arguments.topology} has {network.ranks} GPUs; give a network of at most {MOST_GPUS}."
         )
-    adding, handing = grow_for(network, collective, root, arguments.trees, most)
+    adding, handing = grow_for(
+        network, collective, root, arguments.trees, most, tell=_progress(network)
+    )
     forest = handing or adding
     assert forest, "it adds up or hands out"
     text = "\n\n".join(_page(network, collective, forest))
@@ -119,6 +119,19 @@ def run(arguments: argparse.Namespace) -> None:
     print(text)
     for path in written.values():
         print(f"wrote {path}")
+
+
+def _progress(network: Network) -> Callable[[str], None]:
+    """Return what prints progress on stderr, at most a line in `EVERY` seconds, for large networks."""
+    last = monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if network.ranks > QUICK and monotonic() - last >= EVERY:
+            last = monotonic()
+            print(f"schedule: {text}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:

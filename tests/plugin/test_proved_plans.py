@@ -36,3 +36,25 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
         assert plans.plans_of(None)[0].plan == plan
         assert len(checked) == (rank == 0)
     plans._State.proved = frozenset()
+
+
+def refused(path):
+    """Return what this rank raises for wrong plans, and how many it has checked itself."""
+    checks, check = [], placed_plans.check
+    given = SimpleNamespace(moe_collective_plans=path, moe_local_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_plans, "check", lambda *each: checks.append(1) or check(*each))
+        with pytest.raises(ValueError) as error:
+            plans.prove_once_a_host(given)
+    return str(error.value), len(checks)
+
+
+def test_a_wrong_plan_ends_all_ranks_with_the_sentence_of_the_one_that_checked(ranks, tmp_path):
+    plan = to_json(make("one_phase", "all_gather", 2))
+    # Rank 1 never sends its chunk to rank 0.
+    lane = plan["programs"][1][0]
+    lane.remove(next(step for step in lane if step["op"] == "put"))
+    (tmp_path / "x.json").write_text(json.dumps(plan))
+    (first, checked), (second, unchecked) = ranks(2).run(refused, str(tmp_path))
+    assert first == second and first.startswith(f"--moe-collective-plans: {tmp_path}")
+    assert (checked, unchecked) == (1, 0)

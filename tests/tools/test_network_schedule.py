@@ -136,8 +136,15 @@ def test_the_page_s_rows_are_what_the_benchmark_finds(monkeypatch):
     assert all(row["optimal"].get("seconds", 0) < 10 for row in stored)
 
 
-def test_many_gpus_get_a_warning_with_an_estimate_first(monkeypatch, capsys):
+def test_many_gpus_get_lines_of_progress_and_too_many_are_refused(monkeypatch, capsys):
     schedule = importlib.import_module("fairseq_tutel.tools.schedule")
+    text = tool("schedule", "star:4")
+    assert not capsys.readouterr().err
     monkeypatch.setattr(schedule, "QUICK", 3)
-    tool("schedule", "ring:4")
-    assert "schedule: 4 GPUs may take about 0 s, and twice as many" in capsys.readouterr().err
+    monkeypatch.setattr(schedule, "EVERY", 0)
+    assert tool("schedule", "star:4") == text
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "schedule: replaced the links of 1 of 1 switches"
+    assert lines[-1] == "schedule: 4 trees have grown, 0 have not"
+    sentence = "ring:257 has 257 GPUs; give a network of at most 256."
+    assert refusal_of("schedule", "ring:257") == sentence
