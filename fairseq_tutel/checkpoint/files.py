@@ -138,14 +138,24 @@ def let_checkpoints_load(*classes: type) -> None:
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return what stands at a path in place of a plain file; None for a plain file, and for nothing."""
-    if os.path.isfile(path) or not os.path.lexists(path):
+    """Return what stands at a path in place of a checkpoint; None for any other file, and for nothing."""
+    if os.path.isfile(path):
+        return "a TorchScript file" if _is_torch_script(path) else None
+    if not os.path.lexists(path):
         return None
     if os.path.isdir(path):
         return "a folder"
     if os.path.exists(path):
         return "a pipe, device or socket"
     return "a link that leads nowhere"
+
+
+def _is_torch_script(path: str | os.PathLike) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return False  # torn, or no archive
 
 
 def refused_class(error: BaseException) -> str | None:

@@ -99,6 +99,11 @@ class MoELayer(nn.Module):
         experts: ExpertStack | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise ValueError(
+                f"config is {config!r}; give a MoEConfig, such as MoEConfig(model_dim=64, hidden_dim=256, "
+                "num_experts=8)."
+            )
         self.name = name
         self.topology = topology or Topology()
         self.configure(config, gate_configs or [config] * len(config.gate_types))

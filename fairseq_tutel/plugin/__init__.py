@@ -42,7 +42,7 @@ def register() -> None:
     except ImportError:
         _registered = False
         raise
-    if _has_user_dir(sys.argv):  # else the words are another program's
+    if has_user_dir(sys.argv):  # else the words are another program's
         _refuse_flags_of_a_moe_twin(sys.argv[1:])
         _tell_of_misspelt_flags(sys.argv[1:])
         _drop_is_moe(sys.argv)
@@ -110,7 +110,7 @@ def _drop_is_moe(argv: list[str]) -> None:
         logger.info("--is-moe is not needed: a checkpoint says so itself")
 
 
-def _has_user_dir(argv: list[str]) -> bool:
+def has_user_dir(argv: list[str]) -> bool:
     """Whether these are the words of one of fairseq's commands, which the plugin is loaded by."""
     return any(word.split("=")[0] == "--user-dir" for word in argv)
 

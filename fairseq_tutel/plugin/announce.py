@@ -105,17 +105,19 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
 
 
 def announce_size(model: nn.Module) -> None:
-    """Log a model's parameters, on all ranks together; stock counts experts as one rank holds them."""
-    total, active, flops = sizes(model)
+    """Log a model's parameters on all ranks together; fairseq counts one rank's, and not all experts."""
+    total, active, flops, experts = sizes(model)
     logger.info(
-        "parameters: %s in all, %s of them for a token; %s FLOPs a token forward, attention's scores apart",
-        *(f"{number:,}" for number in (total, active, flops)),
+        "num. expert model params: %s on all ranks, of %s in all, of which a token meets %s (fairseq's own "
+        "line of this name counts one rank's part, or 0 where each rank has all experts); %s FLOPs a "
+        "token forward, attention's scores apart",
+        *(f"{number:,}" for number in (experts, total, active, flops)),
     )
 
 
-def sizes(model: nn.Module) -> tuple[int, int, int]:
-    """Return a model's parameters, those that one token meets, and the FLOPs of its products with them."""
-    total, active, products = 0, 0, 0
+def sizes(model: nn.Module) -> tuple[int, int, int, int]:
+    """Return all parameters, those that one token meets, the FLOPs of its products, experts' parameters."""
+    total, active, products, experts = 0, 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -130,8 +132,9 @@ def sizes(model: nn.Module) -> tuple[int, int, int]:
                 products += size * visited
             if own[name] not in seen:  # else tied
                 total, active = total + size * copies, active + size * visited
+                experts += size * copies if isinstance(module, ExpertStack) else 0
         seen.update(own.values())
-    return total, active, 2 * products
+    return total, active, 2 * products, experts
 
 
 def announce_exchange(layers: Sequence[MoELayer]) -> None:

@@ -1,8 +1,9 @@
 """Models in use from Python: fairseq's own hub interfaces, by what a model is."""
 
 import re
+import reprlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,14 @@ class Generating(InUse):
     """Goes before an interface that generates: what it cannot do, it says in one sentence."""
 
     models: Any
+
+    def sample(self, sentences: Any, *args: Any, **options: Any) -> Any:
+        """Return what fairseq's does."""
+        return super().sample(_texts("sentences", sentences), *args, **options)  # type: ignore[misc]
+
+    def score(self, sentences: Any, *args: Any, **options: Any) -> Any:
+        """Return what fairseq's does."""
+        return super().score(_texts("sentences", sentences), *args, **options)  # type: ignore[misc]
 
     def generate(
         self, tokens: Any, beam: int = 5, verbose: bool = False, *args: Any, **options: Any
@@ -146,8 +155,10 @@ class MaskedLanguageModel(InUse, RobertaHubInterface, Interface):
         """Return the `topk` fillings of the text's one <mask>: (text, probability, what was filled in).
 
         Raises:
-            ValueError: it has none, or several, or is too long.
+            ValueError: it has none, or several, or is too long, or is no text.
         """
+        if not isinstance(masked_input, str):
+            raise ValueError(f"masked_input is {reprlib.repr(masked_input)}; give a text.")
         _refuse_masks(masked_input, masked_input.count("<mask>") == 1, "one <mask>")
         # Stock's own loses the special symbols among the best, and with them which probability is whose.
         dictionary = self.task.source_dictionary
@@ -211,10 +222,11 @@ class Denoising(Generating, BARTHubInterface, Interface):
         """Return the `topk` restored texts of each with <mask> in it, or of the one: (text, score).
 
         Raises:
-            ValueError: one has none.
+            ValueError: one has none, or is no text.
         """
         if isinstance(masked_inputs, str):
             return self.fill_mask([masked_inputs], topk, **options)[0]
+        masked_inputs = _texts("masked_inputs", masked_inputs)
         for text in masked_inputs:
             _refuse_masks(text, "<mask>" in text, "a <mask>")
         return super().fill_mask(masked_inputs, topk, **options)
@@ -247,7 +259,7 @@ class ImageClassification(InUse, nn.Module, Interface):
         """
         shape = tuple(getattr(images, "shape", ()))
         is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] == self.task.channels)
-        if is_image or isinstance(images, str | Path):
+        if is_image or isinstance(images, str | Path) or not isinstance(images, Iterable):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
@@ -269,6 +281,12 @@ class ImageClassification(InUse, nn.Module, Interface):
             except UnreadableImageError as error:
                 raise ValueError(f"{error}; give another file.") from error
         else:
+            shape = tuple(getattr(image, "shape", ()))
+            if len(shape) not in (2, 3):
+                raise ValueError(
+                    f"images has {reprlib.repr(image)}; give a file, or an array of uint8 "
+                    f"[height, width, {channels}]."
+                )
             pixels = torch.as_tensor(image)
             pixels = (pixels[..., None] if pixels.ndim == 2 else pixels).permute(2, 0, 1)
             if pixels.dtype != torch.uint8 or len(pixels) != channels:
@@ -287,6 +305,23 @@ def _only(models: Sequence[nn.Module], kind: str) -> nn.Module:
             f"path names {len(models)} checkpoints, and {kind} cannot be an ensemble; give one of them."
         )
     return models[0]
+
+
+def _texts(argument: str, given: Any) -> Any:
+    """Return one text as it is, or several as a list.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(given, str):
+        return given
+    texts = list(given) if isinstance(given, Iterable) else [given]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{argument} has {reprlib.repr(text)}; give a text, or a list of texts."
+            )
+    return texts
 
 
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:

@@ -47,7 +47,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
     Raises:
         ValueError: names the file, the option and its value.
     """
-    for key, value in _options({name: state.get(name) for name in ("cfg", "args")}):
+    for key, value in options_within({name: state.get(name) for name in ("cfg", "args")}):
         name = (
             key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
         )
@@ -73,7 +73,7 @@ def is_literal(text: str) -> bool:
         return False
 
 
-def _options(tree: Any) -> Iterator[tuple[str, Any]]:
+def options_within(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield every key with its value, at any depth; a pickled tree may contain itself."""
     open_nodes: list[Any] = [tree]
     seen: list[Any] = []

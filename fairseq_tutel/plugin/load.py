@@ -25,7 +25,7 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
 from fairseq_tutel.plugin.literals import refuse_code
 from fairseq_tutel.plugin.resume import checkpoint_to_load
-from fairseq_tutel.plugin.run_config import mark_as_opened
+from fairseq_tutel.plugin.run_config import mark_as_opened, say_what_has_no_effect_on
 from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ NOT_FAIRSEQS = (
 
 
 def refuse_no_file(path: str) -> None:
-    """Refuse a folder, and a FIFO, device or socket, which may never end.
+    """Refuse a folder, a TorchScript file, and a FIFO, device or socket, which may never end.
 
     Raises:
         ValueError: naming the path and the fix.
@@ -177,6 +177,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             mark_as_opened(state)
             forget_retired(state)
             add_system_options(state, arg_overrides)
+            say_what_has_no_effect_on(path, state)
         bind(state, Path(path))
         if not is_for_use:
             tell_of_rounded(state, path)

@@ -39,7 +39,12 @@ logger = logging.getLogger(__name__)
 
 # What a rank can find in the place of a local file that is whole.
 NOTHING, TORN, ELSEWHERE = "nothing", "torn", "no local file"
-NO_FILES = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
+NO_FILES = (
+    "a folder",
+    "a pipe, device or socket",
+    "a link that leads nowhere",
+    "a TorchScript file",
+)
 # What a training saves beside checkpoint_last.pt; files of other names may be of other trainings.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 

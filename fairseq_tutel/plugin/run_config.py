@@ -6,12 +6,14 @@ will use. A task without a dataclass has the plain command line, which knows no 
 
 import argparse
 import logging
+import math
 import os
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf, gen_parser_from_dataclass
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
@@ -25,7 +27,10 @@ from fairseq_tutel.moe.options import flag_of, plain, read
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_with_zero, zero_options
 from fairseq_tutel.plugin.feed_forward import named_stacks
+from fairseq_tutel.plugin.flags import SystemOptions
+from fairseq_tutel.plugin.literals import options_within
 from fairseq_tutel.plugin.task_options import give_system_options
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
@@ -47,12 +52,21 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     plugin.register()
     plugin.flags_were_known()
     give_system_options()
+    _refuse_nan(cfg)
     _say_what_has_no_effect(cfg)
     _running[:] = [cfg]
     try:
         return main(cfg, **kwargs)
     finally:
         _running.clear()
+
+
+def _refuse_nan(cfg: Any) -> None:
+    """Refuse NaN as the value of any option: stock compares with it, which is false without an error."""
+    for key, value in options_within(cfg):
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+            raise ValueError(f"{flag_of(key)} is nan; give a number, or leave it out.")
 
 
 def _say_what_has_no_effect(cfg: Any) -> None:
@@ -62,12 +76,29 @@ def _say_what_has_no_effect(cfg: Any) -> None:
     has_experts = getattr(model, "has_experts", model is None)
     if cfg.common_eval.path is not None or has_experts or cfg.distributed_training.distributed_rank:
         return
+    _warn_of_given(cfg.task, f"--arch {name}")
+
+
+def say_what_has_no_effect_on(path: str, state: Any) -> None:
+    """Warn of system options on the command line that opens a dense checkpoint for use.
+
+    Stock's tasks give dense models no hook, so the options are read from the command line.
+    """
+    is_used_by_training = bool(_running) and _running[0].common_eval.path is None
+    has_experts = any(".experts." in name for name in state.get("model") or ())
+    if has_experts or is_used_by_training or not plugin.has_user_dir(sys.argv):
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    gen_parser_from_dataclass(parser, SystemOptions())
+    if world.is_first():
+        _warn_of_given(parser.parse_known_args(sys.argv[1:])[0], path)
+
+
+def _warn_of_given(task_cfg: Any, dense: str) -> None:
     for option in options_of("task"):
-        value = plain(getattr(cfg.task, option.key, option.default))
+        value = plain(getattr(task_cfg, option.key, option.default))
         if value != option.default and not option.of_any_training:
-            logger.warning(
-                "%s %s has no effect: --arch %s has no experts", option.flag, value, name
-            )
+            logger.warning("%s %s has no effect: %s has no experts", option.flag, value, dense)
 
 
 def root_of(task: Any) -> Any:

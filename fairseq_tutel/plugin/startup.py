@@ -32,6 +32,7 @@ from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import flag_of, read
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
 from fairseq_tutel.plugin.run_config import config_of, device_of
+from fairseq_tutel.plugin.stock_errors import sentence_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
@@ -63,11 +64,17 @@ def refusals_are_sentences() -> Iterator[None]:
     """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from."""
     try:
         yield
-    except ValueError as error:
-        if not _is_refusal(error):
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
             raise
         logger.debug("refused here", exc_info=error)
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {sentence}")
+
+
+def _sentence(error: BaseException) -> str | None:
+    """Return the one sentence that a user needs of an error; None where its traceback says more."""
+    return str(error) if _is_refusal(error) else sentence_of(error)
 
 
 def _is_refusal(error: BaseException | None) -> bool:
@@ -90,10 +97,11 @@ def excepthook(original: Any) -> Any:
 
     @functools.wraps(original)
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if not _is_refusal(error) or os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+        sentence = _sentence(error)
+        if sentence is None or os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
             original(kind, error, trace)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {sentence}", file=sys.stderr)
 
     return hook
 

@@ -34,8 +34,6 @@ SIGNS = {
 }
 # In the name of a tensor, ours or another system's.
 EXPERTS = re.compile(r"(?:^|\.)experts\.")
-# Options that the table of layers shows.
-IN_TABLE = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq", "moe_expert_count")
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 Facts = dict[str, Any]
 
@@ -105,7 +103,7 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
         facts["options"] = {
             flag_of(key): plain(options[key])
             for key, default in our_defaults().items()
-            if key in options and key not in IN_TABLE and plain(options[key]) not in (None, default)
+            if key in options and plain(options[key]) not in (None, default)
         }
     if log is not None:
         _add_loads(facts, layers, Path(log))

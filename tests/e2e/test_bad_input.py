@@ -53,7 +53,7 @@ LM_CASES = {
     ),
     "capacity that is no number": (
         ("--moe-capacity-factor", "nan"),
-        "capacity_factor (--moe-capacity-factor) is nan; give a finite number",
+        "--moe-capacity-factor is nan; give a number",
     ),
     "weight that is no number": (
         ("--moe-gate-loss-wt", "inf"),

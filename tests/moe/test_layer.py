@@ -302,3 +302,8 @@ def test_an_earlier_routing_sends_other_tokens_the_same_way():
         close(y[t], expected, f"token {t}")
     y.square().sum().backward()
     assert x.grad.any() and layer.gate.weight.grad.any()
+
+
+def test_what_is_no_configuration_is_refused():
+    with pytest.raises(ValueError, match=r"^config is 64; give a MoEConfig, such as MoEConfig\("):
+        MoELayer(64)

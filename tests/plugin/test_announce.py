@@ -10,7 +10,7 @@ from torch import nn
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.config import ModelConfig, SidesConfig, StoreConfig, TaskConfig
-from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect, sizes
+from fairseq_tutel.plugin.announce import Facts, announce_size, say_what_has_no_effect, sizes
 
 plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
@@ -23,10 +23,19 @@ def test_a_token_meets_its_own_experts_and_all_else_and_tied_weights_count_once(
     model.output = nn.Linear(D, V, bias=False)
     model.output.weight = model.embedding.weight
     matrices, expert, gate = 2 * D * H, 2 * D * H + D + H, D * E
-    total, active, flops = sizes(model)
+    total, active, flops, experts = sizes(model)
     assert total == sum(p.numel() for p in model.parameters()) == V * D + (E + 1) * expert + gate
     assert active == V * D + (K + 1) * expert + gate
+    assert experts == E * expert
     assert flops == 2 * (V * D + (K + 1) * matrices + gate)
+
+
+def test_the_log_has_the_number_of_experts_parameters_in_the_words_of_stock_s_line(caplog):
+    model = nn.Sequential(ft.MoELayer(ft.MoEConfig(D, H, E)))
+    with caplog.at_level("INFO", "fairseq_tutel"):
+        announce_size(model)
+    count = sum(p.numel() for p in model[0].experts.parameters())
+    assert f"num. expert model params: {count:,} on all ranks, of " in caplog.text
 
 
 # Two nodes of two ranks that exchange tokens; an expert has two slices.

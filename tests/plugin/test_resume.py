@@ -13,10 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 
+from fairseq_tutel import plugin
 from fairseq_tutel.plugin.load import load_checkpoint
 from fairseq_tutel.plugin.resume import checkpoint_to_load
 
+plugin.register()
 RECORD = {
     "expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [1, 2], "dtype": "float32",
     "slices": [1, 0], "pieces": [["a.safetensors", "0.a", "00"]],
@@ -81,6 +84,20 @@ def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, pu
     put(older, last)
     assert checkpoint_to_load(config(tmp_path)) == last
     assert "checkpoint_last.pt (update 10), which was put there after update 20" in caplog.text
+
+
+def test_a_torch_script_file_is_refused_by_its_kind(tmp_path):
+    path = str(tmp_path / "script.pt")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+    sentence = (
+        r"^--restore-file is .*script\.pt, which is a TorchScript file; give a checkpoint file"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        checkpoint_to_load(config(tmp_path, restore_file=path))
+    with pytest.raises(
+        ValueError, match=r"script\.pt is a TorchScript file, not a checkpoint; give"
+    ):
+        checkpoint_utils.load_checkpoint_to_cpu(path, {})
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):

@@ -40,6 +40,8 @@ def test_inspect_says_what_a_file_of_ours_holds_to_convert(tmp_path):
         "--moe-gate-type": "cosine",
         "--moe-balance-bias": True,
         "--moe-expert-ffn-dim": H,
+        "--moe-expert-count": str(E),
+        "--moe-freq": 1,
     }
     assert [layer["layer"] for layer in facts["layers"]] == ["decoder_0", "decoder_1"]
     layer = facts["layers"][0]
@@ -164,7 +166,13 @@ def test_inspect_lists_no_default_of_an_encoder_decoder_whose_options_are_all_in
         "moe_exchange": "ragged", "moe_comm_timeout": 1800, "moe_normalize_gate": "before",
     }  # fmt: skip
     torch.save(state, path)
-    assert inspect(path, "--json")["options"] == {"--moe-top-k": 1, "--moe-expert-ffn-dim": H}
+    own = {
+        "--moe-top-k": 1,
+        "--moe-expert-ffn-dim": H,
+        "--moe-expert-count": str(E),
+        "--moe-freq": 1,
+    }
+    assert inspect(path, "--json")["options"] == own
 
 
 KINDS = {

@@ -1,0 +1,68 @@
+"""Errors of stock fairseq that users cause, each as one sentence with option, value and fix."""
+
+import re
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from fairseq_tutel.moe.options import flag_of
+
+SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
+MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """Return the sentence for an error that stock fairseq raised; None for any other error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for explain in (_empty_data, _no_batch, _missing_module):
+        sentence = explain(error, frames) if frames else None
+        if sentence is not None:
+            return sentence
+    return None
+
+
+def _empty_data(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    if str(error) != "cannot mmap an empty file":
+        return None
+    opening = [f.f_locals for f in frames if _is_of_fairseq(f) and f.f_code.co_name == "_do_init"]
+    if not opening:
+        return None
+    # fairseq's __del__ fails where the file was never mapped, and Python would print that last.
+    opening[-1]["self"].__class__ = Dataset
+    return (
+        f"data has {opening[-1]['path']}.bin, which is empty; run fairseq-preprocess on a text with at "
+        "least one line, or add --disable-validation if only the validation set is empty."
+    )
+
+
+def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    names_no_option = type(error) is Exception and str(error).startswith("The dataset is empty")
+    fails_on_none = isinstance(error, IndexError) and frames[-1].f_code.co_name == "batch_by_size"
+    if not (_is_of_fairseq(frames[-1]) and (names_no_option or fails_on_none)):
+        return None
+    configs = [frame.f_locals["cfg"] for frame in frames if "cfg" in frame.f_locals]
+    sizes = next((cfg.dataset for cfg in configs if getattr(cfg, "dataset", None)), None)
+    given = [f"{flag_of(k)} is {getattr(sizes, k)}" for k in SIZES if getattr(sizes, k, None)]
+    return (
+        f"{', '.join(given)}, by which no batch can be made: all examples are longer, or they are fewer; "
+        "raise --max-tokens or shorten the examples (--tokens-per-sample), or set "
+        "--required-batch-size-multiple to 1."
+    )
+
+
+def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    # fairseq raises a text in one place, which is a TypeError while the other is handled.
+    cause = error.__context__ if isinstance(error, TypeError) else error
+    found = MISSING_MODULE.search(str(cause)) if isinstance(cause, ImportError) else None
+    # A worker of a DataLoader hands on its traceback as text.
+    if not (found and (_is_of_fairseq(frames[-1]) or "/fairseq/" in str(error))):
+        return None
+    name = found[1] or found[2]
+    return f"fairseq needs the module {name} here, which is not installed; `pip install {name}`."
+
+
+def _is_of_fairseq(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "fairseq"

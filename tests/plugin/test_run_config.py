@@ -1,0 +1,78 @@
+"""What is checked of any run's configuration.
+
+Covered: NaN in an option of any section, of a dense model too; system options where a dense checkpoint is
+opened for use, and where it is opened beside a training, has experts, or another program's words are given.
+"""
+
+import argparse
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import FairseqConfig
+from omegaconf import OmegaConf
+
+from fairseq_tutel.plugin import register, run_config
+
+register()
+
+
+def config(**parts):
+    cfg = OmegaConf.structured(FairseqConfig, flags={"allow_objects": True, "struct": False})
+    cfg.task = {"_name": "language_modeling"}
+    cfg.model = argparse.Namespace(_name="transformer_lm", arch="transformer_lm")
+    return OmegaConf.merge(cfg, parts)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("optimization", "clip_norm", math.nan), ("optimization", "lr", [0.1, math.nan]),
+        ("common", "threshold_loss_scale", math.nan), ("optimizer", "weight_decay", math.nan),
+        ("criterion", "label_smoothing", math.nan),
+    ],
+)  # fmt: skip
+def test_nan_is_refused_as_any_option(section, key, value):
+    cfg = config(**{section: {key: value}})
+    with pytest.raises(ValueError, match=f"^--{key.replace('_', '-')} is nan; give a number"):
+        run_config.run_with_root(lambda cfg: None, cfg)
+
+
+def test_nan_is_refused_of_a_model_without_a_dataclass_and_infinity_is_not():
+    cfg = config(optimization={"clip_norm": math.inf})
+    ran = []
+    run_config.run_with_root(ran.append, cfg)
+    assert ran == [cfg]
+    cfg.model.dropout = math.nan
+    with pytest.raises(ValueError, match=r"^--dropout is nan; give a number"):
+        run_config.run_with_root(ran.append, cfg)
+
+
+def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(
+    tmp_path, monkeypatch, caplog
+):
+    words = ["generate", "--user-dir", "x", "--moe-expert-store", "on-demand", "--beam", "2"]
+
+    def said_of(words, running=(), name="layers.0.fc1.weight"):
+        caplog.clear()
+        monkeypatch.setattr("sys.argv", words)
+        monkeypatch.setattr(run_config, "_running", list(running))
+        state = {"args": None, "cfg": {"model": {}}, "model": {name: torch.ones(2)}}
+        state |= {"optimizer_history": [{"num_updates": 1, "lr_scheduler_state": {}}]}
+        state["extra_state"] = {"epoch": 1, "train_iterator": {"epoch": 1}}
+        state["optimizer_history"][0]["optimizer_name"] = "x"
+        torch.save(state, tmp_path / "a.pt")
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "a.pt"), {})
+        return caplog.text
+
+    expected = f"--moe-expert-store on-demand has no effect: {tmp_path}/a.pt has no experts"
+    evaluation, training = (
+        SimpleNamespace(common_eval=SimpleNamespace(path=path)) for path in ("a.pt", None)
+    )
+    assert expected in said_of(words)
+    assert expected in said_of(words, [evaluation])
+    assert not said_of(words, [training])
+    assert not said_of([word for word in words if word != "--user-dir"])
+    assert not said_of(words, name="layers.0.fc1.experts.fc1_weight")

@@ -1,0 +1,75 @@
+"""Errors of stock fairseq that users cause end a command with one sentence.
+
+Covered: empty binarized data, data without a batch, a module that fairseq imports late; other errors.
+"""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import audio, data_utils, indexed_dataset
+from fairseq.data.audio import audio_utils
+from fairseq.data.iterators import EpochBatchIterator
+from omegaconf import OmegaConf
+from torch.utils.data import TensorDataset
+
+from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.startup import refusals_are_sentences
+
+register()
+
+
+def sentence(call):
+    """Return the error with which a command ends that calls this."""
+    with pytest.raises(SystemExit) as end, refusals_are_sentences():
+        call()
+    return end.value.code
+
+
+def test_an_empty_text_is_named(tmp_path, capsys):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(f"{tmp_path}/valid.bin", dtype=np.uint16)
+    builder.finalize(f"{tmp_path}/valid.idx")
+    said = sentence(lambda: data_utils.load_indexed_dataset(f"{tmp_path}/valid", None))
+    assert said.startswith(f"error: data has {tmp_path}/valid.bin, which is empty; run fairseq-pre")
+    gc.collect()
+    assert "_bin_buffer_mmap" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_data_without_a_batch_is_refused_by_the_options_that_leave_none(multiple):
+    cfg = OmegaConf.create(
+        {"dataset": {"max_tokens": 10, "required_batch_size_multiple": multiple}}
+    )
+
+    def main(cfg):
+        batches = data_utils.batch_by_size(
+            np.arange(0), lambda i: 64, required_batch_size_multiple=multiple
+        )
+        EpochBatchIterator(TensorDataset(torch.zeros(0)), None, batches).first_batch  # noqa: B018
+
+    said = sentence(lambda: main(cfg))
+    given = f"--max-tokens is 10, --required-batch-size-multiple is {multiple}, by which no batch"
+    assert said.startswith(f"error: {given} can be made: all examples are longer")
+
+
+def test_a_module_that_fairseq_lacks_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    wanted = (
+        "error: fairseq needs the module soundfile here, which is not installed; `pip install s"
+    )
+    assert sentence(lambda: audio_utils.get_waveform("a.flac")).startswith(wanted)
+
+    def of_a_worker():
+        raise ModuleNotFoundError(
+            f"Caught it in a worker. File \"{audio.__file__}\"\nNo module named 'soundfile'"
+        )
+
+    assert sentence(of_a_worker).startswith(wanted)
+
+
+def test_other_errors_keep_their_traceback():
+    for error in (IndexError(3), ModuleNotFoundError("No module named 'mine'"), Exception("x")):
+        with pytest.raises(type(error)), refusals_are_sentences():
+            raise error
