@@ -5,6 +5,7 @@ what ranks compare before the first collective of a training.
 """
 
 import argparse
+import atexit
 import contextlib
 import dis
 import functools
@@ -16,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
+from fairseq_tutel.files.small import error_line
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import flag_of, read
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
@@ -58,16 +60,38 @@ def end_readers() -> None:
                 reader.join(0.01)
 
 
+_at_end: list[Callable[[], None]] = []
+
+
+def call_at_end(function: Callable[[], None]) -> None:
+    """Call a function when this process ends, but before the line that says by which error."""
+    _at_end.append(function)
+    atexit.register(_end_calls)
+
+
+def _end_calls() -> None:
+    while _at_end:
+        _at_end.pop(0)()
+
+
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from."""
+    """End this process with the sentence of a refusal as its last line."""
     try:
         yield
     except ValueError as error:
         if not _is_refusal(error):
             raise
+        sys.exit(_last_line(error))
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the line that a refusal ends this process with, after all that is logged before it."""
+    _end_calls()
+    # Not the level of the logger: a module of fairseq's wav2vec2 sets the root's to DEBUG.
+    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("refused here", exc_info=error)
-        sys.exit(f"error: {error}")
+    return error_line(error)
 
 
 def _is_refusal(error: BaseException | None) -> bool:
@@ -90,10 +114,11 @@ def excepthook(original: Any) -> Any:
 
     @functools.wraps(original)
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if not _is_refusal(error) or os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
-            original(kind, error, trace)
+        if _is_refusal(error):
+            print(_last_line(error), file=sys.stderr)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            _end_calls()
+            original(kind, error, trace)
 
     return hook
 
