@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from fairseq_tutel import __version__
-from fairseq_tutel.files.small import printable
+from fairseq_tutel.files.small import error_line
 
 # Modules of tools/, each with `add_to(tools)`, which adds a tool and, as its default `run`, a function of
 # the parsed arguments that raises ValueError, with a sentence, where it cannot be done.
@@ -31,7 +31,7 @@ def main() -> None:
         # What is left would be flushed at the end, into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"error: {printable(str(error))}")
+        sys.exit(error_line(error))
 
 
 if __name__ == "__main__":

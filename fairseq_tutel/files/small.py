@@ -1,5 +1,6 @@
-"""Small files from anybody: the one reader, which never waits and limits size and depth."""
+"""Files from anybody: the one way to open and read them, which never waits and limits size and depth."""
 
+import errno
 import json
 import os
 import stat
@@ -24,19 +25,29 @@ def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> t
     Raises:
         OSError: as above.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError("it is no ordinary file")
+    with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
+        changed = os.fstat(file.fileno()).st_mtime
     if len(content) > largest:
         raise OSError(f"it has more than {largest:,} bytes")
-    return content, facts.st_mtime
+    return content, changed
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a file; an `opener` of `open`.
+
+    Raises:
+        OSError: it is a pipe, a folder or a device, or cannot be opened.
+    """
     # Without O_NONBLOCK a pipe would wait here for a writer.
-    return os.open(path, flags | os.O_NONBLOCK)
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError("it is no ordinary file")
 
 
 def json_of(path: str | os.PathLike) -> Any:
@@ -49,14 +60,14 @@ def json_of(path: str | os.PathLike) -> Any:
     return parse_json(content_of(path))
 
 
-def parse_json(text: bytes | bytearray, **options: Any) -> Any:
+def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
     """Return what a JSON text holds; `options` are those of `json.loads`.
 
     Raises:
         ValueError: as above.
     """
     try:
-        return json.loads(text.decode("utf-8"), **options)
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:
         raise ValueError("its JSON nests too deeply") from error
 
@@ -64,3 +75,8 @@ def parse_json(text: bytes | bytearray, **options: Any) -> Any:
 def printable(text: str) -> str:
     """Return a text with its control characters escaped, so that no file can command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def error_line(error: BaseException | str) -> str:
+    """Return the one line that a command ends with on an error."""
+    return f"error: {printable(str(error))}".replace("\n", "\\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
-from fairseq_tutel.files.small import parse_json
+from fairseq_tutel.files.small import open_ordinary, parse_json
 from fairseq_tutel.inference.expert_slots import Layout, Slot, slots_on_host
 
 MOST_OPEN = 64  # descriptors
@@ -71,8 +71,7 @@ class ShardFiles:
         if path not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
-            # Without O_NONBLOCK a FIFO in the file's place would be waited for.
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._open[path] = open_ordinary(path)
         self._open.move_to_end(path)
         descriptor = self._open[path]
         status = os.fstat(descriptor)

@@ -123,11 +123,20 @@ class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
 
     kind, offers = "a translation model", "translate"
     score = Interface.score  # stock's knows no source
+    sample = Interface.sample  # stock's translates
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
         generator = task.build_generator(self.models, cfg.generation)
         self._unsaid = get_symbols_to_strip_from_output(generator)  # a language's token
+
+    def translate(
+        self, sentences: Any, beam: int = 5, verbose: bool = False, **options: Any
+    ) -> Any:
+        """Return the translation of each sentence, or of the one; `options` are those of `generate`."""
+        if isinstance(sentences, str):
+            return self.translate([sentences], beam, verbose, **options)[0]
+        return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
 
     def string(self, tokens: torch.Tensor) -> str:
         """Return the words of tokens, as fairseq-generate prints them."""

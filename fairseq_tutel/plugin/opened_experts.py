@@ -3,8 +3,8 @@
 With --moe-expert-store they stay where they lie, those of all models of a command in one store.
 """
 
-import atexit
 import dataclasses
+import functools
 import json
 import logging
 import weakref
@@ -20,6 +20,7 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.startup import call_at_end
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 
@@ -106,7 +107,7 @@ def _store_of(options: StoreConfig) -> ExpertStore:
             options.moe_expert_cache_policy,
         )
         # The end of a process is that of its command; fairseq-generate has no other that could be seen.
-        atexit.register(_tell, options, store.counters)
+        call_at_end(functools.partial(_tell, options, store.counters))
     return store
 
 

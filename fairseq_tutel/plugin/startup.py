@@ -5,6 +5,7 @@ what ranks compare before the first collective of a training.
 """
 
 import argparse
+import atexit
 import contextlib
 import dis
 import functools
@@ -16,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
+from fairseq_tutel.files.small import error_line
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import flag_of, read
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
@@ -59,17 +61,39 @@ def end_readers() -> None:
                 reader.join(0.01)
 
 
+_at_end: list[Callable[[], None]] = []
+
+
+def call_at_end(function: Callable[[], None]) -> None:
+    """Call a function when this process ends, but before the line that says by which error."""
+    _at_end.append(function)
+    atexit.register(_end_calls)
+
+
+def _end_calls() -> None:
+    while _at_end:
+        _at_end.pop(0)()
+
+
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """End this process with the sentence of a refusal alone; LOGLEVEL=DEBUG shows where it is from."""
+    """End this process with the sentence of a refusal as its last line."""
     try:
         yield
     except Exception as error:
         sentence = _sentence(error)
         if sentence is None:
             raise
+        sys.exit(_last_line(error, sentence))
+
+
+def _last_line(error: BaseException, sentence: str) -> str:
+    """Return the line that a refusal ends this process with, after all that is logged before it."""
+    _end_calls()
+    # Not the level of the logger: a module of fairseq's wav2vec2 sets the root's to DEBUG.
+    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("refused here", exc_info=error)
-        sys.exit(f"error: {sentence}")
+    return error_line(sentence)
 
 
 def _sentence(error: BaseException) -> str | None:
@@ -98,10 +122,11 @@ def excepthook(original: Any) -> Any:
     @functools.wraps(original)
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         sentence = _sentence(error)
-        if sentence is None or os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+        if sentence is None:
+            _end_calls()
             original(kind, error, trace)
         else:
-            print(f"error: {sentence}", file=sys.stderr)
+            print(_last_line(error, sentence), file=sys.stderr)
 
     return hook
 

@@ -6,14 +6,15 @@ in `num_updates` tells the update and, by its prefix, what was measured. fairseq
 of its own, which knows no update.
 """
 
-import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
+
+from fairseq_tutel.files.small import open_ordinary, parse_json
 
 # Of a log in a folder, and of TensorBoard's event files.
 LOG_NAMES = ("*.log", "*.json", "*.txt")
@@ -30,6 +31,8 @@ LAYERS = "moe_layers_"
 _UPDATES = "num_updates"
 # In the place of an update, where the record does not tell.
 UNKNOWN = -1
+# Characters of a line; what is longer, as in a file that is no log, is read in parts.
+LONGEST_LINE = 2**24
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 
 
@@ -131,8 +134,8 @@ def read_log(lines: Iterable[str]) -> Log:
             continue
         last = text
         try:
-            entry = read_entry(json.loads(text))
-        except json.JSONDecodeError:
+            entry = read_entry(parse_json(text))
+        except ValueError:
             if text.startswith('{"epoch"'):
                 log.damaged.append(number)
             continue
@@ -248,8 +251,20 @@ def _number(value: object) -> float | None:
     """Return the number that fairseq logged, often as text; None if it is none."""
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=open_ordinary) as file:
+            while line := file.readline(LONGEST_LINE):
+                yield line
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror or error}); give a log of fairseq-train, or its "
+            "--save-dir."
+        ) from error
 
 
 def find_log(path: Path) -> tuple[Log, list[Path]]:
@@ -259,7 +274,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     fairseq-validate printed into other files there is told by their names.
 
     Raises:
-        ValueError: the path does not exist, or it holds the records of no training or of several.
+        ValueError: the path does not exist or cannot be read, or it holds the records of no training or of several.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
@@ -267,8 +282,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     events = _matches(path, EVENT_NAMES) if path.is_dir() or "tfevents" in path.name else []
     logs = {}
     for text in (text for text in texts if text not in events):
-        with open(text, encoding="utf-8", errors="replace") as lines:
-            logs[text] = read_log(lines)
+        logs[text] = read_log(_lines_of(text))
     found = _without_copies({text: log for text, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)

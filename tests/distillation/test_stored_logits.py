@@ -132,9 +132,10 @@ def test_answers_to_another_text_are_refused(tmp_path):
 def test_a_folder_without_answers_needs_a_teacher(tmp_path):
     with pytest.raises(ValueError, match="holds no teacher's answers; give --distill-teacher"):
         opened(tmp_path, **{"the teacher": None})
-    (tmp_path / "about.json").write_text("{")
-    with pytest.raises(ValueError, match=r"about\.json is damaged"):
-        opened(tmp_path)
+    for damaged in ("{", "[" * 200_000, "null"):
+        (tmp_path / "about.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"about\.json is damaged"):
+            opened(tmp_path)
     (tmp_path / "about.json").unlink()
     os.mkfifo(tmp_path / "about.json")  # nobody writes into it
     with pytest.raises(ValueError, match=r"about\.json is damaged"):

@@ -69,7 +69,7 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     ]
     assert next(halves[0].models[0].parameters()).dtype == torch.bfloat16
     assert halves[0].translate(sources, **lengths) == halves[1].translate(sources, **lengths)
-    for refused in (model.score, model.fill_mask, model.classify):
+    for refused in (model.sample, model.score, model.fill_mask, model.classify):
         with pytest.raises(ValueError, match=r"is not for a translation model; call translate\.$"):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1

@@ -77,7 +77,12 @@ def replace(path, content):
 
 DAMAGES = {
     "missing": (lambda path, content: path.unlink(), "No such file"),
-    "a FIFO": (lambda path, content: (path.unlink(), os.mkfifo(path)), "Illegal seek"),
+    "a FIFO": (lambda path, content: (path.unlink(), os.mkfifo(path)), "it is no ordinary file"),
+    "a device": (
+        lambda path, content: (path.unlink(), path.symlink_to("/dev/zero")),
+        "it is no ordinary file",
+    ),
+    "a folder": (lambda path, content: (path.unlink(), path.mkdir()), "Is a directory"),
     "short": (lambda path, content: replace(path, content[:-9]), "its length is not what it was"),
     "longer": (
         lambda path, content: replace(path, content + b"."),
@@ -86,6 +91,10 @@ DAMAGES = {
     "cut in its header": (lambda path, content: replace(path, content[:99]), "before its header"),
     "no header": (
         lambda path, content: replace(path, b"\x01" + b"\0" * 7 + b"[" * 99),
+        "none of a safetensors file",
+    ),
+    "a deep header": (
+        lambda path, content: replace(path, (200_000).to_bytes(8, "little") + b"[" * 200_000),
         "none of a safetensors file",
     ),
     "a flipped bit": (

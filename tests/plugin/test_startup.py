@@ -5,6 +5,8 @@ GPUs of their node, and for ranks that see their own alone, as under Slurm; who 
 wrapper that experts do not survive; refusals and other errors; the format of the log; readers at the end.
 """
 
+import contextlib
+import logging
 import subprocess
 import sys
 from types import FunctionType, SimpleNamespace
@@ -15,9 +17,14 @@ from fairseq.data.iterators import BufferedIterator
 from omegaconf import OmegaConf
 
 from fairseq_tutel import train
-from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.plugin import wrapped
-from fairseq_tutel.plugin.startup import end_readers, join_torchrun
+from fairseq_tutel.moe.config import MoEConfig, StoreConfig
+from fairseq_tutel.plugin import opened_experts, startup, wrapped
+from fairseq_tutel.plugin.startup import (
+    end_readers,
+    excepthook,
+    join_torchrun,
+    refusals_are_sentences,
+)
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0)])
@@ -124,6 +131,38 @@ def test_what_ends_a_process_is_a_sentence_where_it_is_a_refusal(capsys, refused
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: model_dim (" if refused else "Traceback")
     assert not refused or len(lines) == 1
+
+
+def _refuse():
+    """Raise a refusal as if it were code of the package, with text of a file in it."""
+
+    def refuse():
+        raise ValueError("\x1b[31mred.pt is no checkpoint;\ngive another.")
+
+    FunctionType(refuse.__code__, {"__name__": "fairseq_tutel.anywhere"})()
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("wrapped_main", [True, False])
+def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeypatch):
+    """After the counters of an expert store; its traceback is logged under LOGLEVEL=DEBUG alone."""
+    caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
+    monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
+    monkeypatch.setattr(startup, "_at_end", [])
+    monkeypatch.setattr(opened_experts, "_tell", lambda *_: print("counters", file=sys.stderr))
+    store = opened_experts._store_of(StoreConfig("on-demand", "host"))
+    hook = excepthook(sys.__excepthook__)
+    try:
+        with refusals_are_sentences() if wrapped_main else contextlib.nullcontext():
+            _refuse()
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+    except ValueError as error:
+        hook(type(error), error, error.__traceback__)
+    store.close()
+    sentence = "error: \\x1b[31mred.pt is no checkpoint;\\ngive another."
+    assert capsys.readouterr().err.splitlines() == ["counters", sentence]
+    assert ("in _refuse\n" in caplog.text) == debug
 
 
 class Endless:

@@ -146,6 +146,7 @@ DAMAGED = {
     "no options": (lambda f: (f / "options.json").unlink(), "there is no options.json"),
     "no JSON": (lambda f: (f / INDEX).write_text("{"), "cannot be read as JSON"),
     "too deep": (lambda f: (f / INDEX).write_text("[" * 10**6), "cannot be read as JSON"),
+    "a pipe": (lambda f: ((f / INDEX).unlink(), os.mkfifo(f / INDEX)), "in which there is no"),
     "a list": (lambda f: (f / "options.json").write_text("[]"), "is not of version 1"),
     "newer": (edit("options.json", lambda c: c.update(fairseq_tutel=2)), "is not of version 1"),
     "elsewhere": (

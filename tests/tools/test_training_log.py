@@ -9,10 +9,12 @@ of a folder is a run's log; TensorBoard's files; the names of runs; the summary.
 
 import json
 import math
+import os
 import sys
 
 import pytest
 
+from fairseq_tutel.tools import training_log
 from fairseq_tutel.tools.report.page import duration, qualities_of, summary_row
 from fairseq_tutel.tools.training_log import Record, default_names, find_log, join, read_log
 
@@ -286,6 +288,30 @@ def test_without_tensorboard_one_sentence_says_what_to_install(tmp_path, monkeyp
         ValueError, match=r"need TensorBoard to be read; pip install tensorboard\.$"
     ):
         find_log(tmp_path)
+
+
+def test_lines_that_no_training_wrote_are_counted_as_damaged(monkeypatch, tmp_path):
+    """Too deep, numbers too large for Python or a float, and lines without an end."""
+    monkeypatch.setattr(training_log, "LONGEST_LINE", 6000)
+    deep = '{"epoch": ' + "[" * 200_000
+    path = tmp_path / "train.log"
+    huge = inner(4, much="x").replace('"x"', "9" * 400)
+    path.write_text("\n".join([inner(2), '{"epoch": ' + "9" * 5000 + "}", huge, "y" * 10_000]))
+    log, _ = find_log(path)
+    assert [entry.update for entry in log.entries] == [2, 4] and log.damaged == [2]
+    assert "much" not in log.entries[1].values
+    assert read_log([deep]).damaged == [1]
+    assert max(map(len, training_log._lines_of(path))) == 6000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
+    path = tmp_path / "log.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(
+        ValueError, match=r"log\.json cannot be read \(it is no ordinary file\); give"
+    ):
+        find_log(path)
 
 
 def test_tensorboard_files_of_several_runs_are_refused(tmp_path):

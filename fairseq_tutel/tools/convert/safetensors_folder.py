@@ -249,7 +249,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"--input names {path.parent}, in which there is no {path.name}.")
     try:
         found = parse_json(content_of(path), object_hook=special)
-    except (OSError, ValueError, TypeError, RecursionError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         raise ValueError(
             f"{path} cannot be read as JSON ({error}); give another folder."
         ) from error
