@@ -136,7 +136,8 @@ class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
         """Return the translation of each sentence, or of the one; `options` are those of `generate`."""
         if isinstance(sentences, str):
             return self.translate([sentences], beam, verbose, **options)[0]
-        return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
+        texts = _texts("sentences", sentences)
+        return hub_utils.GeneratorHubInterface.sample(self, texts, beam, verbose, **options)
 
     def string(self, tokens: torch.Tensor) -> str:
         """Return the words of tokens, as fairseq-generate prints them."""
