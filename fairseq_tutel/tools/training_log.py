@@ -274,7 +274,8 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     fairseq-validate printed into other files there is told by their names.
 
     Raises:
-        ValueError: the path does not exist or cannot be read, or holds no training's records or several's.
+        ValueError: the path does not exist or cannot be read, or it holds the records of no training or
+            of several.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")

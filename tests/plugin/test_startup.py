@@ -149,6 +149,7 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
     caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
     monkeypatch.setattr(startup, "_at_end", [])
+    monkeypatch.setattr(opened_experts, "_stores", {})  # no store of another test
     monkeypatch.setattr(opened_experts, "_tell", lambda *_: print("counters", file=sys.stderr))
     store = opened_experts._store_of(StoreConfig("on-demand", "host"))
     hook = excepthook(sys.__excepthook__)
