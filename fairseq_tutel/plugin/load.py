@@ -23,7 +23,9 @@ from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.flags import refuse_misspelt
 from fairseq_tutel.plugin.literals import refuse_code
-from fairseq_tutel.plugin.run_config import mark_as_opened
+from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
+from fairseq_tutel.plugin.resume import mapped
+from fairseq_tutel.plugin.run_config import mark_as_opened, root_of
 from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
@@ -132,6 +134,27 @@ def tell_of_rounded(state: Any, path: str) -> None:
         )
 
 
+def refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
+    """Refuse --moe-expert-store pregated before any tensor of a model without --moe-pregate is read.
+
+    Args:
+        path: of the file.
+        overrides: of --model-overrides; where a command makes its task itself, they lack the task's options.
+
+    Raises:
+        ValueError: naming the fix.
+    """
+    task = getattr(root_of(None), "task", None)
+    policy = str(overrides.get("moe_expert_store", getattr(task, "moe_expert_store", "")))
+    if policy != "pregated" or not os.path.isfile(path):
+        return
+    state = mapped(path)
+    if any(".experts." in key for key in state["model"]):
+        models = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
+        models = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
+        refuse_without_pregating(policy, any(model.get("moe_pregate") for model in models))
+
+
 def add_system_options(state: Any, overrides: Mapping[str, Any] | None) -> None:
     """Give a task the options of ours that an older file lacks: stock overrides what is there alone."""
     task: Any = (state.get("cfg") or {}).get("task")
@@ -164,6 +187,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         if is_for_use:
             refuse_torn(path)
         try:
+            if is_for_use:
+                refuse_store(path, arg_overrides or {})
             state = original(path, arg_overrides, bool(load_on_all_ranks))
         except NOT_FAIRSEQS as error:
             if is_of_the_machine(error):
