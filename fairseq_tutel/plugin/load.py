@@ -139,7 +139,7 @@ def refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
 
     Args:
         path: of the file.
-        overrides: of --model-overrides; where a command makes its task itself, they lack the task's options.
+        overrides: of --model-overrides; they lack the options of a task that a command makes itself.
 
     Raises:
         ValueError: naming the fix.
@@ -150,9 +150,9 @@ def refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
         return
     state = mapped(path)
     if any(".experts." in key for key in state["model"]):
-        models = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
-        models = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
-        refuse_without_pregating(policy, any(model.get("moe_pregate") for model in models))
+        models: list[Any] = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
+        options = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
+        refuse_without_pregating(policy, any(each.get("moe_pregate") for each in options))
 
 
 def add_system_options(state: Any, overrides: Mapping[str, Any] | None) -> None:
