@@ -19,6 +19,7 @@ from torch import Tensor
 PACKINGS = ("bf16", "int8", "int4")
 LARGEST = {"int8": 127, "int4": 7}
 SCALE_BYTES = 4
+BLOCK = 2**18  # numbers
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,19 @@ class RoundingError:
         return math.sqrt(self._differences / self._squares) if self._squares else 0.0
 
     def add(self, values: Tensor, rounded: Tensor) -> None:
-        """Take a tensor [..., W] into account."""
-        values_RW = values.detach().double().flatten(0, -2)
-        squares_R = values_RW.square().sum(1)
-        differences_R = (rounded.double().flatten(0, -2) - values_RW).square().sum(1)
+        """Take a tensor [..., W] into account; numbers in float64 are there for some rows at a time."""
+        rows = max(1, BLOCK // max(1, values.shape[-1]))
+        blocks = zip(
+            *(x.detach().flatten(0, -2).split(rows) for x in (values, rounded)), strict=True
+        )
+        sums = [_sums(own.double(), other.double()) for own, other in blocks]
+        squares_R, differences_R = map(torch.cat, zip(*sums, strict=True))
         self._squares += float(squares_R.sum())
         self._differences += float(differences_R.sum())
         rows_R = (differences_R / squares_R.masked_fill(squares_R == 0, 1)).sqrt()
         self.worst_row = max([self.worst_row, *rows_R.max(0, keepdim=True).values.tolist()])
+
+
+def _sums(values_RW: Tensor, rounded_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squares of rows, and those of what rounding changed, summed over each [R]."""
+    return values_RW.square().sum(1), (rounded_RW - values_RW).square_().sum(1)

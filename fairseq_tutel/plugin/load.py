@@ -24,8 +24,9 @@ from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
 from fairseq_tutel.plugin.literals import refuse_code
-from fairseq_tutel.plugin.resume import checkpoint_to_load
-from fairseq_tutel.plugin.run_config import mark_as_opened, say_what_has_no_effect_on
+from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
+from fairseq_tutel.plugin.resume import checkpoint_to_load, mapped
+from fairseq_tutel.plugin.run_config import mark_as_opened, root_of, say_what_has_no_effect_on
 from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,27 @@ def tell_of_rounded(state: Any, path: str) -> None:
         )
 
 
+def refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
+    """Refuse --moe-expert-store pregated before any tensor of a model without --moe-pregate is read.
+
+    Args:
+        path: of the file.
+        overrides: of --model-overrides; they lack the options of a task that a command makes itself.
+
+    Raises:
+        ValueError: naming the fix.
+    """
+    task = getattr(root_of(None), "task", None)
+    policy = str(overrides.get("moe_expert_store", getattr(task, "moe_expert_store", "")))
+    if policy != "pregated" or not os.path.isfile(path):
+        return
+    state = mapped(path)
+    if any(".experts." in key for key in state["model"]):
+        models: list[Any] = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
+        options = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
+        refuse_without_pregating(policy, any(each.get("moe_pregate") for each in options))
+
+
 def add_system_options(state: Any, overrides: Mapping[str, Any] | None) -> None:
     """Give a task the options of ours that an older file lacks: stock overrides what is there alone."""
     task: Any = (state.get("cfg") or {}).get("task")
@@ -166,6 +188,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         if is_for_use:
             refuse_torn(path)
         try:
+            if is_for_use:
+                refuse_store(path, arg_overrides or {})
             state = original(path, arg_overrides, bool(load_on_all_ranks))
         except NOT_FAIRSEQS as error:
             if is_of_the_machine(error):

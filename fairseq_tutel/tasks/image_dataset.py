@@ -74,9 +74,13 @@ class ImageDataset(FairseqDataset):
         return len(self.images)
 
     def ordered_indices(self) -> np.ndarray:
-        """Return the indices of the epoch: in training shuffled, where stock shuffles batches alone."""
+        """Return the indices of the epoch, shuffled: stock shuffles at most the batches.
+
+        A validation set has the same order in every epoch. Folders list images by class; metrics of experts
+        are averages over batches, and those of a batch of one class would describe that class.
+        """
         if self.seed is None:
-            return np.arange(len(self))
+            return order_of(0, 0, len(self))
         return self._epoch * len(self) + order_of(self.seed, self._epoch, len(self))
 
     def batch_by_size(

@@ -106,6 +106,20 @@ class Run:
         return max(record.update for record in self._all)
 
     @property
+    def unit(self) -> str:
+        """The unit of `wps`: an image counts as one token, so that batches hold as many as samples."""
+        sizes = [
+            (r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}
+        ]
+        return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
+
+    @property
+    def balance_losses(self) -> set[str]:
+        """The names of the balance losses, as in --moe-balance-loss."""
+        found = {re.fullmatch(r"moe_(.+)_loss", key) for r in self._all for key in r.values}
+        return {match[1] for match in found if match} - {"gate"}
+
+    @property
     def _all(self) -> list[Record]:
         return [record for records in self.records.values() for record in records]
 
@@ -114,6 +128,11 @@ def list_keys(prefix: str, records: list[Record]) -> list[str]:
     """Return the keys of the records' lists that begin so, in the order of logging."""
     keys = dict.fromkeys(key for record in records for key in record.lists)
     return [key for key in keys if key.startswith(prefix)]
+
+
+def units_of(runs: Iterable[Run]) -> str:
+    """Return the units of all runs' `wps`: tokens, images, or "images or tokens"."""
+    return " or ".join(sorted({run.unit for run in runs}))
 
 
 def layer_of(key: str, prefix: str) -> str:

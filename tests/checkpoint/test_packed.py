@@ -1,7 +1,8 @@
 """Experts in fewer bits: within half a step of what they were, read by whatever reads shards, and said.
 
-Covered: every packing of odd and even widths, rows of zeros, dtypes; the errors that records hold; any part
-of any cut; `convert sharded --expert-dtype` and back, what of a checkpoint stays; `inspect`; refusals.
+Covered: every packing of odd and even widths, rows of zeros, dtypes; the errors that records hold, also by
+row blocks; any part of any cut; `convert sharded --expert-dtype` and back, what of a checkpoint stays;
+`inspect`; refusals.
 """
 
 import json
@@ -10,8 +11,9 @@ import pytest
 import torch
 from moe_files import D, E, H, save
 from tool_in_process import convert, refusal, tool
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_tutel.checkpoint import shards
+from fairseq_tutel.checkpoint import packed, shards
 from fairseq_tutel.checkpoint.packed import LARGEST, PACKINGS, Packed, RoundingError
 from fairseq_tutel.ranks.groups import Slice, cut
 
@@ -43,6 +45,30 @@ def test_errors_are_what_they_are_called():
     error.add(values, rounded)
     assert error.relative == pytest.approx(0.5 / 50**0.5)
     assert error.worst_row == pytest.approx(0.1)
+
+
+class LargestFloat64(TorchDispatchMode):
+    """Remembers the most numbers that a tensor in float64 has had."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            self.found = max(self.found, out.numel())
+        return out
+
+
+def test_errors_of_a_large_tensor_are_those_of_its_row_blocks(monkeypatch):
+    values = torch.randn(3, 7, 10)
+    rounded, whole, by_rows = values + 0.1 * torch.randn(3, 7, 10), RoundingError(), RoundingError()
+    whole.add(values, rounded)
+    monkeypatch.setattr(packed, "BLOCK", 45)  # of which the last block is not full
+    with LargestFloat64() as largest:
+        by_rows.add(values, rounded)
+    assert largest.found == 40
+    assert by_rows.relative == pytest.approx(whole.relative)
+    assert by_rows.worst_row == pytest.approx(whole.worst_row)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -18,16 +18,16 @@ def tones(folder):
     """Write and list utterances of 2 to 5 letters; return the folder.
 
     There are SPLIT.tsv, which fairseq calls a manifest, SPLIT.ltr, the text, SPLIT.km, a label a frame, and
-    SPLIT.first, the first letter.
+    SPLIT.first, the first letter. The sounds have names that fairseq takes for subsets, in a folder below.
     """
-    folder.mkdir(parents=True)
+    (folder / "wav").mkdir(parents=True)
     for name in ("ltr", "km", "first"):
         (folder / f"dict.{name}.txt").write_text("".join(f"{of} 1\n" for of in LETTERS))
     for split, count in (("train", 24), ("valid", 6)):
-        rng, manifest, texts, frames = np.random.default_rng(count), [str(folder)], [], []
+        rng, manifest, texts, frames = np.random.default_rng(count), [str(folder / "wav")], [], []
         for i in range(count):
             letters = rng.integers(len(LETTERS), size=rng.integers(2, 6))
-            path = folder / f"sound_{split}_{i:02}.wav"
+            path = folder / "wav" / f"{split}{i:02}.wav"
             size = _play(path, letters, rng)
             manifest.append(f"{path.name}\t{size}")
             texts.append(" ".join(LETTERS[of] for of in letters))
@@ -45,7 +45,7 @@ def banks(sounds, folder):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     for split in ("train", "valid"):
-        paths = sorted(sounds.glob(f"sound_{split}_*.wav"))
+        paths = sorted((sounds / "wav").glob(f"{split}*.wav"))
         words = [folder, *paths, "--split", split, "--text", sounds / f"{split}.ltr", "--bins", 16]
         with mock.patch.object(sys, "argv", ["filter_banks.py", *map(str, words)]):
             script.main()

@@ -182,6 +182,28 @@ def test_accuracies_are_drawn_where_there_are_some():
     assert titles[:2] == accuracy and "Perplexity against updates" not in titles
 
 
+@pytest.mark.parametrize(
+    "loss, text",
+    [
+        ("moe_gshard_loss", "Unweighted: gshard. gshard and switch are 1 at an even load, and E"),
+        ("moe_load_importance_tutel_loss", "Unweighted: load_importance_tutel."),
+    ],
+)
+def test_a_run_of_images_names_its_unit_and_its_balance_loss(loss, text):
+    values = {"wps": "80", "wpb": "16", "bsz": "16", "moe_gate_loss": "2", loss: "2"}
+    log = [json.dumps({"epoch": 1, "num_updates": u, **values}) for u in (3, 6)]
+    pictures = [
+        picture
+        for section in curve_sections({"images": join(read_log(log))})
+        for of in section.groups.values()
+        for picture in of
+    ]
+    balance, speed = pictures
+    assert balance.text.startswith(text) and ("gshard" in balance.text) == ("gshard" in loss)
+    assert speed.title == "Images per second against updates"
+    assert "images per second" in words_of(ElementTree.fromstring(speed.svg))
+
+
 def test_the_table_holds_the_numbers_of_the_log(page, runs):
     rows = [page.cells[:9], page.cells[9:]]
     for name, save_dir, row in zip(("dense", "moe"), runs, rows, strict=True):

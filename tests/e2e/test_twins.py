@@ -12,6 +12,7 @@ import pytest
 import torch
 from cli import fairseq, refused
 from equality import facts_of, learns, same_weights
+from fairseq.data import data_utils
 from models import COMMON, EXPERTS, SOUND_DIR, lm_args, mt_args
 from sounds import banks, tones
 
@@ -178,6 +179,10 @@ OF_BANKS = {
     "s2t_conformer": ("--conv-channels", 16, "--depthwise-conv-kernel-size", 3),
     "convtransformer": ("--input-feat-per-channel", 16),
 }
+
+
+def test_fairseq_takes_no_filter_bank_for_a_subset(sound_data, tmp_path):
+    assert data_utils._find_extra_valid_paths(str(banks(sound_data, tmp_path))) == set()
 
 
 @pytest.mark.parametrize("kind", one_quick(OF_BANKS))

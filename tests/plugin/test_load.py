@@ -3,7 +3,7 @@
 Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file and in
 its options; pipes and folders; classes
 that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
-a file of another model; experts in fewer bits.
+a file of another model; experts in fewer bits; an expert store that the model cannot use.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
+from fairseq_tutel.plugin import run_config
 from fairseq_tutel.plugin.differences import end_where_it_differs
 from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
@@ -88,6 +89,34 @@ def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path)
     overrides = {"moe_expert_store": "on-demand", "seed": 3}
     task = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)["cfg"]["task"]
     assert task == {"data": "x", "moe_expert_store": "on-demand"}
+
+
+@pytest.mark.parametrize("of_command", [False, True])
+def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(
+    of_command, tmp_path, monkeypatch
+):
+    """The option comes as an override, or with the command's own task."""
+    task = argparse.Namespace(moe_expert_store="pregated")
+    monkeypatch.setattr(run_config, "_running", [argparse.Namespace(task=task)] * of_command)
+    overrides = {} if of_command else vars(task)
+    experts = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
+    plain, dense = written(tmp_path, model=experts), tmp_path / "dense.pt"
+    load, mapped = torch.load, []
+
+    def counted(*args, **kwargs):
+        mapped.append(kwargs.get("mmap"))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", counted)
+    with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but no block"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(plain), overrides)
+    assert mapped == [True]
+    checkpoint_utils.load_checkpoint_to_cpu(str(plain), {**overrides, "moe_pregate": 1})
+    torch.save(STATE, dense)
+    checkpoint_utils.load_checkpoint_to_cpu(str(dense), overrides)
+    pregated = written(tmp_path, model=experts, cfg={"model": {"moe_pregate": 1}})
+    checkpoint_utils.load_checkpoint_to_cpu(str(pregated), overrides)
+    assert mapped == [True, *[True, None] * 3]
 
 
 FOREIGN = {

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
+from fairseq_tutel.tasks import image_dataset
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import UnreadableImageError, open_images
@@ -94,11 +95,18 @@ def test_an_epoch_is_a_shuffle_of_the_images_in_full_batches(images):
     assert {frozenset(orders[0][i : i + 4]) for i in range(0, N, 4)}.isdisjoint(
         {frozenset(orders[1][i : i + 4]) for i in range(0, N, 4)}
     )
-    looked_at = list(
-        iterator_of(dataset_of(images, None, **AUGMENTED)).next_epoch_itr(shuffle=False)
-    )
-    assert torch.cat([batch["id"] for batch in looked_at]).tolist() == list(range(N))
-    assert "mixed" not in looked_at[0]
+
+
+def test_validation_has_one_order_in_which_every_batch_is_of_several_classes(images):
+    images.labels_N = np.sort(images.labels_N)  # as folders of classes list them
+    orders = []
+    for epoch in (1, 2):
+        iterator = iterator_of(dataset_of(images, None, **AUGMENTED), epoch)
+        batches = list(iterator.next_epoch_itr(shuffle=False))
+        orders.append(torch.cat([batch["id"] for batch in batches]).tolist())
+        assert all(len(batch["target"].unique()) > 1 for batch in batches)
+        assert "mixed" not in batches[0]
+    assert orders[0] == orders[1] and sorted(orders[0]) == list(range(N))
 
 
 def test_workers_change_nothing(images):
@@ -147,9 +155,14 @@ def break_images(images, monkeypatch, broken):
     monkeypatch.setattr(images, "read", torn)
 
 
+@pytest.fixture
+def unshuffled(monkeypatch):
+    monkeypatch.setattr(image_dataset, "order_of", lambda seed, epoch, count: np.arange(count))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_is_named_once_and_left_out_of_its_batch(
-    images, monkeypatch, caplog, workers
+    images, unshuffled, monkeypatch, caplog, workers
 ):
     broken = {1, 9, 12, 13, 14, 15}
     break_images(images, monkeypatch, broken)
@@ -167,7 +180,7 @@ def test_an_unreadable_image_is_named_once_and_left_out_of_its_batch(
         ]
 
 
-def test_an_unreadable_image_is_refused_in_a_sentence(images, monkeypatch):
+def test_an_unreadable_image_is_refused_in_a_sentence(images, unshuffled, monkeypatch):
     break_images(images, monkeypatch, {1})
     batch = next(iterator_of(dataset_of(images, None), workers=1).next_epoch_itr(shuffle=False))
     assert batch == {

@@ -174,6 +174,40 @@ def test_of_a_sharded_checkpoint_no_two_experts_are_in_memory(words, tmp_path):
     assert is_whole(str(tmp_path / "c.pt")) and not left
 
 
+def test_stock_opens_what_convert_full_wrote(tmp_path):
+    source, shards = save(tmp_path / "a.pt"), tmp_path / "b.pt"
+    convert("sharded", "--input", source, "--output", shards)
+    convert("full", "--input", shards, "--output", tmp_path / "c.pt")
+    ours = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        found, expected = (
+            torch.load(path, weights_only=True) for path in (tmp_path / "c.pt", source)
+        )
+    finally:
+        torch.serialization.add_safe_globals(ours)
+    assert flat(found) == flat(expected)
+
+
+def test_convert_full_that_has_no_room_for_its_second_stack_leaves_nothing(tmp_path):
+    convert("sharded", "--input", save(tmp_path / "a.pt"), "--output", tmp_path / "b.pt")
+    before, reserve, reserved = everything(tmp_path), os.posix_fallocate, []
+
+    def full(*words):
+        reserved.append(words)
+        if len(reserved) > 1:
+            raise OSError(28, "No space left on device")
+        reserve(*words)
+
+    with mock.patch("os.posix_fallocate", full):
+        message = refusal("full", "--input", tmp_path / "b.pt", "--output", tmp_path / "c.pt")
+    assert message == (
+        f"--output {tmp_path / 'c.pt'} could not be written (No space left on device); make room, or give "
+        "another place."
+    )
+    assert everything(tmp_path) == before
+
+
 def test_pieces_are_written_as_safetensors_writes_them(tmp_path):
     values = {
         "10.b": torch.ones(3, dtype=torch.uint8),

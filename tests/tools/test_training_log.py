@@ -2,7 +2,7 @@
 
 Covered: captured output, hydra's lines and the JSON alone; other lines; the copies that fairseq's file
 handlers make; cut-off lines; nan, infinity, lists, text; several processes in one log; which file
-of a folder is a run's log; TensorBoard's files; the names of runs; the summary.
+of a folder is a run's log; TensorBoard's files; the names of runs; the summary; the unit of its speed.
 """
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
@@ -16,7 +16,14 @@ import pytest
 
 from fairseq_tutel.tools import training_log
 from fairseq_tutel.tools.report.page import duration, qualities_of, summary_row
-from fairseq_tutel.tools.training_log import Record, default_names, find_log, join, read_log
+from fairseq_tutel.tools.training_log import (
+    Record,
+    default_names,
+    find_log,
+    join,
+    read_log,
+    units_of,
+)
 
 
 def inner(update, loss="3.5", wall=None, **stats):
@@ -211,6 +218,18 @@ def test_the_summary_has_the_accuracy_beside_the_perplexity_where_runs_log_them(
     assert rows[1] == ["9.00", "9.50", "9.50 at update 4", "–", "–", "–"]
     of_each = [[q.key for q in qualities_of({n: run})] for n, run in runs.items()]
     assert of_each == [["accuracy"], ["ppl"]]
+
+
+def test_the_speed_of_images_is_not_called_tokens():
+    images = run_of(inner(2, wps="80", wpb="16", bsz="16"), inner(4, wps="80", wpb="8", bsz="8"))
+    words = run_of(inner(2, wps="900", wpb="300", bsz="16"))
+    units = {
+        "Images per second, median": (images,),
+        "Tokens per second, median": (words,),
+        "Images or tokens per second, median": (images, words),
+    }
+    for heading, runs in units.items():
+        assert summary_row("one", runs[0], units=units_of(runs))[heading] in ("80", "900")
 
 
 def test_durations():

@@ -3,6 +3,7 @@
 A run reads either by itself; this is for files that are kept, sent or opened by others, and for small
 machines: --expert-dtype stores the experts' matrices in fewer bits, int8 and int4 with a scale for each
 row. How far that moved the weights is in the file (`inspect` says it); the optimizer's state stays.
+While it runs, `convert full` of a sharded checkpoint needs free disk space for about twice its output.
 """
 
 import argparse

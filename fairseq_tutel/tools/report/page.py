@@ -17,7 +17,7 @@ from typing import Any
 
 from fairseq_tutel import __version__
 from fairseq_tutel.tools.arguments import needing, refuse_output, writing
-from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join
+from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join, units_of
 
 NOTHING = "–"
 
@@ -83,7 +83,10 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template("report.html.j2").render(
-        rows=[summary_row(name, run, qualities_of(runs)) for name, run in runs.items()],
+        rows=[
+            summary_row(name, run, qualities_of(runs), units_of(runs.values()))
+            for name, run in runs.items()
+        ],
         sections=[section for section in sections_of(runs) if any(section.groups.values())],
         runs=runs,
         files=files,
@@ -113,7 +116,7 @@ def qualities_of(runs: dict[str, Run]) -> list[Quality]:
 
 
 def summary_row(
-    name: str, run: Run, qualities: Sequence[Quality] = (PERPLEXITY,)
+    name: str, run: Run, qualities: Sequence[Quality] = (PERPLEXITY,), units: str = "tokens"
 ) -> dict[str, str]:
     """Return the cells of a run by their headings; validation is that of one subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
@@ -132,7 +135,7 @@ def summary_row(
             ),
         }
     return row | {
-        "Tokens per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
+        f"{units.capitalize()} per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
         "Training time": duration(run.seconds),
         "MoE layers × experts": _layers(run),
         "Ranks": ", then ".join(map(str, run.ranks)) or NOTHING,

@@ -3,7 +3,7 @@
 import base64
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fairseq_tutel.tools.report.figures import (
     COLORS,
@@ -17,7 +17,16 @@ from fairseq_tutel.tools.report.figures import (
     line_chart,
     scale_of,
 )
-from fairseq_tutel.tools.training_log import DROPPED, LAYERS, LOAD, Record, Run, layer_of, list_keys
+from fairseq_tutel.tools.training_log import (
+    DROPPED,
+    LAYERS,
+    LOAD,
+    Record,
+    Run,
+    layer_of,
+    list_keys,
+    units_of,
+)
 
 HOUR = 3600  # seconds
 # Of all heat maps of a section together, so that many layers do not make a page of many megabytes.
@@ -62,7 +71,7 @@ class Chart:
 
     `keys` is a pattern for what fairseq logs; where it has a group, every match is a curve, which
     `part` names. `unit` labels the axis, `text` says how to read the picture; `unless_zero` leaves it out
-    where all is 0.
+    where all is 0. Words in braces are those of `_words_of`.
     """
 
     title: str
@@ -98,8 +107,7 @@ SECTIONS = {
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "Unweighted. The gshard loss is 1 at an even load, and E if one of E experts has all.",
-              validation=True),
+              "{balance}", validation=True),
         Chart("Gate entropy", "entropy_gating", "entropy (nats)",
               "How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
               validation=True),
@@ -118,7 +126,7 @@ SECTIONS = {
               part="choice {}", from_zero=True, unless_zero=True),
     ],
     ("speed", "Speed", ""): [
-        Chart("Tokens per second", "wps", "tokens per second",
+        Chart("{Units} per second", "wps", "{units} per second",
               "Of all ranks together. Dips are validation, checkpoints or other work on the machine.",
               from_zero=True),
         Chart("Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
@@ -137,14 +145,30 @@ SECTIONS = {
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of curves, each with the pictures that the runs have numbers for."""
-    made = []
-    for (name, title, text), charts in SECTIONS.items():
+    made, words = [], _words_of(runs)
+    for (name, title, text), templates in SECTIONS.items():
         section = Section(name, title, text)
+        charts = [_in_these_words(chart, words) for chart in templates]
         section.groups[""] = [p for chart in charts for p in _pictures(chart, runs)]
         timed = [chart for chart in charts if chart.against_time]
         section.groups["Against time"] = [p for c in timed for p in _pictures(c, runs, time=True)]
         made.append(section)
     return made
+
+
+def _in_these_words(chart: Chart, words: dict[str, str]) -> Chart:
+    title, unit, text = (part.format(**words) for part in (chart.title, chart.unit, chart.text))
+    return replace(chart, title=title, unit=unit, text=text)
+
+
+def _words_of(runs: dict[str, Run]) -> dict[str, str]:
+    """Return the words of charts that depend on what the runs trained."""
+    units = units_of(runs.values())
+    names = sorted(set().union(*(run.balance_losses for run in runs.values())))
+    balance = f"Unweighted: {', '.join(names)}." if names else "Unweighted."
+    if any(name.startswith(("gshard", "switch")) for name in names):
+        balance += " gshard and switch are 1 at an even load, and E if one of E experts has all."
+    return {"units": units, "Units": units.capitalize(), "balance": balance}
 
 
 def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
