@@ -3,7 +3,7 @@
 Covered: both forms open in fairseq with every weight in its place and the sizes that the file says; the
 logits are those that the tensors give; without second biases; beside a configuration; a window trained at
 another scale; a new head, and some classes of the old one; experts of it by `convert upcycle`, and back;
-what is no such file.
+released experts, whole and split over ranks, in all forms of files; what is no such file.
 """
 
 import math
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import checkpoint_utils
+from test_convert_tutel import part_of
 from tool_in_process import convert, refusal
 
 from fairseq_tutel.plugin import register
@@ -22,6 +23,7 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 register()
 DEPTHS, HEADS, DIM, PATCH, CLASSES = (1, 2, 1), (1, 2, 4), 8, 2, 5
 SIDE, WINDOW = 32, 4  # of the images and windows whose logits are compared
+MOE, EXPERTS = "mlp._moe_layer.", ("fc1_w", "fc2_w", "fc1_bias", "fc2_bias")
 
 
 def offsets(window, trained):
@@ -82,7 +84,26 @@ def attended(p, x, heads, mask):
     return F.linear(y, p["proj.weight"], p["proj.bias"])
 
 
-def logits(theirs, images):
+def by_experts(own, x, top_k):
+    """Return a released MoE layer's output for images [B, side, side, D], where nothing is dropped."""
+    p = {k.removeprefix(MOE): t for k, t in own.items() if k.startswith(MOE)}
+    if "gates.0.wg.weight" in p:
+        scores = x @ p["gates.0.wg.weight"].T
+    else:
+        weight, bias = (p[f"gates.0.cosine_projector.{kind}"] for kind in ("weight", "bias"))
+        directions = F.normalize(p["gates.0.sim_matrix"], dim=0)
+        scores = F.normalize(F.linear(x, weight, bias), dim=-1) @ directions
+        scores = scores * p["gates.0.temperature"].clamp(max=math.log(100)).exp()
+    probs = scores.softmax(-1)
+    chosen, y = probs.topk(top_k).indices, torch.zeros_like(x)
+    for e in range(probs.shape[-1]):
+        w1, w2, b1, b2 = (p[f"experts.batched_{name}"][e] for name in EXPERTS)
+        weight = probs[..., e] * (chosen == e).any(-1)
+        y += weight.unsqueeze(-1) * (F.gelu(F.linear(x, w1, b1)) @ w2 + b2)
+    return y
+
+
+def logits(theirs, images, top_k=1):
     """Return what a released state dict computes of images, by plain torch."""
     w = {k: t.double() if t.is_floating_point() else t for k, t in theirs.items()}
 
@@ -105,6 +126,8 @@ def logits(theirs, images):
                 return images_of(y, x.shape[1]).roll((shift, shift), (1, 2))
 
             def step(x, own=own):
+                if "mlp.fc1.weight" not in own:
+                    return by_experts(own, x, top_k)
                 x = F.gelu(F.linear(x, own["mlp.fc1.weight"], own["mlp.fc1.bias"]))
                 return F.linear(x, own["mlp.fc2.weight"], own.get("mlp.fc2.bias"))
 
@@ -166,6 +189,69 @@ def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
     return drawn | tables
 
 
+def scaled(theirs):
+    """Return the weights small enough for logits of few digits; tables stay."""
+    kept = ("table", "mask")
+    return {
+        k: v * 0.3 if v.is_floating_point() and not any(word in k for word in kept) else v
+        for k, v in theirs.items()
+    }
+
+
+def released_experts(experts, cosine=False, fc2_bias=False, blocks=((1, 1),)):
+    """Return a released SwinV2-MoE with experts in some blocks, (stage, index)."""
+    theirs = released("moe", (WINDOW, WINDOW, WINDOW))
+    generator = torch.Generator().manual_seed(2)
+    for i, j in blocks:
+        block, dim = f"layers.{i}.blocks.{j}.", DIM * 2**i
+        theirs = {k: t for k, t in theirs.items() if not k.startswith(f"{block}mlp")}
+        shapes = {
+            "experts.batched_fc1_w": (experts, 4 * dim, dim),
+            "experts.batched_fc2_w": (experts, 4 * dim, dim),
+            "experts.batched_fc1_bias": (experts, 4 * dim),
+            "experts.batched_fc2_bias": (experts, dim),
+        }
+        if cosine:
+            shapes |= {
+                "gates.0.cosine_projector.weight": (6, dim),
+                "gates.0.cosine_projector.bias": (6,),
+                "gates.0.sim_matrix": (6, experts),
+                "gates.0.temperature": (1,),
+            }
+        else:
+            shapes["gates.0.wg.weight"] = (experts, dim)
+        for name, shape in shapes.items():
+            theirs[block + MOE + name] = torch.randn(shape, generator=generator)
+        if not fc2_bias:
+            theirs[f"{block}{MOE}experts.batched_fc2_bias"].zero_()
+    return scaled(theirs)
+
+
+def of_rank(theirs, ranks, rank):
+    """Return the state dict that one of the ranks has: a part of the experts, all else."""
+    return {
+        name: part_of(name, t, ranks, rank) if "_moe_layer.experts." in name else t
+        for name, t in theirs.items()
+    }
+
+
+def save_ranks(theirs, ranks, path, **beside):
+    """Save as a training does before its end: every rank all that it has."""
+    for rank in range(ranks):
+        torch.save({"model": of_rank(theirs, ranks, rank), **beside}, f"{path}.rank{rank}")
+
+
+def save_final(theirs, ranks, path):
+    """Save as a training does at its end; second biases are frozen, so no part of the experts."""
+    for rank in range(ranks):
+        own = of_rank(theirs, ranks, rank)
+        moe = {n: t for n, t in own.items() if "experts." in n and not n.endswith("fc2_bias")}
+        torch.save({"model": moe}, f"{path}.rank{rank}")
+        if rank == 0:
+            rest = {n: t for n, t in own.items() if n not in moe}
+            torch.save({"model": rest}, f"{path}.master")
+
+
 @pytest.fixture
 def released_file(tmp_path):
     """Return a function that writes a released file."""
@@ -210,11 +296,7 @@ def test_a_released_model_opens_with_every_weight_in_its_place(released_file, tm
 @pytest.mark.parametrize("form", ["v2", "moe"])
 def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypatch):
     """Of files as their training saves them, with a configuration of a class that is not there."""
-    theirs = released(form, (WINDOW, WINDOW, WINDOW))
-    theirs = {
-        k: v * 0.3 if v.is_floating_point() and "table" not in k and "mask" not in k else v
-        for k, v in theirs.items()
-    }
+    theirs = scaled(released(form, (WINDOW, WINDOW, WINDOW)))
     if not fc2_bias:
         theirs = {name: t for name, t in theirs.items() if not name.endswith("fc2.bias")}
 
@@ -240,6 +322,91 @@ def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypat
         images = torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
         expected = logits(theirs, images)[:, classes]
         torch.testing.assert_close(opened(output)[0].double()(images), expected, rtol=0, atol=1e-6)
+
+
+ALL = [(i, j) for i, depth in enumerate(DEPTHS) for j in range(depth)]
+# Experts, ranks, whether the gate is the cosine one, how it is saved, what --input names.
+SAVED = {
+    "whole experts, at the end": (4, 2, False, "final", "x.pth"),
+    "split experts, at the end": (2, 4, True, "final", "x.pth.master"),
+    "whole experts, midway": (4, 2, True, "midway", "x.pth.rank0"),
+    "split experts, midway": (2, 4, False, "midway", "x.pth"),
+    "one rank, all blocks": (3, 1, False, "global", "x.pth"),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_the_logits_of_released_experts_are_those_of_the_tensors(tmp_path, case):
+    experts, ranks, cosine, how, named = SAVED[case]
+    blocks, top_k = ALL if "all blocks" in case else [(1, 1)], 1
+    theirs = released_experts(experts, cosine, how != "final", blocks)
+    if how == "final":
+        theirs["layers.1.blocks.1.mlp._moe_layer._num_global_experts"] = torch.tensor(experts)
+        save_final(theirs, ranks, tmp_path / "x.pth")
+    elif how == "midway":
+        top_k = 2
+        options = {"TOP_VALUE": top_k, "NORMALIZE_GATE": False, "CAPACITY_FACTOR": 2.0}
+        config = {"MODEL": {"SWIN_MOE": options}}
+        save_ranks(theirs, ranks, tmp_path / "x.pth", config=config, epoch=3)
+    else:
+        torch.save({"model": theirs}, tmp_path / "x.pth.global")
+    output = tmp_path / "ours.pt"
+    said = convert("swin", "--input", tmp_path / named, "--output", output)
+    gate = "cosine" if cosine else "linear"
+    assert "swin_v2_moe, form moe" in said
+    labels = ", ".join(f"stages_{i}_{j}" for i, j in blocks)
+    assert f"{experts} experts, top-{top_k}, {gate} gate, in {labels}\n" in said
+    images = torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
+    model = opened(output)[0].double()
+    capacity = 2.0 if how == "midway" else 1.25
+    assert [own.config.capacity_factor for own in moe_layers(model)] == [capacity] * len(blocks)
+    torch.testing.assert_close(model(images), logits(theirs, images, top_k), rtol=0, atol=1e-6)
+
+
+def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
+    theirs, block = released_experts(4), "layers.1.blocks.1.mlp._moe_layer."
+
+    def of(change, remove=(), ranks=2, save=save_final):
+        for old in tmp_path.glob("x.pth*"):
+            old.unlink()
+        changed = dict(theirs)
+        change(changed)
+        save(changed, ranks, tmp_path / "x.pth")
+        for end in remove:
+            (tmp_path / f"x.pth.{end}").unlink()
+        return refusal("swin", "--input", tmp_path / "x.pth", "--output", tmp_path / "o.pt")
+
+    def same(weights):
+        pass
+
+    assert "x.pth.rank0 is missing" in of(same, ["rank0"])
+    assert "which are not 4 experts; give the files of all ranks of" in of(same, ["rank1"])
+    assert "4 experts in layers.1.blocks.1.mlp._moe_layer, which 3 ranks cannot hold; give" in of(
+        same, ["rank3"], ranks=4
+    )
+    assert "lacks experts.batched_fc1_w; give the files of all ranks of" in of(
+        same, ["rank0", "rank1"]
+    )
+    assert "holds no Swin" in of(same, ["master"])
+    assert "does not exist" in of(same, ["master", "rank0", "rank1"])
+
+    assert "has experts.W_fc9, which ffn experts have not" in of(
+        lambda w: w.update({f"{block}experts.W_fc9": torch.ones(4, 3)})
+    )
+    assert "has stages.1.blocks.1.fc1.other" in of(
+        lambda w: w.update({f"{block}other": torch.ones(1)})
+    )
+    assert "without a linear or cosine gate" in of(lambda w: w.pop(f"{block}gates.0.wg.weight"))
+    theirs = released_experts(4, blocks=[(1, 0)])
+    assert "blocks (stage, index) [(1, 0)], which no --moe-freq" in of(same)
+
+    with_others = dict(theirs, **{"head.bias": theirs["head.bias"] * 2, "extra": torch.ones(1)})
+    save_ranks(theirs, 2, tmp_path / "x.pth")
+    torch.save({"model": of_rank(with_others, 2, 1)}, tmp_path / "x.pth.rank1")
+    (tmp_path / "x.pth.master").unlink()
+    words = ("swin", "--input", tmp_path / "x.pth", "--output")
+    assert "only one of which has extra" in refusal(*words, tmp_path / "o.pt")
+    assert "would overwrite the input" in refusal(*words, tmp_path / "x.pth.rank1", "--overwrite")
 
 
 def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_path):

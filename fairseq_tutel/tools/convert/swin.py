@@ -1,14 +1,14 @@
 """convert swin: write a released checkpoint of Swin V2 as one of fairseq.
 
-It reads what microsoft/Swin-Transformer saves: dense models in Swin V2's form, and in that of SwinV2-MoE,
-whose second biases may be absent (MLP_FC2_BIAS: False). The tensors tell the model's sizes. The image size
-is derived from the windows of the last stage.
+It reads what microsoft/Swin-Transformer saves: Swin V2, and SwinV2-MoE, dense and with experts. For
+experts name X.pth, and keep X.pth.master and X.pth.rank0, X.pth.rank1, ... together. Second biases may be
+absent (MLP_FC2_BIAS: False). The tensors tell the model's sizes. The image size is derived from the windows
+of the last stage.
 """
 
 import argparse
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor
 from fairseq_tutel import plugin
 from fairseq_tutel.files.small import content_of
 from fairseq_tutel.moe.options import options_in
-from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import begun_anew, load_any, write
+from fairseq_tutel.tools.arguments import add_conversion, refuse_output
+from fairseq_tutel.tools.convert import swin_experts
+from fairseq_tutel.tools.convert.files import begun_anew, write
+from fairseq_tutel.tools.convert.options import SWIN, model_options, name_of, with_experts
 from fairseq_tutel.vision.options import SwinConfig
 from fairseq_tutel.vision.position_bias import SPAN
 from fairseq_tutel.vision.swin_v2 import SwinV2
@@ -55,15 +57,10 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
     if arguments.classes is not None and arguments.class_map is not None:
         raise ValueError("--classes and --class-map are both given; drop one.")
-    # Their training saves its configuration beside the weights. It is read as a plain dictionary.
-    with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
-        content = load_any(path, "--input")
-    theirs = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(theirs, dict) or "patch_embed.proj.weight" not in theirs:
-        raise ValueError(
-            f"--input names {path}, which holds no Swin (no patch_embed.proj.weight in its model); give a "
-            "released .pth file."
-        )
+    files = swin_experts.files_of(path)
+    refuse_output(output, [file for own in files for file in own], arguments.overwrite)
+    ranks, saved = swin_experts.open_ranks(files)
+    theirs = swin_experts.joined(ranks)
     config, image_size = config_of(theirs)
     model = _renamed(theirs)
     if arguments.classes is not None:
@@ -74,12 +71,22 @@ def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     if arguments.class_map is not None:
         kept = _class_map(arguments.class_map, len(model["head.weight"]))
         model |= {name: model[name][kept].clone() for name in ("head.weight", "head.bias")}
-    write(_checkpoint(model, config, image_size), output)
+    options = list(swin_experts.words(model, config, saved))
+    state = _checkpoint(model, config, image_size, options)
+    write(state, output)
     classes, channels = len(model["head.weight"]), model["patch_embed.proj.weight"].shape[1]
     print(
-        f"wrote {output}: swin_v2, form {config.form}, {sum(t.numel() for t in model.values()):,} "
-        f"parameters, {classes} classes, images of {channels} x {image_size} x {image_size}"
+        f"wrote {output}: {name_of(state, 'model')}, form {config.form}, "
+        f"{sum(t.numel() for t in model.values()):,} parameters, {classes} classes, images of "
+        f"{channels} x {image_size} x {image_size}"
     )
+    if options:
+        labels = ", ".join(layer.label for layer in swin_experts.moe_steps(model))
+        found = model_options(state)
+        print(
+            f"{found['moe_expert_count']} experts, top-{found['moe_top_k']}, "
+            f"{found['moe_gate_type']} gate, in {labels}"
+        )
 
 
 def _class_map(path: Path, classes: int) -> list[int]:
@@ -130,6 +137,9 @@ def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
     heads = [len(first(i, "attn.cpb_mlp.2.weight")) for i in stages]
     windows = [math.isqrt(len(first(i, "attn.relative_position_index"))) for i in stages]
     patch = theirs["patch_embed.proj.weight"]
+    # The first block may have experts, [E, hidden dimension, model dimension].
+    experts = theirs.get("layers.0.blocks.0.mlp.fc1.experts.fc1_weight")
+    hidden_dim = len(first(0, "mlp.fc1.weight")) if experts is None else experts.shape[1]
     scales_heads = "layers.0.blocks.0.attn.logit_scale" in theirs
     config = SwinConfig(
         form="v2" if scales_heads else "moe",
@@ -141,7 +151,7 @@ def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
         position_windows=_list(
             [_trained_window(theirs, i, window) for i, window in enumerate(windows)]
         ),
-        mlp_ratio=len(first(0, "mlp.fc1.weight")) / patch.shape[0],
+        mlp_ratio=hidden_dim / patch.shape[0],
     )
     return config, patch.shape[2] * 2 ** (len(depths) - 1) * windows[-1]
 
@@ -179,11 +189,13 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
     """Refuse weights that are not those of the model which they say they are."""
     head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
     with torch.device("meta"):
-        made = SwinV2(config, patch.shape[1], 1 if head is None else len(head)).state_dict()
+        swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))
+        swin_experts.install(swin, model)
+    made = swin.state_dict()
     for name in sorted(made.keys() ^ model.keys()):
         what = "lacks" if name in made else "has"
         raise ValueError(
-            f"--input {what} {name} (by the name here), unlike a dense Swin V2 or SwinV2-MoE; give a "
+            f"--input {what} {name} (by the name here), unlike Swin V2 and SwinV2-MoE; give a "
             "checkpoint of one of these."
         )
     for name, tensor in made.items():
@@ -194,14 +206,18 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
             )
 
 
-def _checkpoint(model: dict[str, Tensor], config: SwinConfig, image_size: int) -> dict[str, Any]:
+def _checkpoint(
+    model: dict[str, Tensor], config: SwinConfig, image_size: int, of_experts: list[str]
+) -> dict[str, Any]:
     """Return a checkpoint of fairseq with these weights, whose options are those of a command line."""
     plugin.register()
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
 
-    words = ["", "--task", TASK, "--arch", "swin_v2", "--image-size", str(image_size)]
+    task, arch = (with_experts(TASK), with_experts(SWIN)) if of_experts else (TASK, SWIN)
+    words = ["", "--task", task, "--arch", arch, "--image-size", str(image_size), *of_experts]
+    words += ["--criterion", task] if of_experts else []  # it adds the balance loss
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]

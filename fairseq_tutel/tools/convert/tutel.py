@@ -240,7 +240,7 @@ def ours_of(ranks: list[Tensors], layers: dict[str, int], within: str) -> tuple[
         elif prefix not in done:
             done.add(prefix)
             try:
-                found = _our_layer(ranks, prefix, layers[prefix])
+                found = our_layer(ranks, prefix, layers[prefix])
             except ValueError as error:
                 raise ValueError(
                     f"{FLAG} has the layer {prefix.rstrip('.') or 'at the top'} that {error}; give the "
@@ -256,8 +256,12 @@ def ours_of(ranks: list[Tensors], layers: dict[str, int], within: str) -> tuple[
     return weights, [f"{what}; rank 0's are taken."]
 
 
-def _our_layer(ranks: list[Tensors], prefix: str, num_experts: int) -> Tensors:
-    """Return one layer's weights under our names."""
+def our_layer(ranks: list[Tensors], prefix: str, num_experts: int) -> Tensors:
+    """Return one layer's weights under our names.
+
+    Raises:
+        ValueError: the ranks do not hold all experts; the text goes on from the name of the layer.
+    """
     own = {name.removeprefix(prefix): t for name, t in ranks[0].items() if name.startswith(prefix)}
     gates = our_gates(own)
     widths = [
