@@ -151,7 +151,9 @@ def refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
     state = mapped(path)
     if any(".experts." in key for key in state["model"]):
         models: list[Any] = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
-        options = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
+        options = [
+            model if isinstance(model, Mapping) else vars(model) for model in models if model
+        ]
         refuse_without_pregating(policy, any(each.get("moe_pregate") for each in options))
 
 
