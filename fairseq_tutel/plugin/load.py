@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 import pickle
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +22,11 @@ from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
-from fairseq_tutel.plugin.literals import refuse_code
+from fairseq_tutel.plugin.literals import SHOWN, refuse_code
 from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
 from fairseq_tutel.plugin.resume import checkpoint_to_load, mapped
 from fairseq_tutel.plugin.run_config import mark_as_opened, root_of, say_what_has_no_effect_on
-from fairseq_tutel.ranks.guard import CommunicationError
+from fairseq_tutel.plugin.stock_errors import is_of_the_machine
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,13 @@ logger = logging.getLogger(__name__)
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
 # Options that may name a class: keys, with the fields of MoEConfig.
 OF_CLASSES = {"moe_gate_type": "gate_type", "moe_expert_type": "expert_type"}
+# Numbers that a training goes on from.
+COUNTED: tuple[tuple[str | int, ...], ...] = (
+    ("extra_state", "previous_training_time"),
+    ("extra_state", "train_iterator", "epoch"),
+    ("extra_state", "train_iterator", "iterations_in_epoch"),
+    ("optimizer_history", -1, "num_updates"),
+)
 # What stock fairseq and torch raise over a file that holds something else; see `is_of_the_machine`.
 NOT_FAIRSEQS = (
     LookupError,
@@ -70,14 +76,6 @@ def refuse_torn(path: str) -> None:
         )
 
 
-def is_of_the_machine(error: BaseException) -> bool:
-    """Whether an error is of too little memory, or of other ranks, not of a file."""
-    memory = re.search(
-        r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", str(error)
-    )
-    return isinstance(error, CommunicationError) or memory is not None
-
-
 def not_fairseqs(path: str, error: BaseException) -> ValueError:
     """Return an error that says why fairseq could make nothing of what a file holds."""
     refused = refused_class(error)
@@ -86,6 +84,26 @@ def not_fairseqs(path: str, error: BaseException) -> ValueError:
     return ValueError(
         f"{path} is no checkpoint that fairseq saved ({holds}); give one that it did."
     )
+
+
+def refuse_malformed(state: Any, path: str) -> None:
+    """Refuse a checkpoint with something else than numbers where a training counts on.
+
+    Raises:
+        ValueError: naming the file and the entry.
+    """
+    for keys in COUNTED:
+        value = state
+        for key in keys:
+            try:
+                value = value[key]
+            except (LookupError, TypeError):
+                value = None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            name = ".".join(map(str, keys))
+            raise ValueError(
+                f"{path} has {ascii(value)[:SHOWN]} as {name}, which must be a number; give another file."
+            )
 
 
 def refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any] | None) -> None:
@@ -198,6 +216,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
                 raise
             raise not_fairseqs(path, error) from error
         refuse_code(state, path, arg_overrides or {})
+        refuse_malformed(state, path)
         if is_for_use:
             refuse_unknown_classes(state, path, arg_overrides)
             mark_as_opened(state)

@@ -9,15 +9,26 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.ranks.guard import CommunicationError
 
+REASON = 300  # characters of an error that are quoted
 SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
+# Functions that open a checkpoint, with the variable that holds its path.
+OPENING = {
+    "load_checkpoint_to_cpu": "path",
+    "load_model_ensemble_and_task": "filename",
+    "load_checkpoint": "filename",
+    "say_what_changed": "path",
+}
+# Functions that read data meanwhile.
+READING = {"load_dataset", "get_train_iterator"}
 MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 
 
 def sentence_of(error: BaseException) -> str | None:
     """Return the sentence for an error that stock fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for explain in (_empty_data, _no_batch, _missing_module):
+    for explain in (_empty_data, _no_batch, _missing_module, _misfit):
         sentence = explain(error, frames) if frames else None
         if sentence is not None:
             return sentence
@@ -62,6 +73,30 @@ def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | 
         return None
     name = found[1] or found[2]
     return f"fairseq needs the module {name} here, which is not installed; `pip install {name}`."
+
+
+def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    """Name the checkpoint that was being opened, as where weights have other sizes than the model."""
+    names = {frame.f_code.co_name for frame in frames}
+    if isinstance(error, OSError | MemoryError) or names & READING or is_of_the_machine(error):
+        return None
+    paths = [frame.f_locals.get(OPENING.get(frame.f_code.co_name, "")) for frame in frames]
+    path = next((path for path in reversed(paths) if isinstance(path, str)), None)
+    if path is None:
+        return None
+    reason = " ".join(str(error).split())[:REASON]
+    return (
+        f"{path} does not fit this command's model, data or options ({type(error).__name__}: {reason}); "
+        "leave out options that change the model, or give another checkpoint."
+    )
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether an error is of too little memory, or of other ranks, not of a file."""
+    memory = re.search(
+        r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", str(error)
+    )
+    return isinstance(error, CommunicationError) or memory is not None
 
 
 def _is_of_fairseq(frame: Any) -> bool:

@@ -73,3 +73,21 @@ def test_other_errors_keep_their_traceback():
     for error in (IndexError(3), ModuleNotFoundError("No module named 'mine'"), Exception("x")):
         with pytest.raises(type(error)), refusals_are_sentences():
             raise error
+
+
+def test_a_checkpoint_that_fits_no_model_is_named():
+    def load_checkpoint(filename):
+        torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 3)})
+
+    said = sentence(lambda: load_checkpoint("x.pt"))
+    assert said.startswith("error: x.pt does not fit this command's model, data or options (Run")
+    assert "size mismatch for weight" in said and "\n" not in said
+
+    def load_dataset():
+        raise TypeError("of the data")
+
+    def load_checkpoint(filename):  # noqa: F811
+        load_dataset()
+
+    with pytest.raises(TypeError, match="of the data"), refusals_are_sentences():
+        load_checkpoint("x.pt")
