@@ -259,6 +259,7 @@ def _reached_limit(cfg: Any, trainer: Any) -> str | None:
     options = cfg.optimization
     if 0 < options.max_update <= trainer.get_num_updates():
         return f"--max-update {options.max_update}"
-    if 0 < options.stop_time_hours < trainer.cumulative_training_time() / 3600:
+    is_resumed = trainer.get_num_updates() > 0
+    if is_resumed and 0 < options.stop_time_hours < trainer.cumulative_training_time() / 3600:
         return f"--stop-time-hours {options.stop_time_hours:g}"
     return None

@@ -98,7 +98,8 @@ def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(
 ):
     """The option comes as an override, or with the command's own task."""
     task = argparse.Namespace(moe_expert_store="pregated")
-    monkeypatch.setattr(run_config, "_running", [argparse.Namespace(task=task)] * of_command)
+    command = argparse.Namespace(task=task, common_eval=argparse.Namespace(path="used.pt"))
+    monkeypatch.setattr(run_config, "_running", [command] * of_command)
     overrides = {} if of_command else vars(task)
     experts = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
     plain, dense = written(tmp_path, model=experts), tmp_path / "dense.pt"
