@@ -311,12 +311,16 @@ def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.wh
 
 
 def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> None:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in list(items):
-        if chosen(value):
-            tree[key] = change(value)
-        elif isinstance(value, dict | list):
-            _replace(value, chosen, change)
+    # Each container once: a hostile file may have one that contains itself, or that many share.
+    open_trees, seen = [tree], {id(tree)}
+    while open_trees:
+        node = open_trees.pop()
+        for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+            if chosen(value):
+                node[key] = change(value)
+            elif isinstance(value, dict | list) and id(value) not in seen:
+                seen.add(id(value))
+                open_trees.append(value)
 
 
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
@@ -371,10 +375,11 @@ def _is_sound(tensor: ShardedTensor) -> bool:
 def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
     directory = path.resolve().parent / folder
     # A folder or a FIFO, which a reader would wait for, is no file.
-    there = {e.name for e in os.scandir(directory) if e.is_file()} if directory.is_dir() else set()
+    entries = os.scandir(directory) if directory.is_dir() else ()
+    there = {entry.name for entry in entries if os.path.isfile(entry.path)}
     missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)
     if missing:
         raise ValueError(
             f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, the first "
-            f"{missing[0]}; copy or move a sharded checkpoint together with that folder."
+            f"{ascii(missing[0])[1:-1][:200]}; copy or move a sharded checkpoint together with that folder."
         )

@@ -108,9 +108,8 @@ def announce_size(model: nn.Module) -> None:
     """Log a model's parameters on all ranks together; fairseq counts one rank's, and not all experts."""
     total, active, flops, experts = sizes(model)
     logger.info(
-        "num. expert model params: %s on all ranks, of %s in all, of which a token meets %s (fairseq's own "
-        "line of this name counts one rank's part, or 0 where each rank has all experts); %s FLOPs a "
-        "token forward, attention's scores apart",
+        "num. expert model params: %s on all ranks (fairseq's own line counts one rank's part, or 0); "
+        "parameters: %s, active per token: %s; forward FLOPs per token without attention scores: %s",
         *(f"{number:,}" for number in (experts, total, active, flops)),
     )
 

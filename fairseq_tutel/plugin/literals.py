@@ -7,9 +7,13 @@ or criterion, so a file without any pickled code could run code.
 import argparse
 import ast
 import math
+import re
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
 from omegaconf import OmegaConf
 
 # Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
@@ -32,6 +36,13 @@ PREFIXES = ("encoder_", "decoder_")
 # Longest accepted text in characters, and most values that it may stand for: "[0] * 10**12" needs no code.
 LONGEST, MOST_VALUES = 10_000, 10_000
 SHOWN = 60
+# All that options of a checkpoint may be. Attributes of any other object are not looked at.
+PLAIN = (
+    type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
+    np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
+)  # fmt: skip
+# The only interpolation: another option, which is looked at itself.
+REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -> None:
@@ -51,14 +62,24 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
         name = (
             key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
         )
+        if not isinstance(value, PLAIN) and not OmegaConf.is_config(value):
+            problem = f"an object of the class {type(value).__name__} as its option {key}"
+            raise ValueError(f"{path} has {problem}; give a file with plain values.")
+        if isinstance(value, str) and "${" in REFERENCE.sub("", value):
+            problem = f"{_shown(value)} as its option {key}, which calls a function of OmegaConf"
+            raise ValueError(f"{path} has {problem}; give a file with plain values.")
         if name not in EVALUATED or (key in given and given[key] == value) or _is_harmless(value):
             continue
-        shown = ascii(value)
-        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
         raise ValueError(
-            f"{path} has {shown} as its option {key}, which fairseq would run as code; give a file with a "
-            "literal there (a number, text, list, tuple or dictionary)."
+            f"{path} has {_shown(value)} as its option {key}, which fairseq would run as code; give a file "
+            "with a literal there (a number, text, list, tuple or dictionary), or repeat the value in "
+            "--model-overrides if you trust it."
         )
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def is_literal(text: str) -> bool:
@@ -76,29 +97,29 @@ def is_literal(text: str) -> bool:
 def options_within(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield every key with its value, at any depth; a pickled tree may contain itself."""
     open_nodes: list[Any] = [tree]
-    seen: list[Any] = []
+    seen: dict[int, Any] = {}  # the values keep their numbers taken
     while open_nodes:
         node = open_nodes.pop()
         if OmegaConf.is_config(node):
             node = OmegaConf.to_container(node, resolve=False)
         if isinstance(node, argparse.Namespace):
             node = vars(node)
-        if not isinstance(node, dict | list | tuple) or any(node is other for other in seen):
+        if not isinstance(node, dict | list | tuple) or id(node) in seen:
             continue
-        seen.append(node)
-        if isinstance(node, dict):
-            yield from ((key, value) for key, value in node.items() if isinstance(key, str))
+        seen[id(node)] = node
+        items = node.items() if isinstance(node, dict) else (("", value) for value in node)
+        yield from ((str(key), value) for key, value in items)
         open_nodes.extend(node.values() if isinstance(node, dict) else node)
 
 
 def _is_harmless(value: Any) -> bool:
     if isinstance(value, str):
-        # An interpolation may name another option of the list, which is looked at itself.
-        reference = value.removeprefix("${").removesuffix("}")
-        is_reference = value == f"${{{reference}}}" and reference.replace(".", "_").isidentifier()
-        return is_literal(value) or (is_reference and reference.rpartition(".")[2] in EVALUATED)
+        is_reference = REFERENCE.fullmatch(value) is not None
+        return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
     # eval() takes bytes and code, too.
-    is_plain = value is None or isinstance(value, bool | int | float | list | tuple | dict)
+    is_plain = value is None or isinstance(
+        value, bool | int | float | np.generic | list | tuple | dict
+    )
     return is_plain or OmegaConf.is_config(value)
 
 
@@ -120,14 +141,25 @@ def _count(node: ast.expr) -> int:
         return _count(node.left) + _count(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         sides = node.left, node.right
+        if all(map(_is_number, sides)):
+            return 1
         return math.prod(_count(side) * _most_repeats(side) for side in sides)
     raise ValueError(type(node).__name__)
 
 
 def _most_repeats(node: ast.expr) -> int:
     """Return at most how often a factor repeats the other one; once if it is no number."""
-    inner = list(ast.walk(node))
-    if any(isinstance(n, ast.List | ast.Tuple | ast.Set | ast.Dict) for n in inner):
+    if not _is_number(node):
         return 1
-    constants = [n.value for n in inner if isinstance(n, ast.Constant)]
+    constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
     return math.prod(max(2, abs(value)) for value in constants if isinstance(value, int))
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether nothing in an expression can be repeated."""
+    leaves = [n for n in ast.walk(node) if isinstance(n, ast.expr)]
+    return all(
+        isinstance(n, ast.UnaryOp | ast.BinOp)
+        or (isinstance(n, ast.Constant) and not isinstance(n.value, str | bytes))
+        for n in leaves
+    )

@@ -22,7 +22,7 @@ from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
-from fairseq_tutel.plugin.literals import SHOWN, refuse_code
+from fairseq_tutel.plugin.literals import SHOWN, options_within, refuse_code
 from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
 from fairseq_tutel.plugin.resume import checkpoint_to_load, mapped
 from fairseq_tutel.plugin.run_config import mark_as_opened, root_of, say_what_has_no_effect_on
@@ -64,7 +64,7 @@ def refuse_no_file(path: str) -> None:
 
 
 def refuse_torn(path: str) -> None:
-    """Refuse a local file that is not bit for bit what was saved: its weights may be any.
+    """Refuse a local file that is not bit for bit what was saved: its weights cannot be trusted.
 
     Raises:
         ValueError: naming the file and the fix.
@@ -211,21 +211,25 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 refuse_store(path, arg_overrides or {})
             state = original(path, arg_overrides, bool(load_on_all_ranks))
+            # What a training was told itself, its checkpoint may say too.
+            own = root_of(None) if not is_for_use else None
+            given = {**dict(options_within(own)), **(arg_overrides or {})}
+            refuse_code(state, path, given)
+            refuse_malformed(state, path)
+            if is_for_use:
+                refuse_unknown_classes(state, path, arg_overrides)
+                mark_as_opened(state)
+                refuse_code(state, path, given)  # hydra has read the options of an older file anew
+                forget_retired(state)
+                add_system_options(state, arg_overrides)
+                say_what_has_no_effect_on(path, state)
+            bind(state, Path(path))
+            if not is_for_use:
+                tell_of_rounded(state, path)
         except NOT_FAIRSEQS as error:
             if is_of_the_machine(error):
                 raise
             raise not_fairseqs(path, error) from error
-        refuse_code(state, path, arg_overrides or {})
-        refuse_malformed(state, path)
-        if is_for_use:
-            refuse_unknown_classes(state, path, arg_overrides)
-            mark_as_opened(state)
-            forget_retired(state)
-            add_system_options(state, arg_overrides)
-            say_what_has_no_effect_on(path, state)
-        bind(state, Path(path))
-        if not is_for_use:
-            tell_of_rounded(state, path)
         return state
 
     return wrapper

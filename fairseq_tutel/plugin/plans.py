@@ -19,6 +19,7 @@ from fairseq_tutel.planning.tuner import HOPELESS
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
+from fairseq_tutel.ranks.world import Work
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,19 @@ def prove_once_a_host(task_cfg: Any) -> None:
     if not any(paths):
         return
     local, rank = given.moe_local_size or ranks_per_node() or 1, dist.get_rank()
-    problem, digests = "", frozenset[str]()
-    if rank % local == 0:
-        try:
-            digests = frozenset(placed.plan.digest for placed in plans_of(task_cfg))
-        except ValueError as error:
-            problem = str(error)
+    operation = "the check of collective plans"
+    is_first = rank % local == 0
+    checking = Work(
+        lambda: (
+            frozenset(each.plan.digest for each in plans_of(task_cfg)) if is_first else frozenset()
+        )
+    )
+    # A look at a time: plans of many ranks take longer than ranks wait for each other.
+    while True:
+        ended, digests, error = checking.look()
+        if all(world.told_by_all(ended, operation)):
+            break
+    problem = str(error) if error is not None else ""
     told = world.told_by_all((problem, digests), "the check of collective plans")
     if problem := next((each for each, _ in told if each), ""):
         raise ValueError(problem)

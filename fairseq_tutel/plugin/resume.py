@@ -178,7 +178,7 @@ def _newer_than(last: str) -> str | None:
                 "as when the disk was full between the two; give --restore-file %s to go on from that one",
                 os.path.basename(path),
                 updates,
-                f"update {updates_of_last}" if updates_of_last >= 0 else "torn",
+                f"update {updates_of_last}" if updates_of_last >= 0 else "corrupt",
                 last,
             )
             return os.path.basename(path)

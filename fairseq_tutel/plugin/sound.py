@@ -49,6 +49,8 @@ def first_unsound(named: Named) -> str | None:
 
 
 def _norm(tensor: Tensor, order: float) -> Tensor:
+    if tensor.element_size() == 1:
+        tensor = tensor.float()  # torch has no norms of 8-bit floats
     widened = torch.float32 if tensor.element_size() < 4 else None
     return torch.linalg.vector_norm(tensor.detach(), order, dtype=widened)
 
@@ -125,13 +127,16 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
     if found is None:
         return
     flag, path = flag_and_path(cfg.checkpoint)
-    if PathManager.isfile(path):
-        of_optimizer = found.startswith("the optimizer's")
-        fix = " or add --reset-optimizer" if of_optimizer else ""
+    if not PathManager.isfile(path):
         raise ValueError(
-            f"{flag} is {path}, in which {found} is NaN, infinite or too large to train on; give an older "
-            f"checkpoint{fix}."
+            f"the model begins with {found} NaN, infinite or over {LARGEST_WEIGHT:g}, which is never "
+            "saved; initialize it, or freeze it by requires_grad=False."
         )
+    fix = " or add --reset-optimizer" if found.startswith("the optimizer's") else ""
+    raise ValueError(
+        f"{flag} is {path}, in which {found} is NaN, infinite or too large to train on; give an older "
+        f"checkpoint{fix}."
+    )
 
 
 def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
@@ -142,21 +147,23 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
         model: whose buffers and frozen weights are not looked at.
         failed_at: the update whose weights already failed; None where these were not saved.
     """
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]  # fairseq's wrappers
     untrained = {name for name, _ in model.named_buffers()}
     untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
 
     def look() -> str:
         found = newest_sound(save_dir, untrained)
         if found is None:
-            return f"no checkpoint in {save_dir} is whole and finite: start from the beginning"
+            return f"no checkpoint in {save_dir} is whole and finite"
         sentence = (
             f"the newest whole checkpoint with finite weights is {found[1]} (update {found[0]})"
         )
         if failed_at is None or found[0] < failed_at:
             return sentence
         older = newest_sound(save_dir, untrained, failed_at)
-        before = f"the one before is {older[1]} (update {older[0]})" if older else "none is older"
-        return f"{sentence}, whose weights met this; {before}"
+        before = f"the previous one is {older[1]} (update {older[0]})" if older else "none is older"
+        return f"{sentence}, which fails the same way; {before}"
 
     return world.of_first(look, "rank 0's look for a good checkpoint")
 
@@ -245,7 +252,7 @@ def _checked(original: Any) -> Any:
             limit = world.told_by_first(_reached_limit(cfg, trainer), "the look at the limits")
             if limit is not None:
                 logger.info(
-                    "the training has reached %s: nothing is trained or saved; raise it to go on",
+                    "%s is already reached: nothing was trained or saved; raise it to continue",
                     limit,
                 )
                 return [None], True

@@ -65,9 +65,10 @@ _at_end: list[Callable[[], None]] = []
 
 
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call a function when this process ends, but before the line that says by which error."""
+    """Call a function when this process ends, before the final error line."""
+    if not _at_end:
+        atexit.register(_end_calls)
     _at_end.append(function)
-    atexit.register(_end_calls)
 
 
 def _end_calls() -> None:

@@ -28,7 +28,7 @@ MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 def sentence_of(error: BaseException) -> str | None:
     """Return the sentence for an error that stock fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for explain in (_empty_data, _no_batch, _missing_module, _misfit):
+    for explain in (_empty_data, _no_batch, _missing_module, _missing_file, _misfit):
         sentence = explain(error, frames) if frames else None
         if sentence is not None:
             return sentence
@@ -58,9 +58,9 @@ def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     sizes = next((cfg.dataset for cfg in configs if getattr(cfg, "dataset", None)), None)
     given = [f"{flag_of(k)} is {getattr(sizes, k)}" for k in SIZES if getattr(sizes, k, None)]
     return (
-        f"{', '.join(given)}, by which no batch can be made: all examples are longer, or they are fewer; "
-        "raise --max-tokens or shorten the examples (--tokens-per-sample), or set "
-        "--required-batch-size-multiple to 1."
+        f"no batch fits {', '.join(given) or 'the limits'}: every example is longer than --max-tokens, or "
+        "there are fewer examples than --required-batch-size-multiple; raise the first, lower the second, "
+        "or shorten the examples (--tokens-per-sample)."
     )
 
 
@@ -75,10 +75,17 @@ def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | 
     return f"fairseq needs the module {name} here, which is not installed; `pip install {name}`."
 
 
+def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    found = re.fullmatch("Model file not found: (.*)", str(error), re.DOTALL)
+    if not (isinstance(error, OSError) and found):
+        return None
+    return f"--path names {found[1]}, which does not exist; give a checkpoint."
+
+
 def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     """Name the checkpoint that was being opened, as where weights have other sizes than the model."""
     names = {frame.f_code.co_name for frame in frames}
-    if isinstance(error, OSError | MemoryError) or names & READING or is_of_the_machine(error):
+    if isinstance(error, MemoryError) or names & READING or is_of_the_machine(error):
         return None
     paths = [frame.f_locals.get(OPENING.get(frame.f_code.co_name, "")) for frame in frames]
     path = next((path for path in reversed(paths) if isinstance(path, str)), None)

@@ -7,8 +7,8 @@
 2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
    experts in shard files stand beside it; and no one else stands at every door by which a file comes in
    that is to be used, damaged or foreign as it may be. Who builds the model is not told that it is one's.
-3. `checkpoint_utils.load_checkpoint`: a dense training has no code of ours before it, and stock begins
-   anew where checkpoint_last.pt is a pipe.
+3. `checkpoint_utils.load_checkpoint`: a dense run calls no other function of the plugin first, and
+   fairseq would start from scratch where checkpoint_last.pt is a pipe.
 4. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
    left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
    temporary name.

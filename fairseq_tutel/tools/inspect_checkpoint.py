@@ -114,17 +114,22 @@ def _described(state: Any, path: Path, log: str | None, check: bool) -> Facts:
 def _options(state: dict[str, Any]) -> Facts:
     """Return the model's options, or those of the pretrained one that it is built around."""
     options = model_options(state)
-    return (options.get("w2v_args") or {}).get("model", options)
+    around = options.get("w2v_args")
+    return around.get("model", options) if isinstance(around, dict) else options
 
 
-def _tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) of nested dictionaries and lists."""
-    if isinstance(tree, (Tensor, ShardedTensor)):
-        yield prefix, tree
-    elif isinstance(tree, (dict, list, tuple)):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in items:
-            yield from _tensors(value, f"{prefix}.{key}" if prefix else str(key))
+def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) of nested dictionaries and lists, each of them once."""
+    seen, open_trees = set(), [("", tree)]
+    while open_trees:
+        prefix, node = open_trees.pop()
+        if isinstance(node, (Tensor, ShardedTensor)):
+            yield prefix, node
+        elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:
+            seen.add(id(node))
+            items = list(node.items() if isinstance(node, dict) else enumerate(node))
+            named = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in items)
+            open_trees.extend(reversed(list(named)))
 
 
 def _kind(weights: Mapping[str, Any], layers: list[Layer], is_checkpoint: bool) -> str:

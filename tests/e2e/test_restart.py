@@ -162,7 +162,7 @@ def test_a_finished_training_that_is_started_again_changes_no_file(
     shutil.copytree(undisturbed, tmp_path / "save")
     saved = _files(tmp_path / "save")
     again = fairseq("train", *lm_args(lm_data, tmp_path / "save", updates=UPDATES), ranks=ranks)
-    assert f"the training has reached --max-update {UPDATES}" in again.output
+    assert f"--max-update {UPDATES} is already reached" in again.output
     assert _files(tmp_path / "save") == saved
 
 

@@ -2,11 +2,13 @@
 
 import argparse
 import ast
+import re
 from pathlib import Path
 
 import fairseq
 import fairseq_cli
 import pytest
+from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
 from fairseq_tutel.plugin.literals import EVALUATED, is_literal, refuse_code
@@ -166,3 +168,26 @@ def test_a_tree_that_contains_itself_ends_and_numbers_are_accepted():
     tree: dict = {"decoder_layers": 6, "adam_betas": None, "langtoks": {"main": ["a", "b"]}}
     tree["again"] = [tree]
     refuse_code({"args": argparse.Namespace(**tree)}, "x.pt", {})
+
+
+@pytest.mark.parametrize(
+    ("cfg", "sentence"),
+    [
+        ({"model": "${oc.create:{adam_betas: print()}}"}, "as its option model, which calls a function"),
+        ({"x": ["${oc.create:{}}"], "model": "${x.0}"}, "which calls a function"),
+        ({"model": {"a": "${${b}:c}"}}, "which calls a function"),
+        ({"model": {"a": "\\${oc.env:HOME}"}}, "which calls a function"),
+        ({"model": Dictionary()}, "an object of the class Dictionary as its option model"),
+        ({"model": {1: {"a": Dictionary()}}}, "an object of the class Dictionary as its option a"),
+    ],
+)  # fmt: skip
+def test_no_object_and_no_resolver_stands_among_options(cfg, sentence):
+    """fairseq's Dictionary may be in a checkpoint; its attributes come from the file."""
+    for state in ({"cfg": cfg}, {"args": argparse.Namespace(**cfg)}):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            refuse_code(state, "x.pt", {})
+
+
+def test_many_containers_take_no_time_and_numbers_multiply():
+    refuse_code({"cfg": {"model": [[] for _ in range(100_000)]}}, "x.pt", {})
+    assert is_literal("100*1000,2000*10") and not is_literal("[0] * (100*1000)")

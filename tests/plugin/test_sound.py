@@ -107,7 +107,7 @@ def test_the_checkpoint_whose_weights_failed_is_named_with_the_one_before(tmp_pa
     for updates in (6, 7):
         torch.save(state_of(trainer, updates), tmp_path / f"checkpoint_1_{updates}.pt")
     said = sound.way_back_from(str(tmp_path), trainer.get_model(), failed_at=7)
-    assert "checkpoint_1_7.pt (update 7), whose weights met this; the one before is" in said
+    assert "checkpoint_1_7.pt (update 7), which fails the same way; the previous one is" in said
     assert said.endswith("checkpoint_1_6.pt (update 6)")
     Path(tmp_path / "checkpoint_1_6.pt").unlink()
     assert "none is older" in sound.way_back_from(str(tmp_path), trainer.get_model(), 7)
@@ -133,7 +133,7 @@ def run(trainer, tmp_path, max_update=0, stop_time_hours=0.0, epochs=1):
 def test_a_training_that_reached_its_limit_trains_no_more(tmp_path, caplog, limit, flag):
     caplog.set_level(logging.INFO)
     assert run(trainer_in(tmp_path), tmp_path, **limit) == (0, [([None], True)])
-    assert f"has reached {flag}" in caplog.text
+    assert f"{flag} is already reached" in caplog.text
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_update": 8}, {"stop_time_hours": 2.0}])

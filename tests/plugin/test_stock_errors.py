@@ -50,8 +50,10 @@ def test_data_without_a_batch_is_refused_by_the_options_that_leave_none(multiple
         EpochBatchIterator(TensorDataset(torch.zeros(0)), None, batches).first_batch  # noqa: B018
 
     said = sentence(lambda: main(cfg))
-    given = f"--max-tokens is 10, --required-batch-size-multiple is {multiple}, by which no batch"
-    assert said.startswith(f"error: {given} can be made: all examples are longer")
+    given = (
+        f"--max-tokens is 10, --required-batch-size-multiple is {multiple}: every example is longer"
+    )
+    assert said.startswith(f"error: no batch fits {given} than --max-tokens, or there are fewer")
 
 
 def test_a_module_that_fairseq_lacks_is_named(monkeypatch):

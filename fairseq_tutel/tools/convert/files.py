@@ -15,6 +15,7 @@ import torch
 from fairseq_tutel.checkpoint import files as whole_files
 from fairseq_tutel.checkpoint.files import (
     TORN,
+    has_an_end,
     is_whole,
     let_checkpoints_load,
     refused_class,
@@ -68,6 +69,9 @@ def load_any(path: Path, flag: str, only_look: bool = False) -> Any:
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which {_unlike_a_file(path)}.")
     fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
+    # A compressed entry may grow without end.
+    if zipfile.is_zipfile(path) and not has_an_end(str(path)):
+        raise ValueError(f"{flag} names {path}, which is torn or no checkpoint; {fix}.")
     try:
         content = _loaded(path)
     except Exception as error:  # torch has no exception of its own for what it can not read
