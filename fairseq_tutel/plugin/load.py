@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 
@@ -99,6 +100,8 @@ def refuse_malformed(state: Any, path: str) -> None:
                 value = value[key]
             except (LookupError, TypeError):
                 value = None
+        # fairseq saves the time of several ranks as a tensor.
+        value = value.item() if torch.is_tensor(value) and value.numel() == 1 else value
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             name = ".".join(map(str, keys))
             raise ValueError(

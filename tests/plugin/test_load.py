@@ -253,5 +253,6 @@ def test_what_is_counted_on_must_be_a_number(state, name):
         ValueError, match=rf"^x\.pt has .* as {re.escape(name)}, which must be a num"
     ):
         refuse_malformed(state, "x.pt")
-    for sound in ({}, {"extra_state": None}, {"optimizer_history": []}, {"extra_state": {"x": 1}}):
+    time = {"previous_training_time": torch.tensor(0.2)}
+    for sound in ({}, {"extra_state": None}, {"optimizer_history": []}, {"extra_state": time}):
         refuse_malformed(sound, "x.pt")
