@@ -23,6 +23,13 @@ TEMPORARY = ".tmp"
 FICLONE = 0x40049409
 DOS_FOLDER = 0x10
 CHUNK = 2**20
+# What may stand at a path in place of a checkpoint.
+NOT_CHECKPOINTS = (FOLDER, PIPE, BROKEN_LINK, TORCH_SCRIPT) = (
+    "a folder",
+    "a pipe, device or socket",
+    "a link that leads nowhere",
+    "a TorchScript file",
+)
 TORN = "is torn (cut off while it was written, or changed on its disk)"
 
 
@@ -140,14 +147,14 @@ def let_checkpoints_load(*classes: type) -> None:
 def unlike_a_file(path: str | os.PathLike) -> str | None:
     """Return what stands at a path in place of a checkpoint; None for any other file, and for nothing."""
     if os.path.isfile(path):
-        return "a TorchScript file" if _is_torch_script(path) else None
+        return TORCH_SCRIPT if _is_torch_script(path) else None
     if not os.path.lexists(path):
         return None
     if os.path.isdir(path):
-        return "a folder"
+        return FOLDER
     if os.path.exists(path):
-        return "a pipe, device or socket"
-    return "a link that leads nowhere"
+        return PIPE
+    return BROKEN_LINK
 
 
 def _is_torch_script(path: str | os.PathLike) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.checkpoint.nested import walk
 from fairseq_tutel.checkpoint.packed import PACKINGS, Packed, packed_form
 from fairseq_tutel.ranks.groups import Slice
 
@@ -311,16 +312,9 @@ def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.wh
 
 
 def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> None:
-    # Each container once: a hostile file may have one that contains itself, or that many share.
-    open_trees, seen = [tree], {id(tree)}
-    while open_trees:
-        node = open_trees.pop()
-        for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            if chosen(value):
-                node[key] = change(value)
-            elif isinstance(value, dict | list) and id(value) not in seen:
-                seen.add(id(value))
-                open_trees.append(value)
+    for container, key, value in walk(tree):
+        if chosen(value) and not isinstance(container, tuple):
+            container[key] = change(value)
 
 
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:

@@ -1,1 +1,1 @@
-"""Reading small files that may come from anybody."""
+"""Reading small untrusted files."""

@@ -1,4 +1,4 @@
-"""Files from anybody: the one way to open and read them, which never waits and limits size and depth."""
+"""Reads small untrusted files: never waits, and limits their size and depth."""
 
 import errno
 import json
@@ -8,6 +8,8 @@ from typing import Any
 
 # Plans of many ranks are the largest of these files.
 LARGEST_BYTES = 2**28
+# Characters of a value that an error message quotes.
+SHOWN = 60
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
@@ -75,6 +77,12 @@ def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
 def printable(text: str) -> str:
     """Return a text with its control characters escaped, so that no file can command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def shown(value: Any) -> str:
+    """Return a value as printable ASCII of limited length, for an error message."""
+    text = ascii(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def error_line(error: BaseException | str) -> str:

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from fairseq_tutel.checkpoint.nested import walk
+from fairseq_tutel.files.small import shown
+
 # Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({
     "adafactor_eps", "adam_betas", "adamax_betas", "adaptive_input_cutoff",
@@ -35,7 +38,6 @@ EVALUATED = frozenset({
 PREFIXES = ("encoder_", "decoder_")
 # Longest accepted text in characters, and most values that it may stand for: "[0] * 10**12" needs no code.
 LONGEST, MOST_VALUES = 10_000, 10_000
-SHOWN = 60
 # All that options of a checkpoint may be. Attributes of any other object are not looked at.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
@@ -66,20 +68,15 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
             problem = f"an object of the class {type(value).__name__} as its option {key}"
             raise ValueError(f"{path} has {problem}; give a file with plain values.")
         if isinstance(value, str) and "${" in REFERENCE.sub("", value):
-            problem = f"{_shown(value)} as its option {key}, which calls a function of OmegaConf"
+            problem = f"{shown(value)} as its option {key}, which calls a function of OmegaConf"
             raise ValueError(f"{path} has {problem}; give a file with plain values.")
         if name not in EVALUATED or (key in given and given[key] == value) or _is_harmless(value):
             continue
         raise ValueError(
-            f"{path} has {_shown(value)} as its option {key}, which fairseq would run as code; give a file "
+            f"{path} has {shown(value)} as its option {key}, which fairseq would run as code; give a file "
             "with a literal there (a number, text, list, tuple or dictionary), or repeat the value in "
             "--model-overrides if you trust it."
         )
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def is_literal(text: str) -> bool:
@@ -95,21 +92,15 @@ def is_literal(text: str) -> bool:
 
 
 def options_within(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key with its value, at any depth; a pickled tree may contain itself."""
-    open_nodes: list[Any] = [tree]
-    seen: dict[int, Any] = {}  # the values keep their numbers taken
-    while open_nodes:
-        node = open_nodes.pop()
-        if OmegaConf.is_config(node):
-            node = OmegaConf.to_container(node, resolve=False)
-        if isinstance(node, argparse.Namespace):
-            node = vars(node)
-        if not isinstance(node, dict | list | tuple) or id(node) in seen:
-            continue
-        seen[id(node)] = node
-        items = node.items() if isinstance(node, dict) else (("", value) for value in node)
-        yield from ((str(key), value) for key, value in items)
-        open_nodes.extend(node.values() if isinstance(node, dict) else node)
+    """Yield every key with its value, at any depth; entries of lists have the key ""."""
+    for container, key, value in walk(tree, _opened):
+        yield (str(key) if isinstance(container, dict) else ""), value
+
+
+def _opened(node: Any) -> Any:
+    if OmegaConf.is_config(node):
+        return OmegaConf.to_container(node, resolve=False)
+    return vars(node) if isinstance(node, argparse.Namespace) else node
 
 
 def _is_harmless(value: Any) -> bool:

@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, unlike_a_file
+from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
-from fairseq_tutel.plugin.literals import SHOWN, options_within, refuse_code
+from fairseq_tutel.plugin.literals import options_within, refuse_code
 from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
 from fairseq_tutel.plugin.resume import checkpoint_to_load, mapped
 from fairseq_tutel.plugin.run_config import mark_as_opened, root_of, say_what_has_no_effect_on
@@ -35,13 +35,6 @@ logger = logging.getLogger(__name__)
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
 # Options that may name a class: keys, with the fields of MoEConfig.
 OF_CLASSES = {"moe_gate_type": "gate_type", "moe_expert_type": "expert_type"}
-# Numbers that a training goes on from.
-COUNTED: tuple[tuple[str | int, ...], ...] = (
-    ("extra_state", "previous_training_time"),
-    ("extra_state", "train_iterator", "epoch"),
-    ("extra_state", "train_iterator", "iterations_in_epoch"),
-    ("optimizer_history", -1, "num_updates"),
-)
 # What stock fairseq and torch raise over a file that holds something else; see `is_of_the_machine`.
 NOT_FAIRSEQS = (
     LookupError,
@@ -85,28 +78,6 @@ def not_fairseqs(path: str, error: BaseException) -> ValueError:
     return ValueError(
         f"{path} is no checkpoint that fairseq saved ({holds}); give one that it did."
     )
-
-
-def refuse_malformed(state: Any, path: str) -> None:
-    """Refuse a checkpoint with something else than numbers where a training counts on.
-
-    Raises:
-        ValueError: naming the file and the entry.
-    """
-    for keys in COUNTED:
-        value = state
-        for key in keys:
-            try:
-                value = value[key]
-            except (LookupError, TypeError):
-                value = None
-        # fairseq saves the time of several ranks as a tensor.
-        value = value.item() if torch.is_tensor(value) and value.numel() == 1 else value
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            name = ".".join(map(str, keys))
-            raise ValueError(
-                f"{path} has {ascii(value)[:SHOWN]} as {name}, which must be a number; give another file."
-            )
 
 
 def refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any] | None) -> None:

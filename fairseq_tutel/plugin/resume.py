@@ -27,7 +27,13 @@ import torch
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 from fairseq.file_io import PathManager
 
-from fairseq_tutel.checkpoint.files import has_an_end, identity, is_whole, unlike_a_file
+from fairseq_tutel.checkpoint.files import (
+    NOT_CHECKPOINTS,
+    has_an_end,
+    identity,
+    is_whole,
+    unlike_a_file,
+)
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import plain
@@ -39,12 +45,6 @@ logger = logging.getLogger(__name__)
 
 # What a rank can find in the place of a local file that is whole.
 NOTHING, TORN, ELSEWHERE = "nothing", "torn", "no local file"
-NO_FILES = (
-    "a folder",
-    "a pipe, device or socket",
-    "a link that leads nowhere",
-    "a TorchScript file",
-)
 # What a training saves beside checkpoint_last.pt; files of other names may be of other trainings.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -72,7 +72,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         raise ValueError(_torn(flag, path))
     if any(other != found[0] for other in found):
         raise ValueError(_several(flag, path, found))
-    if found[0] in NO_FILES:
+    if found[0] in NOT_CHECKPOINTS:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that start a job again name the last checkpoint on the first start too.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
@@ -218,7 +218,7 @@ def _found_by_all(path: str) -> list[str]:
     own = _found(path)
     operation = "the look at the checkpoint"
     told = world.told_by_all((own, _inode(path)), operation)
-    is_file = own not in (NOTHING, TORN, ELSEWHERE, *NO_FILES)
+    is_file = own not in (NOTHING, TORN, ELSEWHERE, *NOT_CHECKPOINTS)
     reads = is_file and told.index(told[world.rank()]) == world.rank()
     reading = Work(lambda: is_whole(path) if reads else True)
     # A look at a time: a large file takes longer than ranks wait for each other.

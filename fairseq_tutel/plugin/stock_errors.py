@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from fairseq_tutel.moe.options import flag_of
@@ -28,7 +29,14 @@ MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 def sentence_of(error: BaseException) -> str | None:
     """Return the sentence for an error that stock fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for explain in (_empty_data, _no_batch, _missing_module, _missing_file, _misfit):
+    for explain in (
+        _empty_data,
+        _no_batch,
+        _no_finite_score,
+        _missing_module,
+        _missing_file,
+        _misfit,
+    ):
         sentence = explain(error, frames) if frames else None
         if sentence is not None:
             return sentence
@@ -62,6 +70,18 @@ def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
         "there are fewer examples than --required-batch-size-multiple; raise the first, lower the second, "
         "or shorten the examples (--tokens-per-sample)."
     )
+
+
+def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    """Explain fairseq's assertion that a search ended: with no finite score it never does."""
+    last = frames[-1]
+    is_search = last.f_globals.get("__name__") == "fairseq.sequence_generator"
+    scores = last.f_locals.get("lprobs")
+    if not (isinstance(error, AssertionError) and is_search and torch.is_tensor(scores)):
+        return None
+    if scores.isfinite().any():
+        return None
+    return "the model gives no word a finite score, as with NaN weights; give --path another checkpoint."
 
 
 def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | None:

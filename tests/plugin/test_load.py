@@ -19,7 +19,6 @@ from torch import nn
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin import run_config
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.load import refuse_malformed
 from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
 from fairseq_tutel.tools.convert.sharded import to_sharded
@@ -238,21 +237,3 @@ def test_too_little_memory_and_lost_ranks_are_no_fault_of_a_file(error, tmp_path
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(type(error), match=str(error)):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), load_on_all_ranks=False)
-
-
-@pytest.mark.parametrize(
-    ("state", "name"),
-    [
-        ({"extra_state": {"previous_training_time": "1"}}, "extra_state.previous_training_time"),
-        ({"extra_state": {"train_iterator": {"epoch": "two"}}}, "extra_state.train_iterator.epoch"),
-        ({"optimizer_history": [{"num_updates": [4]}]}, "optimizer_history.-1.num_updates"),
-    ],
-)
-def test_what_is_counted_on_must_be_a_number(state, name):
-    with pytest.raises(
-        ValueError, match=rf"^x\.pt has .* as {re.escape(name)}, which must be a num"
-    ):
-        refuse_malformed(state, "x.pt")
-    time = {"previous_training_time": torch.tensor(0.2)}
-    for sound in ({}, {"extra_state": None}, {"optimizer_history": []}, {"extra_state": time}):
-        refuse_malformed(sound, "x.pt")

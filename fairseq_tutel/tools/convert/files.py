@@ -21,6 +21,7 @@ from fairseq_tutel.checkpoint.files import (
     refused_class,
     system_error,
 )
+from fairseq_tutel.checkpoint.malformed import refuse_weights
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.tools.arguments import temporary
 
@@ -47,6 +48,7 @@ def load_lazily(path: Path, flag: str) -> dict[str, Any]:
     state = load_any(path, flag)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{flag} names {path}, which holds no model; give checkpoints of fairseq.")
+    refuse_weights(state["model"], f"{flag} {path}")
     bind(state, path)
     return state
 

@@ -1,0 +1,103 @@
+"""Refuses a checkpoint whose entries are not what fairseq saves there, before anything uses them."""
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from fairseq_tutel.checkpoint.nested import walk
+from fairseq_tutel.files.small import shown
+
+# Entries that must have this type if they are there; None counts as absent.
+TYPES: tuple[tuple[tuple[str | int, ...], type, str], ...] = (
+    (("model",), Mapping, "a dictionary"),
+    (("last_optimizer_state",), Mapping, "a dictionary"),
+    (("extra_state",), Mapping, "a dictionary"),
+    (("task_state",), Mapping, "a dictionary"),
+    (("optimizer_history",), list, "a list"),
+    (("optimizer_history", -1), Mapping, "a dictionary"),
+)
+# Numbers from which training continues.
+COUNTS: tuple[tuple[str | int, ...], ...] = (
+    ("extra_state", "previous_training_time"),
+    ("extra_state", "train_iterator", "epoch"),
+    ("extra_state", "train_iterator", "iterations_in_epoch"),
+    ("optimizer_history", -1, "num_updates"),
+)
+
+
+def refuse_malformed(state: Any, path: str) -> None:
+    """Refuse a checkpoint with an entry of another type than fairseq saves.
+
+    Args:
+        state: the checkpoint, as `torch.load` returns it.
+        path: of the file.
+
+    Raises:
+        ValueError: names the file and the entry.
+    """
+    for keys, kind, words in TYPES:
+        value = _entry(state, keys)
+        if value is not None and not isinstance(value, kind):
+            raise _error(path, value, keys, words)
+    for keys in COUNTS:
+        value = _entry(state, keys)
+        if value is not None and not _is_count(value):
+            raise _error(path, value, keys, "a finite number that is not negative")
+    for _, key, value in walk(state.get("last_optimizer_state")):
+        if key == "step" and not _is_count(value):
+            raise _error(
+                path, value, ("the optimizer's step",), "a finite number that is not negative"
+            )
+    refuse_weights(state.get("model") or {}, path)
+
+
+def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
+    """Refuse weights that no model can load: None, a quantized tensor, or one without data.
+
+    Raises:
+        ValueError: names the file and the weight.
+    """
+    for key, value in weights.items():
+        problem = _problem_of(key, value)
+        if problem is not None:
+            raise ValueError(
+                f"{path} has {problem} as the weight {shown(key)}; give a file with dense tensors."
+            )
+
+
+def _entry(state: Any, keys: tuple[str | int, ...]) -> Any:
+    for key in keys:
+        try:
+            state = state[key]
+        except (LookupError, TypeError):
+            return None
+    return state
+
+
+def _is_count(value: Any) -> bool:
+    # fairseq saves the training time of several ranks as a tensor.
+    if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
+        value = value.item()
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= 0
+
+
+def _problem_of(key: Any, value: Any) -> str | None:
+    """Return why a model cannot hold a value; None for a tensor, or an entry that is no weight."""
+    if value is None:
+        return "None"
+    if not torch.is_tensor(value) or str(key).endswith("_extra_state"):
+        return None
+    if value.is_quantized:
+        return f"a tensor of the dtype {value.dtype}"
+    return "a tensor without data (meta)" if value.device.type == "meta" else None
+
+
+def _error(path: str, value: Any, keys: tuple[str | int, ...], words: str) -> ValueError:
+    name = ".".join(map(str, keys))
+    return ValueError(
+        f"{path} has {shown(value)} as {name}, which must be {words}; give another file."
+    )

@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+
+from fairseq_tutel.checkpoint.malformed import refuse_malformed
+from fairseq_tutel.checkpoint.nested import walk
+
+NUMBER = "a finite number that is not negative"
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "expected"),
+    [
+        (
+            {"extra_state": {"previous_training_time": "1"}},
+            "extra_state.previous_training_time",
+            NUMBER,
+        ),
+        (
+            {"extra_state": {"train_iterator": {"epoch": "two"}}},
+            "extra_state.train_iterator.epoch",
+            NUMBER,
+        ),
+        (
+            {"extra_state": {"train_iterator": {"iterations_in_epoch": math.inf}}},
+            "extra_state.train_iterator.iterations_in_epoch",
+            NUMBER,
+        ),
+        ({"optimizer_history": [{"num_updates": [4]}]}, "optimizer_history.-1.num_updates", NUMBER),
+        ({"optimizer_history": [{"num_updates": -1}]}, "optimizer_history.-1.num_updates", NUMBER),
+        ({"optimizer_history": [3]}, "optimizer_history.-1", "a dictionary"),
+        ({"optimizer_history": {"num_updates": 3}}, "optimizer_history", "a list"),
+        ({"last_optimizer_state": ({},)}, "last_optimizer_state", "a dictionary"),
+        ({"task_state": math.inf}, "task_state", "a dictionary"),
+        ({"model": ()}, "model", "a dictionary"),
+        ({"last_optimizer_state": {"state": {0: {"step": -1e30}}}}, "the optimizer's step", NUMBER),
+        (
+            {"last_optimizer_state": {"state": [{"step": torch.tensor(math.nan)}]}},
+            "the optimizer's step",
+            NUMBER,
+        ),
+    ],
+)
+def test_an_entry_of_another_type_is_refused_by_its_name(state, name, expected):
+    with pytest.raises(ValueError, match=r"^x\.pt has .*; give another file\.$") as error:
+        refuse_malformed(state, "x.pt")
+    assert f" as {name}, which must be {expected}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (None, "None"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "the dtype torch.qint8"),
+        (torch.empty(2, device="meta"), "without data"),
+    ],
+)
+def test_a_weight_that_no_model_can_load_is_refused(value, problem):
+    with pytest.raises(ValueError, match=rf"^x\.pt has .*{problem}.* as the weight 'w'; give"):
+        refuse_malformed({"model": {"w": value}}, "x.pt")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"extra_state": None, "last_optimizer_state": None, "optimizer_history": []},
+        {"extra_state": {"previous_training_time": torch.tensor(0.2)}},
+        {"last_optimizer_state": {"state": {0: {"step": 4}, 1: {"step": torch.tensor(4.0)}}}},
+        {"model": {"w": torch.ones(2), "layer._extra_state": torch.empty(0, device="meta")}},
+    ],
+)
+def test_what_fairseq_saves_is_accepted(state):
+    refuse_malformed(state, "x.pt")
+
+
+def test_every_entry_is_visited_once_though_a_container_holds_itself():
+    shared = {"c": 1}
+    tree = {"a": [shared, (shared, 2)], "b": shared}
+    tree["self"] = tree
+    assert sorted((str(key), value) for _, key, value in walk(tree) if isinstance(value, int)) == [
+        ("1", 2),
+        ("c", 1),
+    ]
+    chain = []
+    for _ in range(100_000):
+        chain = [chain]
+    assert sum(1 for _ in walk(chain)) == 100_000
