@@ -150,7 +150,9 @@ class ShardedTensor:
         s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
-            out.copy_(self._open(pieces[0]))
+            stored = self._stored(pieces[0])
+            # Without a tensor in between: such blocks would stay with malloc.
+            out.copy_(stored) if self.packed is None else self.packed.unpack(stored, out)
             return
         # The wanted range may lie in one piece, in a part of it, or in several.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
@@ -160,11 +162,16 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _open(self, piece: Piece) -> Tensor:
-        """Return a piece after a look at its digest, mapped from its file where it is as it was."""
+        """Return a piece as the weights that it stands for."""
+        stored = self._stored(piece)
+        return stored if self.packed is None else self.packed.unpack(stored)
+
+    def _stored(self, piece: Piece) -> Tensor:
+        """Return a piece as it is stored, mapped from its file, after comparing its digest."""
         tensor = self._file(piece).get_tensor(piece.key)
         if digest(tensor) != piece.digest:
             raise self._unlike(piece)
-        return tensor if self.packed is None else self.packed.unpack(tensor)
+        return tensor
 
     def _file(self, piece: Piece) -> Any:
         """Return a piece's file, in which it has the record's shape."""
