@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -155,6 +156,15 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
     if os.path.exists(path):
         return PIPE
     return BROKEN_LINK
+
+
+def is_pipe(path: str) -> bool:
+    """Return whether a pipe, device or socket is at a path, which may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # none is there, or no path has such a text
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _is_torch_script(path: str | os.PathLike) -> bool:
