@@ -216,7 +216,7 @@ def test_an_option_that_names_a_device_is_refused(part, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
         with pytest.raises(
-            ValueError, match=r"^x\.pt has '.*' as its option vocabulary, which is a pipe"
+            ValueError, match=r"^x\.pt has '.* as its option vocabulary, which is a pipe"
         ):
             refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")
     file = tmp_path / "file"
