@@ -14,7 +14,7 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.config import CriterionConfig
 from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
-from fairseq_tutel.plugin.run_config import root_of
+from fairseq_tutel.plugin.training.checks import root_of
 
 logger = logging.getLogger(__name__)
 

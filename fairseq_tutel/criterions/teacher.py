@@ -21,9 +21,9 @@ from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
-from fairseq_tutel.plugin.load import is_of_the_machine
-from fairseq_tutel.plugin.parallel_inference import beside_a_training
-from fairseq_tutel.plugin.run_config import config_of
+from fairseq_tutel.plugin.opening.load import is_of_the_machine
+from fairseq_tutel.plugin.opening.several_ranks import beside_a_training
+from fairseq_tutel.plugin.training.checks import config_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from fairseq_tutel.moe.config import SidesConfig, options_of
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
-from fairseq_tutel.plugin.flags import made
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts
-from fairseq_tutel.plugin.task import attach
+from fairseq_tutel.plugin.registration.flags import made
+from fairseq_tutel.plugin.training.task import attach
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 

@@ -37,7 +37,7 @@ def register() -> None:
     keep_freed_memory()
     _registered = True  # the models call this, too
     try:
-        for module in ("plugin.wrapped", "optim", "criterions", "tasks", "models"):
+        for module in ("plugin.registration.wrapped", "optim", "criterions", "tasks", "models"):
             importlib.import_module(f"fairseq_tutel.{module}")
     except ImportError:
         _registered = False
@@ -118,7 +118,7 @@ def has_user_dir(argv: list[str]) -> bool:
 def _tell_of_misspelt_flags(argv: list[str]) -> None:
     """Say which flag was meant, last of all: argparse will end the process with its long usage before."""
     from fairseq_tutel.moe.options import flag_of, key_of
-    from fairseq_tutel.plugin.flags import meant
+    from fairseq_tutel.plugin.registration.flags import meant
 
     for word in argv:
         flag = word.split("=")[0]

@@ -41,17 +41,17 @@ from fairseq_tutel.plugin.feed_forward import (
     tell_micro_batches,
     watch_token_ids,
 )
-from fairseq_tutel.plugin.flags import expert_counts, layer_config
-from fairseq_tutel.plugin.opened_experts import (
+from fairseq_tutel.plugin.opening.offload import (
     awaited,
     fetch_when_loaded,
     stays_away,
     store_options,
 )
-from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
+from fairseq_tutel.plugin.opening.several_ranks import keep_in_step, topology_of_opened
 from fairseq_tutel.plugin.plans import tuned_algorithms, use_plans
-from fairseq_tutel.plugin.resume import checkpoint_to_load, say_what_changed
-from fairseq_tutel.plugin.run_config import (
+from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
+from fairseq_tutel.plugin.registration.task_options import give_system_options
+from fairseq_tutel.plugin.training.checks import (
     complete,
     config_of,
     device_of,
@@ -60,8 +60,8 @@ from fairseq_tutel.plugin.run_config import (
     refuse_run,
     root_of,
 )
-from fairseq_tutel.plugin.startup import start_together
-from fairseq_tutel.plugin.task_options import give_system_options
+from fairseq_tutel.plugin.training.resume import checkpoint_to_load, say_what_changed
+from fairseq_tutel.plugin.training.startup import start_together
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 
-from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.training.resume import ElasticEpochBatchIterator
 
 NUM_BATCHES = 23
 

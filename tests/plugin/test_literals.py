@@ -11,7 +11,7 @@ import pytest
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from fairseq_tutel.plugin.literals import EVALUATED, is_literal, refuse_code
+from fairseq_tutel.plugin.opening.literals import EVALUATED, is_literal, refuse_code
 
 CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
 

@@ -17,9 +17,9 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin import run_config
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.resume import say_what_changed
+from fairseq_tutel.plugin.training import checks as run_config
+from fairseq_tutel.plugin.training.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
 from fairseq_tutel.tools.convert.sharded import to_sharded
 

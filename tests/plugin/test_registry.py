@@ -29,11 +29,11 @@ from fairseq.tasks import TASK_REGISTRY
 from hydra.core.config_store import ConfigStore
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
-from fairseq_tutel.models.twins import MoETwinMixin
+from fairseq_tutel.models.variants import MoETwinMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import GateLossOptions, SystemOptions, defaults
-from fairseq_tutel.plugin.task import MoETaskMixin
+from fairseq_tutel.plugin.registration.flags import GateLossOptions, SystemOptions, defaults
+from fairseq_tutel.plugin.training.task import MoETaskMixin
 
 register()
 

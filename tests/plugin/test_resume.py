@@ -16,8 +16,8 @@ import torch
 from fairseq import checkpoint_utils
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin.load import load_checkpoint
-from fairseq_tutel.plugin.resume import checkpoint_to_load
+from fairseq_tutel.plugin.opening.load import load_checkpoint
+from fairseq_tutel.plugin.training.resume import checkpoint_to_load
 
 plugin.register()
 RECORD = {

@@ -17,15 +17,15 @@ from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import experts, files, folders, lease
-from fairseq_tutel.plugin import save
+from fairseq_tutel.plugin.training import save
 
 plugin.register()
 
 
 @pytest.fixture(autouse=True)
 def _sound(monkeypatch):
-    """The trainers here have no weights; tests/plugin/test_sound.py looks at those."""
-    monkeypatch.setattr(save.sound, "refuse_to_save", lambda trainer: None)
+    """The trainers here have no weights; tests/plugin/test_finite.py looks at those."""
+    monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
 
 
 def config(folder, no_save=False):

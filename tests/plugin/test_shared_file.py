@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint import files
-from fairseq_tutel.plugin import resume
+from fairseq_tutel.plugin.training import resume
 from fairseq_tutel.ranks import world
 
 SECONDS = 60

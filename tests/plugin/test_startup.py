@@ -18,8 +18,10 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig, StoreConfig
-from fairseq_tutel.plugin import opened_experts, startup, wrapped
-from fairseq_tutel.plugin.startup import (
+from fairseq_tutel.plugin.opening import offload
+from fairseq_tutel.plugin.registration import wrapped
+from fairseq_tutel.plugin.training import startup
+from fairseq_tutel.plugin.training.startup import (
     end_readers,
     excepthook,
     join_torchrun,
@@ -149,9 +151,9 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
     caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
     monkeypatch.setattr(startup, "_at_end", [])
-    monkeypatch.setattr(opened_experts, "_stores", {})  # no store of another test
-    monkeypatch.setattr(opened_experts, "_tell", lambda *_: print("counters", file=sys.stderr))
-    store = opened_experts._store_of(StoreConfig("on-demand", "host"))
+    monkeypatch.setattr(offload, "_stores", {})  # no store of another test
+    monkeypatch.setattr(offload, "_tell", lambda *_: print("counters", file=sys.stderr))
+    store = offload._store_of(StoreConfig("on-demand", "host"))
     hook = excepthook(sys.__excepthook__)
     try:
         with refusals_are_sentences() if wrapped_main else contextlib.nullcontext():

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import TensorDataset
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.startup import refusals_are_sentences
+from fairseq_tutel.plugin.training.startup import refusals_are_sentences
 
 register()
 
@@ -63,7 +63,9 @@ class Undecided(FairseqIncrementalDecoder):
         return 8
 
     def forward(self, prev_output_tokens, **kwargs):
-        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {"attn": None}
+        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {
+            "attn": None
+        }
 
 
 def test_a_model_without_a_finite_score_is_named():

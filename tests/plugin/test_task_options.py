@@ -17,8 +17,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.flags import SystemOptions, defaults
-from fairseq_tutel.plugin.run_config import is_training, mark_as_opened, root_of, run_with_root
+from fairseq_tutel.plugin.registration.flags import SystemOptions, defaults
+from fairseq_tutel.plugin.training.checks import is_training, mark_as_opened, root_of, run_with_root
 
 register()
 

@@ -14,7 +14,8 @@ from fairseq.file_io import PathManager
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import files
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK
-from fairseq_tutel.plugin import save, wrapped
+from fairseq_tutel.plugin.registration import wrapped
+from fairseq_tutel.plugin.training import save
 
 plugin.register()
 
@@ -133,7 +134,7 @@ def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
 
 
 def test_a_file_of_one_rank_s_part_is_said_to_be_one(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(save.sound, "refuse_to_save", lambda trainer: None)
+    monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
     state = {"last_optimizer_state": {ONLY_OF_RANK: 0}}
     saves = save.save_checkpoint(
         lambda *_: checkpoint_utils.torch_persistent_save(state, str(tmp_path / "a.pt"))

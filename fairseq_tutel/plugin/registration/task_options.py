@@ -8,7 +8,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 from hydra.core.config_store import ConfigStore
 
-from fairseq_tutel.plugin.flags import SystemOptions
+from fairseq_tutel.plugin.registration.flags import SystemOptions
 
 _without_dataclass: set[type] = set()
 

@@ -60,11 +60,11 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
-from fairseq_tutel.plugin import save
-from fairseq_tutel.plugin.load import load_checkpoint, load_checkpoint_to_cpu
-from fairseq_tutel.plugin.parallel_inference import run_on_several_ranks
-from fairseq_tutel.plugin.run_config import refuse_backend, run_with_root
-from fairseq_tutel.plugin.startup import (
+from fairseq_tutel.plugin.opening.load import load_checkpoint, load_checkpoint_to_cpu
+from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
+from fairseq_tutel.plugin.training import save
+from fairseq_tutel.plugin.training.checks import refuse_backend, run_with_root
+from fairseq_tutel.plugin.training.startup import (
     drop_tpu,
     end_readers,
     excepthook,

@@ -22,12 +22,12 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import refuse_misspelt
-from fairseq_tutel.plugin.literals import options_within, refuse_code
-from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
-from fairseq_tutel.plugin.resume import checkpoint_to_load, mapped
-from fairseq_tutel.plugin.run_config import mark_as_opened, root_of, say_what_has_no_effect_on
-from fairseq_tutel.plugin.stock_errors import is_of_the_machine
+from fairseq_tutel.plugin.opening.literals import options_within, refuse_code
+from fairseq_tutel.plugin.opening.offload import refuse_without_pregating
+from fairseq_tutel.plugin.registration.flags import refuse_misspelt
+from fairseq_tutel.plugin.registration.stock_errors import is_of_the_machine
+from fairseq_tutel.plugin.training.checks import mark_as_opened, root_of, say_what_has_no_effect_on
+from fairseq_tutel.plugin.training.resume import checkpoint_to_load, mapped
 
 logger = logging.getLogger(__name__)
 

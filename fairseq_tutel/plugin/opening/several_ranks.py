@@ -21,7 +21,7 @@ from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.config import MoEConfig, TaskConfig, label_of
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
-from fairseq_tutel.plugin.startup import let_stock_gather, limit_fairseqs_own, set_timeout
+from fairseq_tutel.plugin.training.startup import let_stock_gather, limit_fairseqs_own, set_timeout
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology, make_topology

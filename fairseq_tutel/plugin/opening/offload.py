@@ -20,7 +20,7 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.startup import call_at_end
+from fairseq_tutel.plugin.training.startup import call_at_end
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 

@@ -23,11 +23,12 @@ from fairseq_tutel.moe.config import CriterionConfig, MoEConfig, SidesConfig, Ta
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin import parallel_inference, sound
 from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
-from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
-from fairseq_tutel.plugin.run_config import config_of, root_of
+from fairseq_tutel.plugin.opening import several_ranks
+from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training.checks import config_of, root_of
+from fairseq_tutel.plugin.training.resume import ElasticEpochBatchIterator
 from fairseq_tutel.ranks import groups, world
 from fairseq_tutel.ranks.guard import guarded
 
@@ -48,7 +49,7 @@ class InferenceMixin:
         They are parts of cycles, and where they are garbage that ends them each takes 5 seconds.
         """
         iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
-        if parallel_inference.running():
+        if several_ranks.running():
             self._iterator = iterator
         given = self.__dict__.setdefault("_given", WeakSet())
         epoch = kwargs.get("epoch", 1)
@@ -68,7 +69,7 @@ class InferenceMixin:
         """
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
-            raise parallel_inference.NoSentences
+            raise several_ranks.NoSentences
         # fairseq's hub gives it, and not all tasks take it.
         if kwargs.get("prefix_allowed_tokens_fn", 0) is None:
             del kwargs["prefix_allowed_tokens_fn"]
@@ -80,7 +81,7 @@ class InferenceMixin:
         Raises:
             ValueError: a context window on several ranks.
         """
-        command = parallel_inference.running()
+        command = several_ranks.running()
         if command is not None and command.cfg.eval_lm.context_window > 0:
             raise ValueError(
                 f"--context-window is {command.cfg.eval_lm.context_window} on several ranks, where the "
@@ -93,7 +94,7 @@ class InferenceMixin:
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step, or none where the rank has no batch left; serve others until they end."""
-        command = parallel_inference.running()
+        command = several_ranks.running()
         if command is not None and not sample:
             result: Any = (0.0, 0, {})
         else:
@@ -167,7 +168,7 @@ class MoETaskMixin(InferenceMixin):
         if diagnosing:
             # The trainer runs the step again after a NaN, to find where; then it raises this.
             root = root_of(self)
-            way_back = root and sound.way_back_from(root.checkpoint.save_dir, model, update_num)
+            way_back = root and finite.way_back_from(root.checkpoint.save_dir, model, update_num)
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num} (loss now "
                 f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input"

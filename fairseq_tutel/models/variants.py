@@ -39,10 +39,15 @@ from omegaconf import open_dict
 
 from fairseq_tutel.plugin import twin_of
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
-from fairseq_tutel.plugin.flags import EncoderDecoderOptions, ModelOptions, defaults, fill_in
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.plugin.run_config import is_opened, root_of
-from fairseq_tutel.plugin.task import attach
+from fairseq_tutel.plugin.registration.flags import (
+    EncoderDecoderOptions,
+    ModelOptions,
+    defaults,
+    fill_in,
+)
+from fairseq_tutel.plugin.training.checks import is_opened, root_of
+from fairseq_tutel.plugin.training.task import attach
 
 BOTH = ("encoder", "decoder")
 # What of a model has layers with an fc1: of a stock class and those that are made of it.

@@ -23,8 +23,8 @@ from fairseq_tutel.checkpoint import experts, files, folders
 from fairseq_tutel.checkpoint.lease import NAME, Lease, take
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
-from fairseq_tutel.plugin import sound
-from fairseq_tutel.plugin.run_config import saves_shards
+from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training.checks import saves_shards
 from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.world import of_first
 
@@ -37,7 +37,7 @@ def run_as_only_writer(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run a training's `main` while no other one writes into --save-dir; for every rank."""
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
-    with writing(save_dir, writes), sound.checked_at_start(main):
+    with writing(save_dir, writes), finite.checked_at_start(main):
         return main(cfg, **kwargs)
 
 
@@ -118,7 +118,7 @@ def save_checkpoint(original: Any) -> Any:
     def wrapper(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
         if cfg.no_save:
             return original(cfg, trainer, epoch_itr, val_loss)
-        sound.refuse_to_save(trainer)
+        finite.refuse_to_save(trainer)
         _saving.append(trainer)
         try:
             _complete(cfg, trainer, epoch_itr, val_loss)

@@ -12,7 +12,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import twin_of
-from fairseq_tutel.plugin.flags import GateLossOptions
+from fairseq_tutel.plugin.registration.flags import GateLossOptions
 
 # The first hands a stand-in of the model to another criterion, which may be a twin; the task of the second
 # insists on its name; the third needs Megatron.

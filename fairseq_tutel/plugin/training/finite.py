@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin.resume import SAVED, flag_and_path, mapped, updates_of
+from fairseq_tutel.plugin.training.resume import SAVED, flag_and_path, mapped, updates_of
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from fairseq_tutel.moe.options import flag_of, plain, read
 from fairseq_tutel.optim.moe_optimizer import twin_name
 from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_with_zero, zero_options
 from fairseq_tutel.plugin.feed_forward import named_stacks
-from fairseq_tutel.plugin.flags import SystemOptions
-from fairseq_tutel.plugin.literals import options_within
-from fairseq_tutel.plugin.task_options import give_system_options
+from fairseq_tutel.plugin.opening.literals import options_within
+from fairseq_tutel.plugin.registration.flags import SystemOptions
+from fairseq_tutel.plugin.registration.task_options import give_system_options
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 

@@ -33,8 +33,8 @@ from fairseq_tutel.files.small import error_line
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import flag_of, read
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
-from fairseq_tutel.plugin.run_config import config_of, device_of
-from fairseq_tutel.plugin.stock_errors import sentence_of
+from fairseq_tutel.plugin.registration.stock_errors import sentence_of
+from fairseq_tutel.plugin.training.checks import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
