@@ -30,7 +30,7 @@ class _Nothing(torch.utils.data.Dataset):
 
 def elastic_resumes(quick: bool) -> Iterator[Row]:
     """Yield how long a rank takes to find its place in an epoch that other numbers of ranks began."""
-    from fairseq_tutel.plugin.training.resume import ElasticEpochBatchIterator
+    from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 
     batches = [[i] for i in range(1000 if quick else BATCHES)]
     for saved in (4, 8) if quick else (8, 64, 512):

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf, open_dict
 from fairseq_tutel.models.variants import register_architectures
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
 from fairseq_tutel.plugin.registration.flags import ModelOptions
-from fairseq_tutel.plugin.training.task import attach
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
         refuse_options(args)
         model = super().build_model(stock_args, task)
         install_experts(model, args, task, {"decoder": args.moe_freq})
-        attach(task, model)
         return model
 
 

@@ -1,4 +1,4 @@
-"""Every task has the system options, with or without a dataclass: flags, hydra keys, configuration."""
+"""Adds the system options to every task, with or without a dataclass: flags, hydra keys, configuration."""
 
 import dataclasses
 import inspect
@@ -10,31 +10,32 @@ from hydra.core.config_store import ConfigStore
 
 from fairseq_tutel.plugin.registration.flags import SystemOptions
 
-_without_dataclass: set[type] = set()
+
+class _AddArgs(classmethod):
+    """`add_args` of a task without a dataclass: its own flags, then those of the system options."""
+
+    def __init__(self, stock: Any) -> None:
+        def add_args(cls: type, parser: Any) -> None:
+            stock.__get__(None, cls)(parser)
+            gen_parser_from_dataclass(parser, SystemOptions())
+
+        super().__init__(add_args)
 
 
 def give_system_options() -> None:
-    """Give them to every registered task that lacks them; a user's may come later, so call it again."""
+    """Add them to every registered task without them; call it again after a user's tasks are registered."""
     for name, task in TASK_REGISTRY.items():
         stock = TASK_DATACLASS_REGISTRY.get(name)
-        if stock is None and task not in _without_dataclass:
-            _without_dataclass.add(task)
-            task.add_args = _with_flags(inspect.getattr_static(task, "add_args"))
+        add_args = inspect.getattr_static(task, "add_args")
+        if stock is None and not isinstance(add_args, _AddArgs):
+            task.add_args = _AddArgs(add_args)
         elif stock is not None and not issubclass(stock, SystemOptions):
             bases = (SystemOptions, stock)
             _register(name, task, dataclasses.make_dataclass(stock.__name__, [], bases=bases))
 
 
-def _with_flags(stock: Any) -> Any:
-    def add_args(cls: type, parser: Any) -> None:
-        stock.__get__(None, cls)(parser)
-        gen_parser_from_dataclass(parser, SystemOptions())
-
-    return classmethod(add_args)
-
-
 def _register(name: str, task: Any, dataclass: Any) -> None:
-    """Do what fairseq's `register_task` did, with another dataclass."""
+    """Repeat what fairseq's `register_task` did, with another dataclass."""
     TASK_DATACLASS_REGISTRY[name] = task.__dataclass = dataclass
     node = dataclass()
     node._name = name

@@ -1,48 +1,43 @@
-"""All that is wrapped in fairseq: seven functions, each because no registry or override reaches it.
+"""The six fairseq functions that are wrapped, because no registry, override or hook reaches them.
 
-1. `checkpoint_utils.save_checkpoint`: every rank calls it, and rank 0 alone goes on to save, so before it
-   is the one place where experts can be gathered, or written by all. What it calls on every rank itself,
-   `Trainer.consolidate_optimizer`, is not told whether anything is saved, and is called before crash.pt,
-   too, when the others may be gone.
-2. `checkpoint_utils.load_checkpoint_to_cpu`: who loads a state does not know where its file stood, and
-   experts in shard files stand beside it; and no one else stands at every door by which a file comes in
-   that is to be used, damaged or foreign as it may be. Who builds the model is not told that it is one's.
-3. `checkpoint_utils.load_checkpoint`: a dense run calls no other function of the plugin first, and
-   fairseq would start from scratch where checkpoint_last.pt is a pipe.
-4. `checkpoint_utils.torch_persistent_save`: after a write that failed stock goes on behind what that one
-   left in the file, which then gets a checkpoint's name and cannot be opened; and two jobs share its
-   temporary name.
-5. `PathManager.copy`: stock copies over checkpoint_last and checkpoint_best in place, and a kill in
-   the middle leaves a torn file; no copy shares its bytes where the file system could.
-6. `distributed.utils.call_main`: under torchrun on CPU stock fairseq divides by the number of GPUs, or
-   trains N unrelated models into one folder; fairseq-train takes --bf16 for a wish to run on a TPU, and
-   reads ranks and devices by that before it builds anything of ours; where ranks do not find each other,
-   or one of fairseq's own collectives fails, no code of ours is nearer that could say who is missing;
-   where models are used, ranks that share experts serve each other until all are done, which no one
-   function of theirs knows; a training, a dense one too, has its --save-dir to itself until it ends; and a
-   task without a dataclass is given no way to the run's configuration.
-7. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds an optimizer
-   of ours, which may be there to keep a shard of them. (As --memory-efficient-fp16 it would not, but its
-   name stands in checkpoints, which runs with and without shards are to read of each other.)
+1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. Before it,
+   experts are gathered, or written by all ranks. `Trainer.consolidate_optimizer`, which it calls on every
+   rank, does not know whether anything is saved, and also runs before crash.pt, when ranks may be gone.
+2. `checkpoint_utils.load_checkpoint_to_cpu`: every checkpoint that is used passes here. Experts in shard
+   files lie next to the file, whose path the loaded state does not contain. Damaged and foreign files are
+   refused, and models that are opened for use are marked.
+3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the same file,
+   which then cannot be opened. Two jobs share its temporary name.
+4. `PathManager.copy`: fairseq copies over checkpoint_last and checkpoint_best in place. A kill during the
+   copy leaves a truncated file. The copy here shares disk blocks where the file system can.
+5. `distributed.utils.call_main`: nothing of the plugin runs earlier. Under torchrun on CPU fairseq divides
+by
+   the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
+   request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
+   Ranks that share experts keep serving each other until all have finished. A training run locks its
+   --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
+6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
+   optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in
+   checkpoints differs, and runs with and without shards read each other's checkpoints.
 
-What else changes in a process, and where:
+Other changes to the process:
 
-- at import (`plugin.register`): thresholds of glibc's malloc, which classes torch.load takes for safe, and
-  sys.excepthook, by which a refusal that ends the process is its sentence alone (`startup.py`);
-  twins in fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); the options of every
-  task, of a user's own when it is there (`task_options.py`); --is-moe leaves sys.argv, under --user-dir;
-- where a model with experts is built: the run's configuration (`run_config.complete`, each change logged),
-  the class of a task that has not our mixin, and then that of its iterator (`task.py`);
-- where commands run: `train` and `run` add --user-dir to sys.argv, and `run` takes its command out;
-  torchrun's ranks go into the configuration, and a rank's GPU becomes torch's current one (`startup.py`);
-  ranks that use a model write their results apart (`parallel_inference.py`); without a GPU fairseq's
-  all_gather_list gets buffers on the CPU (`startup.py`); torch's groups get time-outs (`ranks/guard.py`),
-  and threads, one of ours and those that read batches, leave before the process does
-  (`comm/background.py`, `startup.py`);
-- while fairseq-train's main runs: its module's `train`, which checks first what was loaded (`sound.py`);
-- where a training diagnoses a NaN: hooks of encoders' backwards go before stock looks for it (`task.py`).
+- at import (`plugin.register`): thresholds of glibc's malloc, the classes that torch.load accepts, and
+  sys.excepthook, which prints a refusal's message alone (`registration/process.py`); MoE variants in
+  fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
+  of a user's (`registration/task_options.py`); --is-moe is removed from sys.argv under --user-dir;
+- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
+  classes of tasks and iterators (the table in `registration/variants.py`);
+- when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
+  configuration gets torchrun's ranks, and a rank's GPU becomes torch's current one (`training/startup.py`);
+  ranks that use a model write results to separate folders (`opening/several_ranks.py`); without a GPU
+  fairseq's all_gather_list gets CPU buffers (`training/startup.py`); torch's groups get time-outs
+  (`ranks/guard.py`); threads of the plugin and of batch readers end before the process
+  (`comm/background.py`, `registration/process.py`);
+- while fairseq-train's main runs: its module's `train`, to check the loaded state (`training/finite.py`);
+- when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
-No environment variable is set, and no logger but our own is touched.
+No environment variable is set, and only the plugin's loggers are configured.
 """
 
 import atexit
@@ -60,34 +55,21 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
-from fairseq_tutel.plugin.opening.load import load_checkpoint, load_checkpoint_to_cpu
-from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
+from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
+from fairseq_tutel.plugin.registration.commands import call_main
+from fairseq_tutel.plugin.registration.process import end_readers, excepthook
 from fairseq_tutel.plugin.training import save
-from fairseq_tutel.plugin.training.checks import refuse_backend, run_with_root
-from fairseq_tutel.plugin.training.startup import (
-    drop_tpu,
-    end_readers,
-    excepthook,
-    join_torchrun,
-    meeting_of,
-    read_on_every_rank,
-    refusals_are_sentences,
-)
-from fairseq_tutel.ranks import rendezvous
-from fairseq_tutel.ranks.guard import guarded, keeps_the_store
 
 logger = logging.getLogger(__name__)
 
 
 def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
-    """Refuse a function of fairseq's that is called otherwise than when the wrapper was written.
-
-    One that only reads otherwise, as in a checkout of one's own, is said.
+    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source.
 
     Args:
         function: not wrapped yet.
-        parameters: their names.
-        digest: of its source.
+        parameters: names that the wrapper expects.
+        digest: of the source that the wrapper was written for.
     """
     found = tuple(inspect.signature(function).parameters)
     if found != parameters:
@@ -98,49 +80,15 @@ def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
     read = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
     if read != digest:
         logger.warning(
-            "fairseq's %s is not that of fairseq-fixed 0.12.3.1, for which its wrapper was written: look "
-            "whether what is said of it in %s still holds",
+            "fairseq's %s is not that of fairseq-fixed 0.12.3.1, for which its wrapper was written: check "
+            "whether the reasons in %s still hold",
             function.__qualname__,
             __file__,
         )
 
 
-def call_main(original: Any) -> Any:
-    """Let torchrun's ranks meet, --bf16 mean bf16, an error name who is missing, ranks end together.
-
-    A training begins once --save-dir is its own.
-    """
-
-    @functools.wraps(original)
-    @refusals_are_sentences()
-    def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
-        drop_tpu(cfg)
-        join_torchrun(cfg)
-        if cfg.distributed_training.distributed_init_method is None:
-            distributed_utils.infer_init_method(cfg.distributed_training)
-        run: Any = run_on_several_ranks
-        if cfg.common_eval.path is None:
-            run = save.run_as_only_writer
-            read_on_every_rank(cfg)
-            if hasattr(cfg.model, "moe_freq"):  # before stock looks for fairscale
-                refuse_backend(cfg.distributed_training)
-        if cfg.distributed_training.distributed_init_method == "env://" and keeps_the_store():
-            cfg.distributed_training.distributed_init_method = rendezvous.METHOD
-        # Processes that fairseq itself spawns get what can be pickled.
-        on_each = functools.partial(run_with_root, functools.partial(run, main))
-        with guarded("a collective of fairseq's own", timed=False), meeting_of(cfg) as met:
-
-            def met_main(*args: Any, **kwargs: Any) -> Any:
-                met()
-                return on_each(*args, **kwargs)
-
-            return original(cfg, met_main if met else on_each, **kwargs)
-
-    return wrapper
-
-
 def build_optimizer(original: Any) -> Any:
-    """Build the wrapper of an optimizer of shards, where the run asks for these; tell others of masters."""
+    """Wrap FP16Optimizer.build_optimizer: return ZeroFP16Optimizer if shards are requested."""
 
     @functools.wraps(original)
     def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
@@ -148,20 +96,18 @@ def build_optimizer(original: Any) -> Any:
             return ZeroFP16Optimizer.build_optimizer(cfg, params, **kwargs)
         optimizer = original(cls, cfg, params, **kwargs)
         if isinstance(optimizer.fp32_optimizer, MoEOptimizerMixin):
-            optimizer.fp32_optimizer.holds_masters = True
+            optimizer.fp32_optimizer.save_masters()
         return optimizer
 
     return wrapper
 
 
-# Owner, name and wrapper of each, the parameters it is called with, and the digest of its source.
+# Owner, name and wrapper of each function, its parameters, and the digest of its source.
 WRAPPED = (
     (checkpoint_utils, "save_checkpoint", save.save_checkpoint,
      "cfg trainer epoch_itr val_loss", "61513534b9b3"),
     (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu,
      "path arg_overrides load_on_all_ranks", "96f7d33cde8e"),
-    (checkpoint_utils, "load_checkpoint", load_checkpoint,
-     "cfg trainer passthrough_args", "08e4fa03a2ab"),
     (checkpoint_utils, "torch_persistent_save", save.persistent_save,
      "obj filename async_write", "5f397c23bc88"),
     (PathManager, "copy", save.copy, "src_path dst_path overwrite", "1d3c09d3f196"),
@@ -171,15 +117,15 @@ WRAPPED = (
 
 
 def install() -> None:
-    """Install the wrappers, and what comes at the end; called once, at import."""
+    """Install the wrappers and the exit handlers; called once, at import."""
     for owner, name, _, parameters, digest in WRAPPED:
         _guard(getattr(owner, name), tuple(parameters.split()), digest)
     for owner, name, wrap, *_ in WRAPPED:
-        as_it_stands = inspect.getattr_static(owner, name)
-        if isinstance(as_it_stands, staticmethod | classmethod):
-            setattr(owner, name, type(as_it_stands)(wrap(as_it_stands.__func__)))
+        static = inspect.getattr_static(owner, name)
+        if isinstance(static, staticmethod | classmethod):
+            setattr(owner, name, type(static)(wrap(static.__func__)))
         else:
-            setattr(owner, name, wrap(as_it_stands))
+            setattr(owner, name, wrap(static))
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)
 
