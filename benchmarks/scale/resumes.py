@@ -30,7 +30,7 @@ class _Nothing(torch.utils.data.Dataset):
 
 def elastic_resumes(quick: bool) -> Iterator[Row]:
     """Yield how long a rank takes to find its place in an epoch that other numbers of ranks began."""
-    from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
+    from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 
     batches = [[i] for i in range(1000 if quick else BATCHES)]
     for saved in (4, 8) if quick else (8, 64, 512):
@@ -52,7 +52,7 @@ def elastic_resumes(quick: bool) -> Iterator[Row]:
 
 def looks(quick: bool) -> Iterator[Row]:
     """Yield how much of a checkpoint on a disk that all nodes share is read before it is loaded."""
-    from fairseq_tutel.plugin import resume
+    from fairseq_tutel.plugin.training import resume
     from fairseq_tutel.ranks import world
 
     with tempfile.TemporaryDirectory() as folder:

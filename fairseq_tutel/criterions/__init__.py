@@ -4,7 +4,7 @@ from fairseq_tutel.criterions import (  # noqa: F401
     cmcl,
     image_classification,
     moe_cross_entropy,
-    twins,
+    variants,
 )
 
 # isort: split

@@ -17,7 +17,7 @@ from fairseq_tutel.criterions.taught_router import forward_and_teach
 from fairseq_tutel.ensemble.cmcl import confident_loss, random_labels
 from fairseq_tutel.ensemble.options import CMCLConfig
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
-from fairseq_tutel.plugin.flags import made
+from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
 RIGHT = "right_member"  # what the keys begin with under which members' right answers are counted

@@ -26,9 +26,9 @@ from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answ
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.distillation.stored_logits import StoredLogits, fingerprint
 from fairseq_tutel.moe.options import options_in, plain, read, refuse_bad_values
-from fairseq_tutel.plugin.flags import made
-from fairseq_tutel.plugin.run_config import config_of, is_opened
-from fairseq_tutel.plugin.task import give_mixin
+from fairseq_tutel.plugin.registration.flags import made
+from fairseq_tutel.plugin.run_state import config_of, is_opened
+from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)

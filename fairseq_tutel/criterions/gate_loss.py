@@ -1,7 +1,4 @@
-"""The balance loss in the criterion's loss: combined over layers, weighted, and fed back to them.
-
-L MoE layers.
-"""
+"""Adds the balance loss, combined over layers and weighted, to a criterion's loss."""
 
 import logging
 from typing import Any
@@ -14,23 +11,23 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.config import CriterionConfig
 from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
-from fairseq_tutel.plugin.run_config import root_of
+from fairseq_tutel.plugin.run_state import root_of
 
 logger = logging.getLogger(__name__)
 
 
 class GateLossMixin:
-    """Goes before a fairseq criterion: adds the balance loss, and logs it with the expert metrics."""
+    """Precedes a fairseq criterion: adds the balance loss, and logs it with the expert metrics."""
 
     gate_loss: Any  # GateLossOptions
     logs_lists: bool = False
-    keeps_loss: bool = True  # as it was without the balance loss, under nll_loss
+    keeps_loss: bool = True  # log the loss without the balance loss as nll_loss
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Build the stock criterion and keep the balance options."""
+        """Build the stock criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # A task knows after it built the model, as commands do first; its own mixin may be missing.
+        # Commands build the model first. A stock task lacks the mixin and its attribute.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(
@@ -38,22 +35,25 @@ class GateLossMixin:
                 "whose name begins with moe_, or the stock criterion."
             )
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
-        criterion.gate_loss = cfg
         root = root_of(task)
-        # Lists of layers and experts: for programs to read, not for a progress bar.
-        criterion.logs_lists = root is not None and str(root.common.log_format) == "json"
+        # Lists of layers and experts are for programs, not for a progress bar.
+        criterion.take_options(cfg, root is not None and str(root.common.log_format) == "json")
         return criterion
+
+    def take_options(self, cfg: Any, logs_lists: bool) -> None:
+        """Set the options of the balance loss, and whether lists are logged; `__init__` is fairseq's."""
+        self.gate_loss, self.logs_lists = cfg, logs_lists
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Return (loss with the balance loss, sample size, logging output).
 
-        A loss that is not summed up, as stock's own flags ask for, comes without.
+        A loss that is not summed, by a flag of fairseq, does not include it.
         """
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
         if self.keeps_loss:
             log.setdefault("nll_loss", log["loss"])
-        # Layerdrop may leave layers out; they have no balance loss in this micro-batch.
+        # Layers that layerdrop skips have no balance loss in this micro-batch.
         layers = [layer for layer in all_layers if layer.seen]
         combined, leaves = self._combine(layers) if layers else (loss.new_zeros(()), [])
         log |= expert_log(
@@ -62,7 +62,7 @@ class GateLossMixin:
             lists=self.logs_lists,
             scalars=self.gate_loss.moe_log_layers,
         )
-        if not layers or loss.numel() > 1:  # one of adaptive_loss is [1]
+        if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log
         scale = sample_size * self.gate_loss.moe_gate_loss_wt
         shares = torch.autograd.grad(combined, leaves)
@@ -79,7 +79,7 @@ class GateLossMixin:
                 combined = combined / len(leaves)
             has_losses = any(layer.balance_weights for layer in layers)
             if has_losses and str(self.gate_loss.moe_gate_loss_transform) == "neg_log":
-                # A batch without tokens has loss 0; the clamp keeps its (ignored) logarithm finite.
+                # A batch without tokens has loss 0; the clamp keeps its unused logarithm finite.
                 combined = -combined.clamp_min(torch.finfo(combined.dtype).tiny).log()
         return combined, leaves
 
@@ -91,10 +91,10 @@ class GateLossMixin:
 
 
 class _AddGateLoss(torch.autograd.Function):
-    """loss + value; backward hands every layer the coefficient of its balance loss.
+    """Compute loss + value; the backward sets every layer's coefficient of its balance loss.
 
-    This node is the first of a backward, the layers' own come later, so they find it set. It is
-    cleared when the backward ends: a backward without a criterion's loss then adds nothing.
+    This node runs before the layers' in a backward pass. The coefficients are removed at its end: a
+    backward pass without a criterion's loss then adds no balance loss.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch import Tensor
 from fairseq_tutel.criterions.expert_log import reduce_expert_log
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.criterions.token_loss import token_loss
-from fairseq_tutel.plugin.flags import GateLossOptions
+from fairseq_tutel.plugin.registration.flags import GateLossOptions
 
 
 class TokenLossMixin:

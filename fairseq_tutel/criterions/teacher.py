@@ -21,9 +21,8 @@ from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
-from fairseq_tutel.plugin.load import is_of_the_machine
-from fairseq_tutel.plugin.parallel_inference import beside_a_training
-from fairseq_tutel.plugin.run_config import config_of
+from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
+from fairseq_tutel.plugin.run_state import RUN, config_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Teacher:
         # What is drawn while it is built is not the training's.
         with (
             torch.random.fork_rng(),
-            beside_a_training(),
+            RUN.having(opens_teacher=True),
             self._refusing("can not be opened with this data"),
         ):
             (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
@@ -115,7 +114,7 @@ class Teacher:
         except ValueError as error:
             raise ValueError(str(error).replace("--moe-expert-parallel-size", own)) from error
         except (RuntimeError, LookupError, TypeError) as error:
-            if is_of_the_machine(error):
+            if is_machine_error(error):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
             raise ValueError(

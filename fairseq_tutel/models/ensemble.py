@@ -38,8 +38,8 @@ from fairseq_tutel.ensemble.options import EnsembleConfig
 from fairseq_tutel.ensemble.sharing import run_and_share, shared
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import fill_in, made
-from fairseq_tutel.plugin.run_config import OPENED, config_of, is_opened, is_training, root_of
+from fairseq_tutel.plugin.registration.flags import fill_in, made
+from fairseq_tutel.plugin.run_state import OPENED, config_of, is_opened, is_training, root_of
 
 NAME = "ensemble_of"
 EnsembleOptions = made("EnsembleOptions", options_in(EnsembleConfig))

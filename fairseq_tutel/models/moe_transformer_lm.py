@@ -10,10 +10,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.models.twins import register_architectures
-from fairseq_tutel.plugin.flags import ModelOptions
+from fairseq_tutel.models.variants import register_architectures
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.plugin.task import attach
+from fairseq_tutel.plugin.registration.flags import ModelOptions
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
         refuse_options(args)
         model = super().build_model(stock_args, task)
         install_experts(model, args, task, {"decoder": args.moe_freq})
-        attach(task, model)
         return model
 
 

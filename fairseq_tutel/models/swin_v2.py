@@ -12,9 +12,8 @@ from torch import nn
 
 from fairseq_tutel.moe.config import SidesConfig, options_of
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
-from fairseq_tutel.plugin.flags import made
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts
-from fairseq_tutel.plugin.task import attach
+from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
@@ -98,7 +97,6 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         facts = {**EXPERTS, "activation_dropout": own.expert_dropout}
         freqs, of_sides = dict.fromkeys(sides, cfg.moe_freq), dict.fromkeys(sides, facts)
         install_experts(model, cfg, task, freqs, of_sides)
-        attach(task, model)
         return model
 
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:

@@ -1,7 +1,7 @@
 """The table of all options: of a MoE layer, and of a model, a task and a criterion around its layers.
 
 An option is one entry: a field of one of these dataclasses with all that options.py's `Option` names. Made
-from it are flags and hydra keys (plugin/flags.py), refusals, the lines of what has no effect
+from it are flags and hydra keys (plugin/registration/flags.py), refusals, the lines of what has no effect
 (plugin/announce.py), what converters know (tools/convert/options.py), `python -m fairseq_tutel flags` and
 docs/flags.md.
 

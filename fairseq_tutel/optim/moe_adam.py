@@ -1,7 +1,7 @@
-"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters, and moments in fp16 if asked.
+"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters and optional fp16 moments.
 
-A MoE model has E times the expert parameters of a dense one for the same FLOPs, so a Python loop of
-eight passes per tensor costs more than it does there, and two fp32 moments weigh more.
+An MoE model has E times the expert parameters of a dense one for the same FLOPs, so that a Python loop of
+eight passes per tensor, and two fp32 moments, cost relatively more.
 """
 
 import math
@@ -23,14 +23,14 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 class FusedAdam(Adam):
     """fairseq's Adam with its state dict; fp32 and fp64 parameters take torch's fused AdamW kernel.
 
-    fairseq adds eps to sqrt(v), AdamW to sqrt(v) / sqrt(1 - beta2^t): dividing eps by that root makes
-    them the same formula. Half parameters, and gradients that are sparse or strided (the kernel does not
-    look at strides), take fairseq's own loop.
+    fairseq adds eps to sqrt(v), AdamW to sqrt(v) / sqrt(1 - beta2^t): dividing eps by that root makes them
+    the same formula. Half parameters, and sparse or strided gradients (the kernel ignores strides), use
+    fairseq's loop.
 
-    With `fp16_stats` the moments are kept in fp16, each divided by a scale that brings its largest
-    element to the largest fp16 number: one scale for a dense parameter, one per expert for experts, so
-    that it does not depend on where they live. The names in the state are those of fairseq's own class,
-    which needs apex. Source: OpenAI's Jukebox, utils/fp16.py.
+    With `fp16_stats` the moments are kept in fp16, each divided by a scale that maps its largest element to
+    the largest fp16 number: one scale per dense parameter, one per expert, so that scales do not depend on
+    the expert's rank. Keys of the state are those of fairseq's class, which needs apex. Source: OpenAI's
+    Jukebox, utils/fp16.py.
     """
 
     fp16_stats = False
@@ -63,7 +63,7 @@ class FusedAdam(Adam):
                     continue
                 step, state = self._advance(p, group), self.state[p]
                 wide = {key: _widened(state, key, p.device) for key in MOMENTS}
-                # What is fp32 already is updated in place.
+                # fp32 tensors are updated in place.
                 p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
                 self._fused_step(group, [p32], [grad32], [wide], step)
                 if p32 is not p:
@@ -77,7 +77,7 @@ class FusedAdam(Adam):
         return loss
 
     def _leave_fp16_stats(self) -> None:
-        """Widen moments that came from a checkpoint of a run with fp16 ones."""
+        """Convert moments from a checkpoint with fp16 ones to fp32."""
         for p, state in self.state.items():
             for key in MOMENTS:
                 if key + "_scale" in state:
@@ -100,7 +100,7 @@ class FusedAdam(Adam):
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        # apex's newer Adam keeps one count, beside the group's options.
+        # apex's newer Adam keeps one count with the group's options.
         state["step"] = int(state.get("step", group.get("step", 0))) + 1
         return state["step"]
 
@@ -114,7 +114,7 @@ class FusedAdam(Adam):
     ) -> None:
         """Update parameters and moments in place; all on one device, of one dtype, at one step."""
         beta1, beta2 = group["betas"]
-        # Filled on the device: a copy from the host would wait for it.
+        # Created on the device: a copy from the host would synchronize.
         step_tensor = torch.full((), float(step), device=params[0].device)
         torch._fused_adamw_(
             params,
@@ -134,7 +134,7 @@ class FusedAdam(Adam):
 
 
 def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
-    """Return a moment in fp32; fairseq's memory-efficient wrapper leaves a file's tensors on the host."""
+    """Return a moment in fp32; fairseq's memory-efficient wrapper keeps a file's tensors on the host."""
     scale = torch.as_tensor(state.get(key + "_scale", 1.0), device=device)
     return state[key].to(device, torch.float32) * scale
 
@@ -142,14 +142,13 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
 class MoEFairseqAdam(ZeroOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
 
-    Where fairseq itself would take apex's fused class (a GPU with apex), that one is kept, but not for
-    --fp16-adam-stats: apex's has one scale for all the experts of a rank, which no other rank could read;
-    and not for partitions, which may be in host memory.
+    On a GPU with apex, fairseq's choice of apex's fused class is kept, except with --fp16-adam-stats, for
+    which apex has one scale for all experts of a rank, and for partitions, which may be in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
         if cfg.fp16_adam_stats:
-            FairseqOptimizer.__init__(self, cfg)  # stock's own would ask for apex
+            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam's would need apex
             self._optimizer = FusedAdam(params, **self.optimizer_config)
             self._optimizer.fp16_stats = True
             return
@@ -159,5 +158,5 @@ class MoEFairseqAdam(ZeroOptimizerMixin, FairseqAdam):
 
 
 def register() -> None:
-    """Register moe_adam before the generic twins, which skip a name that is taken."""
+    """Register moe_adam before the generic variants, which skip registered names."""
     register_optimizer("moe_adam", dataclass=FairseqAdamConfig)(MoEFairseqAdam)

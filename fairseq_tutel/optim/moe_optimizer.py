@@ -1,7 +1,7 @@
-"""What any fairseq optimizer needs to train experts that live on different ranks.
+"""A mixin for fairseq's optimizers: gradients and state of experts on different ranks.
 
-E experts (e local), P expert_parallel_size. fairseq's fp16, memory-efficient and amp wrappers delegate
-to these methods, so every rank clips by, and overflows on, the same norm.
+E experts (e local), P expert_parallel_size. fairseq's fp16, memory-efficient and amp wrappers call these
+methods, so that every rank clips by, and overflows on, the same norm.
 """
 
 from typing import Any
@@ -27,35 +27,39 @@ from fairseq_tutel.comm.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
-from fairseq_tutel.ranks import groups
+from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks.groups import Slice, Topology, cut, slice_of
 from fairseq_tutel.zero.state import MASTER
 
-# In a checkpoint's optimizer state that other ranks have parts of.
+# Key of an optimizer state that lacks the parts of other ranks.
 ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Goes before a FairseqOptimizer class; with one rank, or no experts, it changes nothing."""
+    """Precedes a FairseqOptimizer class; on one rank, or without experts, it changes nothing."""
 
     optimizer: Any  # torch's
     params: Any
     cfg: Any
     args: Any
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 masters of half ones: set before a checkpoint is written.
+    # Whether the parameters are fp32 masters of half ones.
     holds_masters: bool = False
     # Whether the last step changed anything: under --amp one with an overflow does not.
     took_step: bool = True
-    # Once an update, also where an overflow ends it there.
+    # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
-    # Under --amp fairseq unscales the gradients of torch's optimizer, and hands this object to
-    # GradScaler.step, which would unscale them again; with this, it leaves found_inf here instead.
+    # Under --amp fairseq unscales the gradients of torch's optimizer, and passes this object to
+    # GradScaler.step, which would unscale them again. With this attribute it sets found_inf here instead.
     _step_supports_amp_scaling: bool = True
 
+    def save_masters(self) -> None:
+        """Include the parameters, which are fp32 masters, in later states."""
+        self.holds_masters = True
+
     def all_reduce_grads(self, module: Any) -> None:
-        """Reduce dense gradients as the data-parallel wrapper does, or by a plan, then the experts' own."""
-        topology = groups.in_use()
+        """Reduce dense gradients as the data-parallel wrapper or a collective plan does, then experts'."""
+        topology = RUN.topology
         if _reduces_here(module):
             reduce_dense_gradients(module.parameters(), topology.world_size)
         else:
@@ -68,17 +72,17 @@ class MoEOptimizerMixin:
             spread_overflow(module.parameters())
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Clip by the one norm over dense parameters and all ranks' experts; return it."""
+        """Clip by the norm over dense parameters and all ranks' experts; return it."""
         self.times_clipped += 1
-        if groups.in_use().expert_parallel_size == 1:
+        if RUN.topology.expert_parallel_size == 1:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
         params = list(self.params)
-        norm = global_grad_norm(params, groups.in_use())
+        norm = global_grad_norm(params, RUN.topology)
         clip_gradients(params, max_norm, norm)
         return norm
 
     def _is_scaled_by_torch(self) -> bool:
-        # fairseq's older optimizers keep it under this name, or the whole command line.
+        # fairseq's older optimizers keep it as `args`, or have the whole command line.
         cfg = self.cfg if hasattr(self, "cfg") else self.args
         if not hasattr(cfg, "_get_root"):
             return bool(getattr(cfg, "amp", False))
@@ -86,7 +90,7 @@ class MoEOptimizerMixin:
         return "common" in root and root.common.amp
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the step; what was gathered for the last checkpoint is stale and freed."""
+        """Take the step; free the state that was gathered for the last checkpoint."""
         self._gathered_state = None
         found_inf = getattr(self, "found_inf", None)  # torch's GradScaler, see above
         self.took_step = found_inf is None or found_inf.item() == 0
@@ -99,7 +103,7 @@ class MoEOptimizerMixin:
         return list(self.params)
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the state of this rank's experts [e, ...], masters included; to be called on every rank.
+        """Return the state of this rank's experts [e, ...], with masters; all ranks call it.
 
         Args:
             index: of the experts' parameter in `model_params`.
@@ -109,8 +113,8 @@ class MoEOptimizerMixin:
         if self.holds_masters:
             state[MASTER] = parameter.data
         own = [k for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))]
-        # Until its first step fairseq's memory-efficient wrapper has a file's tensors in host memory, where
-        # a GPU's collectives do not reach them.
+        # Until the first step, fairseq's memory-efficient wrapper keeps a file's tensors in host memory,
+        # which a GPU's collectives cannot read.
         return {key: state[key].to(parameter.device) for key in own}
 
     def gather_state(self, topology: Topology) -> None:
@@ -138,8 +142,7 @@ class MoEOptimizerMixin:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, the experts' gathered where `gather_state` was called.
 
-        With masters, their bits too: stock keeps the half weights alone, and a resume would start from
-        those.
+        It includes masters; fairseq saves half weights only, from which a run could not resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
         state = state_dict.get("state", {})  # a composite optimizer has one of each group's
@@ -152,32 +155,28 @@ class MoEOptimizerMixin:
         return state_dict
 
     def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Put a state that is to be saved into its common form, in place."""
+        """Convert a state to its saved form, in place."""
 
     def _cut_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Put a state in its common form, of this rank's experts, into the optimizer's, in place."""
+        """Convert a saved state of this rank's experts to the optimizer's form, in place."""
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None
     ) -> None:
-        """Load a state of all experts, keeping this rank's slice; masters go into the parameters.
-
-        Raises:
-            ValueError: it is a part of a state.
-        """
+        """Load a state of all experts and keep this rank's part; masters are copied to the parameters."""
         if ONLY_OF_RANK in state_dict:
             raise ValueError(
                 f"the checkpoint holds the optimizer's state of rank {state_dict[ONLY_OF_RANK]} alone, as "
                 "a crash file of a run with --moe-zero-stage does; give an older checkpoint, or "
-                "--reset-optimizer to go on from its weights."
+                "--reset-optimizer to continue from its weights."
             )
-        topology = groups.in_use()
+        topology = RUN.topology
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
-        unbind(state)  # what is not cut is read as a whole
+        unbind(state)  # reads the other tensors
         self._cut_state(state)
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
@@ -187,9 +186,9 @@ class MoEOptimizerMixin:
 
 
 def _reduces_here(module: Any) -> bool:
-    """Whether dense gradients are summed by a plan: torch's own wrapper sums them in the backward."""
+    """Whether a plan sums dense gradients; torch's wrapper sums them in the backward pass."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # in fairseq's other wrappers
+        module = getattr(module, "module", None)  # inside fairseq's other wrappers
         if module is None:
             return False
     return not module.accumulate_grads and plan_choice.has("all_reduce", None)
@@ -210,7 +209,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # What has not the parameter's shape, such as a scale, is the same for all slices.
+        # A tensor of another shape, such as a scale, is the same for all shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):
@@ -233,15 +232,16 @@ def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
     return optimizer
 
 
-def twin_name(name: str) -> str:
+def variant_name(name: str) -> str:
     """Return the registered MoE name of an optimizer: adam -> moe_adam."""
     return name if name.startswith("moe_") else f"moe_{name}"
 
 
-def register_twins(mixin: type) -> None:
-    """Register a twin of every optimizer that has none yet, with `mixin` before its class."""
+def register_variants(mixin: type) -> None:
+    """Register an MoE variant of every optimizer that has none yet, with `mixin` before its class."""
     for name, stock in list(OPTIMIZER_REGISTRY.items()):
-        if name.startswith("moe_") or twin_name(name) in OPTIMIZER_REGISTRY:
+        if name.startswith("moe_") or variant_name(name) in OPTIMIZER_REGISTRY:
             continue
-        twin = type(f"MoE{stock.__name__}", (mixin, stock), {"__doc__": stock.__doc__})
-        register_optimizer(twin_name(name), dataclass=OPTIMIZER_DATACLASS_REGISTRY.get(name))(twin)
+        variant = type(f"MoE{stock.__name__}", (mixin, stock), {"__doc__": stock.__doc__})
+        dataclass = OPTIMIZER_DATACLASS_REGISTRY.get(name)
+        register_optimizer(variant_name(name), dataclass=dataclass)(variant)

@@ -1,7 +1,7 @@
-"""A fairseq optimizer of partitions: ZeRO beside experts, and optimizer state in host memory.
+"""ZeRO and optimizer offload for fairseq's optimizers: options, checks, the mixin, and its fp16 wrapper.
 
-Here is what --moe-zero-stage and --moe-offload-optimizer ask for and what cannot go with it, the mixin of
-every optimizer, and fairseq's loss scaling around one that keeps the fp32 masters itself.
+An optimizer with the mixin updates partitions of the parameters. It keeps fp32 masters itself, so that
+fairseq's loss scaling needs another wrapper.
 """
 
 import logging
@@ -14,22 +14,23 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import read, refuse_bad_values
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin
-from fairseq_tutel.ranks import groups, world
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.state import ZeroState
 
 logger = logging.getLogger(__name__)
 
-# Their updates are no function of one element, so a rank that holds a part of the experts goes astray.
+# Optimizers whose update of an element depends on others; a rank with a part of them would diverge.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """How optimizer state is kept.
+    """Where optimizer state is kept.
 
     Attributes:
-        stage: 0 whole on every rank, 1 cut, 2 gradients cut too.
+        stage: 0: whole on every rank; 1: sharded; 2: with sharded gradients.
         offload: in host memory.
     """
 
@@ -38,61 +39,54 @@ class ZeroOptions:
 
     @property
     def flags(self) -> str:
-        """The flags that ask for it."""
-        asked = [f"--moe-zero-stage {self.stage}"] if self.stage else []
-        return " ".join(asked + ["--moe-offload-optimizer"] * self.offload)
+        """The flags, for messages."""
+        given = [f"--moe-zero-stage {self.stage}"] if self.stage else []
+        return " ".join(given + ["--moe-offload-optimizer"] * self.offload)
 
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
-    """Return what is asked for; None for an optimizer as ever, and for a model without experts.
+    """Return the given options; None for ordinary optimizers, and for a model without experts.
 
-    On one rank there is nobody to share with, and the stage is 0.
+    On one rank the stage is 0.
 
     Args:
-        cfg: the FairseqConfig, or an optimizer's part of it; fairseq's older optimizers have the whole
-            command line.
-
-    Raises:
-        ValueError: no such stage, or another bad value.
+        cfg: the FairseqConfig, or an optimizer's section; fairseq's older optimizers have the command line.
     """
     if hasattr(cfg, "_get_root"):
         root = cfg._get_root()
         cfg = root.task if "task" in root else cfg
     options = read(TaskConfig, cfg)
     refuse_bad_values(options)
-    # The task warns that its options have no effect on a model without experts, which asked for no groups.
+    # A model without experts created no groups; the task warns that its options have no effect.
     ranks = world.size()
     stage = options.moe_zero_stage if ranks > 1 else 0
-    if not (stage or options.moe_offload_optimizer) or groups.in_use().world_size != ranks:
+    if not (stage or options.moe_offload_optimizer) or RUN.topology.world_size != ranks:
         return None
     return ZeroOptions(stage, options.moe_offload_optimizer)
 
 
 def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
-    """Refuse what an optimizer of partitions cannot do.
+    """Refuse options of a training run that do not work with partitions.
 
     Args:
-        root: the FairseqConfig of a training.
-        asked: of it.
-
-    Raises:
-        ValueError: naming option, value and fix.
+        root: the FairseqConfig.
+        asked: its ZeRO options.
     """
     common, name = root.common, str(root.optimizer._name)
     bad = [
         (
             name.removeprefix("moe_") in NOT_ELEMENTWISE,
-            f"--optimizer is {name}, whose updates look at whole parameters, and {asked.flags} hands it "
+            f"--optimizer is {name}, whose updates depend on whole parameters, and {asked.flags} gives it "
             "parts of them; use moe_adam, or drop the latter.",
         ),
         (
             getattr(root.optimizer, "fp16_adam_stats", False),
-            f"--fp16-adam-stats is set, whose scales hold for whole parameters, and {asked.flags} cuts "
+            f"--fp16-adam-stats is set, whose scales are of whole parameters, and {asked.flags} shards "
             "them; drop one of the two.",
         ),
         (
             common.amp,
-            f"--amp is set, whose scaler looks at a rank's own gradients, and {asked.flags} moves them to "
+            f"--amp is set, whose scaler checks a rank's own gradients, and {asked.flags} moves them to "
             "other ranks; use --fp16 or --bf16.",
         ),
         *(
@@ -105,7 +99,7 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
         ),
         (
             root.optimization.use_bmuf,
-            f"--use-bmuf is set, which averages whole weights by itself; drop it or {asked.flags}.",
+            f"--use-bmuf is set, which averages whole weights; drop it or {asked.flags}.",
         ),
     ]
     for wrong, message in bad:
@@ -114,10 +108,10 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
 
 
 class ZeroOptimizerMixin(MoEOptimizerMixin):
-    """Goes before a FairseqOptimizer class; not asked for ZeRO or offload, it is its base.
+    """Precedes a FairseqOptimizer class; without ZeRO and offload it changes nothing.
 
-    The stock optimizer is built on the partitions; whoever wraps this one sees an ordinary optimizer of the
-    model's parameters, and a checkpoint holds an ordinary state.
+    The stock optimizer updates the partitions. To wrappers this is an ordinary optimizer of the model's
+    parameters, and a checkpoint has an ordinary state.
     """
 
     zero: ZeroState | None = None
@@ -125,7 +119,7 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
     def __init__(self, cfg: Any, params: Any) -> None:
         options = zero_options(cfg)
         if options is not None:
-            topology = groups.in_use()
+            topology = RUN.topology
             params = list(params)
             self.zero = ZeroState(params, topology, options.stage, options.offload)
             logger.info(
@@ -140,12 +134,12 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """Whether half parameters can be given: what is owned of them is fp32."""
+        """Whether half parameters are accepted: their partitions are fp32."""
         return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property
     def is_apart(self) -> bool:
-        """Whether a rank alone has not all of its parameters' state."""
+        """Whether a rank has only a part of its parameters' state."""
         return self.zero is not None and self.zero.are_apart
 
     def model_params(self) -> list[nn.Parameter]:
@@ -155,37 +149,37 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
         return [partition.parameter for partition in self.zero.partitions]
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the model's parameters and partitions."""
+        """Reset the gradients of the model's parameters and partitions."""
         super().zero_grad()  # type: ignore[misc]
         if self.zero is not None:
             self.zero.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward; under stage 2 gradients leave meanwhile."""
+        """Run the backward pass; under stage 2 gradients are reduced during it."""
         super().backward(loss)  # type: ignore[misc]
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Send what a backward left; for a wrapper that runs it itself."""
+        """Reduce the remaining gradients of a backward pass, for a wrapper that runs it itself."""
         if self.zero is not None:
             self.zero.finish_backward()
 
     def all_reduce_grads(self, module: Any) -> None:
-        """Reduce the gradients of all parameters, a criterion's included, to the ranks that keep them."""
+        """Reduce the gradients of all parameters, a criterion's included, to their owners."""
         if self.zero is None or self.zero.stage == 0:
             super().all_reduce_grads(module)
         else:
             self.zero.reduce()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients, when the step widens them."""
+        """Multiply the gradients, when the step converts them to fp32."""
         if self.zero is None:
             super().multiply_grads(c)  # type: ignore[misc]
         else:
             self.zero.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Clip by the one norm over all ranks' partitions; return it."""
+        """Clip by the norm over all ranks' partitions; return it."""
         if self.zero is None:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)
         self.times_clipped += 1
@@ -200,15 +194,15 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
             self.zero.step(self.optimizer, lambda: update(*args, **kwargs))
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the state of this rank's experts; collective over their replicas, which share it."""
+        """Return the state of this rank's experts. Collective over their replicas, which share it."""
         if self.zero is None:
             return super().expert_state(index)
-        # Not in host memory, where a GPU's collectives do not reach it.
+        # A GPU's collectives cannot read host memory.
         device = self.zero.partitions[index].parameter.device
         return {key: value.to(device) for key, value in self._whole_tensors(index).items()}
 
     def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
-        """Put these, and other state that is apart, into rank 0's next `state_dict`. Collective."""
+        """Include these, and other sharded state, in rank 0's next `state_dict`. Collective."""
         super().save_state(state, topology)
         if not self.is_apart:
             return
@@ -220,10 +214,10 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
                 self._gathered_state[index] = {key: value.cpu() for key, value in whole.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state; marked where it is a part, which was not gathered."""
+        """Return the optimizer's state; a part that was not gathered is marked."""
         state_dict = super().state_dict()
         if self.is_apart and self._gathered_state is None:
-            state_dict[ONLY_OF_RANK] = groups.in_use().rank
+            state_dict[ONLY_OF_RANK] = RUN.topology.rank
         return state_dict
 
     def _whole_tensors(self, index: int) -> dict[str, Tensor]:
@@ -236,7 +230,7 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
         }
 
     def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Give what is whole on this rank its parameter's shape, in place."""
+        """Give state that is whole on this rank its parameter's shape, in place."""
         if self.zero is None:
             return
         for index, partition in enumerate(self.zero.partitions):
@@ -254,10 +248,10 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
-    """In the place of fairseq's FP16Optimizer, which copies all parameters and gradients to fp32 first.
+    """Replaces fairseq's FP16Optimizer, which copies all parameters and gradients to fp32.
 
-    Its arithmetic is that one's: fp32 masters, rounded to the model's weights after every step. What
-    fairseq wraps here would update half weights; ours are handed half parameters and keep fp32 partitions.
+    The arithmetic is the same: fp32 masters, rounded to the model's weights after every step. The wrapped
+    optimizer gets half parameters and keeps fp32 partitions.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -266,10 +260,10 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load a state; fairseq would put the file's tensors in the place of what was loaded."""
+        """Load a state; fairseq would replace the loaded tensors by the file's."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 
 
-# The Trainer refuses a checkpoint that an optimizer of another name wrote, and these two read each other's.
+# The Trainer refuses a checkpoint of an optimizer with another name, and these two read each other's.
 ZeroFP16Optimizer.__name__ = "FP16Optimizer"

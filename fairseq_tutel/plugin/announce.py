@@ -1,4 +1,4 @@
-"""What the log says of a model's experts when it is built: their facts, and what may surprise."""
+"""Log lines about a model's experts when it is built: their settings, and options without effect."""
 
 import logging
 import math
@@ -26,28 +26,28 @@ from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 
-# In the first line of `announce` already.
+# Logged in the first line of `announce`.
 SHOWN = ("top_k", "capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a training is, by which options have their effect or none.
+    """Properties of a run that decide which options have an effect.
 
     Attributes:
         layer: of the first MoE layer.
-        sides: of an encoder-decoder's.
+        sides: options of an encoder-decoder.
         ranks: W.
         expert_parallel_size: P.
-        slices: the most that an expert of any layer has.
+        slices: the largest number of shards of an expert in any layer.
         adaptive_r: of the first layer.
-        over_nodes: P ranks are several whole nodes.
-        ranks_per_node: 0 where nobody says.
+        over_nodes: the P ranks are several whole nodes.
+        ranks_per_node: 0 if unknown.
         half: the model computes in fp16 or bf16.
-        gpu: there is one.
-        plans: collectives run by plans, which may be of a network.
-        tuned: something of how layers run is left to the tuner.
-        store: where experts are.
+        gpu: a GPU is available.
+        plans: collective plans are given.
+        tuned: the tuner chooses how layers run.
+        store: options of the expert store.
     """
 
     layer: MoEConfig
@@ -65,8 +65,8 @@ class Facts:
     store: StoreConfig = field(default_factory=StoreConfig)
 
 
-def say_what_has_no_effect(config: Any, facts: Facts) -> None:
-    """Warn of every option of a dataclass that is not at its default and has no effect."""
+def warn_of_no_effect(config: Any, facts: Facts) -> None:
+    """Warn of every option of a dataclass that differs from its default and has no effect."""
     for option in options_in(type(config)):
         value = getattr(config, option.name)
         idle = next((idle for idle in option.idle if idle.holds(facts)), None)
@@ -77,7 +77,7 @@ def say_what_has_no_effect(config: Any, facts: Facts) -> None:
 
 
 def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[str, str]) -> None:
-    """Log the experts of all MoE layers in a line; `kernels` is the backend and why."""
+    """Log the experts of all MoE layers in one line; `kernels` is the backend and the reason for it."""
     first = configs[0]
     logger.info(
         "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %s), "
@@ -105,7 +105,7 @@ def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[st
 
 
 def announce_size(model: nn.Module) -> None:
-    """Log a model's parameters on all ranks together; fairseq counts one rank's, and not all experts."""
+    """Log a model's parameters on all ranks; fairseq counts one rank's, without some experts."""
     total, active, flops, experts = sizes(model)
     logger.info(
         "num. expert model params: %s on all ranks (fairseq's own line counts one rank's part, or 0); "
@@ -115,7 +115,7 @@ def announce_size(model: nn.Module) -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int, int]:
-    """Return all parameters, those that one token meets, the FLOPs of its products, experts' parameters."""
+    """Return numbers of all parameters, active ones per token, FLOPs per token, and experts' parameters."""
     total, active, products, experts = 0, 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():
@@ -137,7 +137,7 @@ def sizes(model: nn.Module) -> tuple[int, int, int, int]:
 
 
 def announce_exchange(layers: Sequence[MoELayer]) -> None:
-    """Log how the layers' rows travel, where they do."""
+    """Log how the layers exchange rows, if they do."""
     first = layers[0]
     strategy, config = first.strategy, first.config
     if first.topology.expert_parallel_size > 1:
@@ -155,16 +155,16 @@ def announce_exchange(layers: Sequence[MoELayer]) -> None:
         )
 
 
-def announce_idle(
+def announce_no_effect(
     layers: Sequence[MoELayer], model_cfg: Any, task_cfg: Any, local: int, half: bool
 ) -> None:
-    """Log which options of a training have no effect; its criterion, built later, has its own.
+    """Warn of options of a training run without effect; the criterion, built later, warns of its own.
 
     Args:
         layers: of the model.
-        model_cfg: its configuration.
-        task_cfg: the task's.
-        local: ranks of a node; 0 where nobody says.
+        model_cfg: configuration of the model.
+        task_cfg: configuration of the task.
+        local: ranks of a node; 0 if unknown.
         half: the model computes in fp16 or bf16.
     """
     first, sides = layers[0], read(SidesConfig, model_cfg)
@@ -189,20 +189,20 @@ def announce_idle(
             sides,
             read(TaskConfig, task_cfg),
         ):
-            say_what_has_no_effect(config, facts)
+            warn_of_no_effect(config, facts)
 
 
 def warn(config: MoEConfig, has_decoder: bool) -> None:
-    """Say what is asked for and has another effect than it seems.
+    """Warn of options with a surprising effect.
 
     Args:
         config: of the first MoE layer.
-        has_decoder: whether a decoder's layer has experts.
+        has_decoder: a decoder layer has experts.
     """
     if config.choice == "experts" and has_decoder:
         logger.warning(
-            "--moe-choice experts lets a token's experts depend on later tokens: a decoder trained by it "
-            "sees what it is to predict, and generates otherwise than it was trained"
+            "--moe-choice experts lets a token's experts depend on later tokens: a decoder then trains "
+            "with information about the tokens it predicts, which is missing in generation"
         )
     if config.expert_type == "glu" and config.activation not in ("swish", "relu"):
         logger.warning(

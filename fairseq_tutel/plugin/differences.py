@@ -1,4 +1,4 @@
-"""Where a checkpoint is another model's than the one that loads it: one sentence that says in what."""
+"""One sentence for a checkpoint that does not fit the model that loads it."""
 
 import logging
 import sys
@@ -12,27 +12,27 @@ logger = logging.getLogger(__name__)
 
 
 def end(error: ValueError) -> NoReturn:
-    """End a training whose checkpoint cannot be read: stock would say that architectures do not match."""
+    """Exit a training run whose checkpoint cannot be loaded; fairseq would blame the architecture."""
     sys.exit(f"error: {error}")
 
 
 def end_where_it_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
-    """End a training whose checkpoint is another model's: stock's own error does not say which."""
+    """Exit a training run whose checkpoint is of another model; fairseq does not name the difference."""
     own = _below(state_dict, prefix)
     difference = _difference_of_experts(model, own) or _difference(model, own)
     if difference:
         end(ValueError(difference))
 
 
-def say_what_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
-    """Log one sentence when a checkpoint has other experts; who opens it may ask for that."""
+def log_difference(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
+    """Log one sentence if a checkpoint has other experts; loading it for use may be intended."""
     difference = _difference_of_experts(model, _below(state_dict, prefix))
     if difference:
         logger.error(difference)
 
 
 def _below(state_dict: Any, prefix: str) -> Any:
-    """Return the part of a model that is one of several, by its own names."""
+    """Return the entries of one of several models, by its own names."""
     if not prefix:
         return state_dict
     return {
@@ -41,7 +41,7 @@ def _below(state_dict: Any, prefix: str) -> Any:
 
 
 def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
-    """Return what the experts of a checkpoint have or lack, and the fix; shapes are theirs to refuse."""
+    """Return which expert tensors a checkpoint lacks or adds, and the fix; experts check shapes."""
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, MoEFeedForward):
             continue
@@ -49,8 +49,8 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
         if not needed & state_dict.keys():
             return (
                 f"the checkpoint has no experts in {layer_name} where this model has them; give the "
-                "--moe-freq it was saved with, or of a dense model what `python -m fairseq_tutel convert "
-                "upcycle` makes of it"
+                "--moe-freq it was saved with, or for a dense model the output of `python -m fairseq_tutel "
+                "convert upcycle`"
             )
         if needed - state_dict.keys():
             missing = sorted(needed - state_dict.keys())
@@ -68,8 +68,8 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
 
 
 def _difference(model: nn.Module, state_dict: Any) -> str | None:
-    """Return what a checkpoint has otherwise than a model beside its experts, and the fix."""
-    modules = model.named_modules(remove_duplicate=False)  # pairs of languages share layers
+    """Return how a checkpoint differs from a model outside of its experts, and the fix."""
+    modules = model.named_modules(remove_duplicate=False)  # language pairs share layers
     layers = tuple(f"{name}." for name, module in modules if isinstance(module, MoEFeedForward))
     own, saved = (
         {key: tuple(value.shape) for key, value in state.items() if not key.startswith(layers)}
@@ -78,10 +78,10 @@ def _difference(model: nn.Module, state_dict: Any) -> str | None:
     for key in own.keys() & saved.keys():
         if own[key] != saved[key]:
             return (
-                f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data, "
-                "whose dictionaries or classes count, and the --arch and sizes it was saved with"
+                f"the checkpoint's {key} is {saved[key]} where this model's is {own[key]}; give the data "
+                "(its dictionaries or classes decide), --arch and sizes it was saved with"
             )
-    # What is too many alone may be an older file's, which stock drops.
+    # Extra keys alone may be an older file's, which fairseq drops.
     if own.keys() - saved.keys():
         return (
             f"the checkpoint lacks {sorted(own.keys() - saved.keys())[:3]} and has "

@@ -1,7 +1,7 @@
-"""The FFN step of a stock fairseq transformer layer, replaced by experts.
+"""Replaces the FFN of a stock fairseq transformer layer by experts.
 
-After the stock model is built, a chosen layer's fc1 becomes a MoEFeedForward and everything else
-of the step the identity, so no forward is copied. T tokens, D model_dim.
+After the stock model is built, a chosen layer's fc1 becomes a MoEFeedForward, and the rest of the FFN
+becomes the identity. No forward method is copied. T tokens, D model_dim.
 """
 
 import logging
@@ -26,24 +26,24 @@ from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 
-# The dropout between fc1 and fc2, as layers of transformers, of lightconv and of wav2vec2 call it.
+# Names of the dropout between fc1 and fc2: in transformers, lightconv and wav2vec2.
 DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")
-# Where stock models have their layers.
+# Where stock models keep their layers.
 SIDES = ("encoder", "decoder")
 STACKS = [
     (side, f"{side}.{name}")
     for side in SIDES
     for name in ("layers", "sentence_encoder.layers", "transformer_layers")
 ]
-# Those of the pretrained model that another one is built around.
+# Layers of a pretrained model inside another one.
 STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder", "w2v_encoder")]
-# What a stock layer says of its FFN, as MoEConfig fields.
+# MoEConfig fields that a stock layer determines.
 FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoERecord:
-    """What a layer saw in one micro-batch, detached: read by the criterion."""
+    """Losses and metrics of one layer in one micro-batch, detached, for the criterion."""
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
@@ -51,22 +51,20 @@ class MoERecord:
 
 
 class RecordOnDemand(OnDemand, MoERecord):
-    """The same, made when it is read."""
+    """A MoERecord that is computed when it is first read."""
 
 
 class MoEFeedForward(MoELayer):
-    """A MoELayer that stands where a model calls fc1: [time, batch, D] in, as fairseq's, the same out.
+    """A MoELayer in the place of fc1: input and output are [time, batch, D], or batch first.
 
-    With `batch_first` it is [batch, time, D].
-
-    The balance loss is not hung on the output. Its gradient is injected where y is made, times the
-    coefficient that the criterion's loss node tells when backward begins; so it is right under
-    activation checkpointing, and fp16's loss scale and ignored batches come for free.
+    The balance loss is not part of the output. Its gradient is injected where y is computed, times a
+    coefficient that the criterion's loss node sets at the start of the backward pass. So it is correct
+    under activation checkpointing, with fp16's loss scale, and for ignored batches.
     """
 
-    record: MoERecord  # of the last micro-batch that came through here
-    # Whether this micro-batch came through here; what comes again is a recompute in backward. It is no
-    # number of a micro-batch, since torch.compile would compile anew for each.
+    record: MoERecord  # of the last micro-batch
+    # Whether the forward of this micro-batch has run; a second one is a recomputation. A number would make
+    # torch.compile recompile for each micro-batch.
     seen: bool = False
 
     def __init__(
@@ -82,50 +80,47 @@ class MoEFeedForward(MoELayer):
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = label_of(name)
         self.batch_first = batch_first
-        # The gate is the same in all calls: the others would be parameters without gradients, which data
-        # parallel waits for and weight decay shrinks.
+        # All calls use the same gate. Data parallel would wait for gradients of the others, and weight
+        # decay would shrink them.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()
-        # Of the stock layer's call, for a recompute, too.
+        # Arguments of the stock layer's call, kept for a recomputation.
         self._padding_mask: Tensor | None = None
         self._token_ids: Tensor | None = None
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Be of the model that is this member of an ensemble: its own name, and experts drawn by it.
+        """Become part of an ensemble's member: change the name, and draw the experts by it.
 
         Args:
-            number: the member's, from 0.
-            seed: fairseq's --seed; None where a state dict brings the experts.
+            number: of the member, from 0.
+            seed: fairseq's --seed; None if a state dict will set the experts.
         """
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
 
     def begin_micro_batch(self) -> None:
-        """Say that the next forward is a new one; one in backward is not.
-
-        What was kept for a checkpoint is freed: a later state dict holds the local experts again.
-        """
+        """Mark the next forward as a new micro-batch, no recomputation; free copies for a checkpoint."""
         self.seen = False
         self.experts.save_as(None)
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
-        """Take what the stock layer is called with.
+        """Keep the arguments of the stock layer's call.
 
-        The ids of the tokens are kept here, since a recompute comes after the other side's embedding.
+        Token ids are kept here, since a recomputation may follow the other side's embedding.
 
         Args:
             padding_mask: [batch, time] bool or None.
-            generates: whether it is a step of a generation.
+            generates: the call is a step of generation.
         """
         self._padding_mask, self._generates = padding_mask, generates
         self._token_ids = self.context.token_ids
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return the experts' output for x [time, batch, D] (or batch first); 0 for padding tokens."""
-        self._await_the_others()
+        self._prepare_ranks()
         call = Call.of(
             x,
             self.config.model_dim,
@@ -146,8 +141,8 @@ class MoEFeedForward(MoELayer):
             y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
         return y
 
-    def _await_the_others(self) -> None:
-        """Where ranks share experts and generate at paces of their own, come into step or do without."""
+    def _prepare_ranks(self) -> None:
+        """Where ranks share experts, wait for this layer's turn in evaluation, or gather all experts."""
         context = self.context
         if self.training:
             if self.experts.weights.of_all:
@@ -166,7 +161,7 @@ class MoEFeedForward(MoELayer):
 
 
 class _InjectBalanceLoss(torch.autograd.Function):
-    """The identity on y, whose backward also sends the layer's coefficient to the balance loss."""
+    """The identity on y; its backward also passes the layer's coefficient to the balance loss."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, balance_loss: Tensor, layer: MoEFeedForward) -> Tensor:
@@ -191,8 +186,8 @@ def _record(output: MoEOutput) -> MoERecord:
 def label_of(name: str) -> str:
     """Return the side and index of a layer from fc1's name.
 
-    decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. Of one of several models, such
-    as one for each pair of languages, its name too: de-en_decoder_3.
+    decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. If there are several models,
+    such as one per language pair, the model's name precedes it: de-en_decoder_3.
     """
     parts = name.removeprefix("models.").split(".")
     names = 2 if name.startswith("models.") else 1
@@ -200,27 +195,27 @@ def label_of(name: str) -> str:
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
-    """Return the MoE layers of a model, or of one in a data-parallel wrapper, in order."""
+    """Return the MoE layers of a model, which may be in a data-parallel wrapper, in order."""
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
 
 
 def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
-    """Return what the edge tells these layers: one object, or several where a model is made of models."""
+    """Return the contexts of these layers: one per model inside the model."""
     return {layer.context for layer in layers}
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of MoE layers, of number i: (i + 1) % freq == 0, none for freq 0 (Meta's rule).
+    """Return the indices of MoE layers by Meta's rule: number i where (i + 1) % freq == 0, none for freq 0.
 
     Args:
-        numbers: of the layers, from 0; those that they had before some were left out.
+        numbers: of the layers, from 0, before pruning.
         freq: --moe-freq.
     """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 
 def children_of(layers: nn.Module) -> Sequence[nn.Module]:
-    """Return all layers of a stack; iterating LayerDrop's own list would drop some at random."""
+    """Return all layers of a stack; iterating LayerDrop's list would drop some at random."""
     return list(layers._modules.values())  # type: ignore[arg-type]
 
 
@@ -233,18 +228,18 @@ def replace_ffn(
     context: Context,
     experts: ExpertStack | None = None,
 ) -> None:
-    """Turn the FFN step of one stock layer into experts, in place.
+    """Replace the FFN of one stock layer by experts, in place.
 
     Args:
-        layer: a layer with fc1, fc2 and a dropout between them, as stock's; one that was turned already,
-            as a pretrained model's, takes its weights along; one that calls fc1 with [batch, time, D] has
+        layer: a layer with fc1, fc2 and a dropout between them. The weights of one that has experts
+            already, such as a pretrained model's, are kept. One that calls fc1 with [batch, time, D] has
             `batch_first`.
-        config: of the experts; it takes over activation, activation dropout and ffn_layernorm.
-        topology: where experts live.
+        config: of the experts, including activation, activation dropout and ffn_layernorm.
+        topology: of this rank.
         seed: fairseq's --seed.
-        name: the qualified name of fc1, part of the experts' own seeds.
+        name: the qualified name of fc1, part of the experts' seeds.
         context: of the model.
-        experts: that are built already; None builds and draws them.
+        experts: built before; None builds and draws them.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -268,11 +263,7 @@ def replace_ffn(
 
 
 def pregate_stacks(model: nn.Module, ahead: int) -> None:
-    """Let the gates of every stack see the input of the MoE layer `ahead` before theirs, by --moe-pregate.
-
-    Raises:
-        ValueError: no stack has so many MoE layers.
-    """
+    """Let each gate of a stack read the input of the MoE layer `ahead` layers before (--moe-pregate)."""
     chains = {
         side: [layer.fc1 for layer in children_of(layers) if isinstance(layer.fc1, MoEFeedForward)]
         for side, _, layers in named_stacks(model)
@@ -296,7 +287,7 @@ def pregate_stacks(model: nn.Module, ahead: int) -> None:
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return what a layer says of its FFN, as MoEConfig fields; that of a pretrained model has experts."""
+    """Return the MoEConfig fields that a layer's FFN, which may have experts already, determines."""
     if isinstance(layer.fc1, MoEFeedForward):
         config = layer.fc1.config
         return {name: getattr(config, name) for name in FACTS}
@@ -318,12 +309,12 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _both_signs(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-    """Return y and -y side by side, of which a layer with a relu of its own makes relu(y) and relu(-y)."""
+    """Return y and -y side by side; a layer's built-in relu turns them into relu(y) and relu(-y)."""
     return torch.cat([y, -y], dim=-1)
 
 
 class _Difference(nn.Module):
-    """y = relu(y) - relu(-y), with the same bits and, wherever y is not 0, the same gradient."""
+    """Compute y = relu(y) - relu(-y), with the same bits and, where y is not 0, the same gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         positive, negative = x.chunk(2, dim=-1)
@@ -331,11 +322,10 @@ class _Difference(nn.Module):
 
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
-    # Encoder layers get the mask as `encoder_padding_mask`, first after x; decoder layers, which
-    # know an encoder's mask too, as `self_attn_padding_mask`, and so do encoder layers of an older kind.
+    # Encoder layers get the mask as `encoder_padding_mask`, first after x. Decoder layers, which also get
+    # an encoder's mask, and older encoder layers get it as `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
-        told = "self_attn_padding_mask" in kwargs
-        mask = kwargs["self_attn_padding_mask"] if told else layer.fc1.context.padding_mask
+        mask = kwargs.get("self_attn_padding_mask", layer.fc1.context.padding_mask)
         state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
     else:
         mask = kwargs.get("self_attn_padding_mask", args[1] if len(args) > 1 else None)
@@ -345,9 +335,9 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
 
 
 def watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Let layers know the ids of their tokens, which hash gates choose by.
+    """Register hooks on embeddings that keep token ids for hash gates.
 
-    The embedding sees them last: generation calls encoder and decoder by `forward`, past their hooks.
+    Generation calls `forward` of encoder and decoder directly, without their hooks.
     """
     for side_name, name, layers in named_stacks(model):
         side: Any = model.get_submodule(name.rpartition(".")[0])
@@ -359,7 +349,7 @@ def watch_token_ids(model: nn.Module, context: Context) -> None:
                 f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
                 f"choose another gate{fix}."
             )
-        # A copy of the model copies what is bound here, too.
+        # A copied model copies the bound context, too.
         side.embed_tokens.register_forward_pre_hook(partial(_see_tokens, context))
 
 
@@ -368,7 +358,7 @@ def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
 
 
 def watch_padding(decoder: Any) -> None:
-    """Let the layers of a decoder that tells them of no padding, as lightconv's, know what it embeds."""
+    """Register a hook that keeps the padding mask of a decoder whose layers get none (lightconv)."""
     for context in contexts_of(moe_layers(decoder)):
         decoder.embed_tokens.register_forward_pre_hook(partial(_see_padding, context))
 
@@ -377,9 +367,9 @@ def _see_padding(context: Context, embedding: Any, args: tuple) -> None:
     context.see_padding(args[0].eq(embedding.padding_idx))
 
 
-def tell_micro_batches(model: nn.Module) -> None:
-    """Let the layers of a model know when it is called: what follows is a new micro-batch, no recompute."""
-    # A copy of the model copies what is bound here, too.
+def watch_micro_batches(model: nn.Module) -> None:
+    """Register hooks that mark a model's call as a new micro-batch; later forwards are recomputations."""
+    # A copied model copies the bound layers, too.
     for part in models_of(model).values():
         part.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(part)))
 
@@ -390,7 +380,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the models that one is made of, as fairseq's for several pairs of languages, by name."""
+    """Return the models inside a model by prefix, such as fairseq's for several language pairs."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
         return {"": model}
@@ -400,14 +390,14 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
     """Return (side, qualified name, layers) for the stacks of layers that may have experts.
 
-    A model whose stacks have other names than stock's encoders and decoders says them by `moe_stacks`.
+    A model whose stacks have other names than fairseq's encoders and decoders defines `moe_stacks`.
     """
     return model.moe_stacks() if hasattr(model, "moe_stacks") else _stock_stacks(model)
 
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield those of the sides that a model has, each once."""
-    modules = dict(model.named_modules())  # what several models share has the first one's name
+    """Yield the stacks of a stock model, each once."""
+    modules = dict(model.named_modules())  # layers that models share have the first one's name
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

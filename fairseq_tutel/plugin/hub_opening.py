@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
-from fairseq_tutel.plugin.task import InferenceMixin, give_mixin
+from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 # What fairseq's hub calls what from_checkpoint has under another name.

@@ -1,10 +1,10 @@
-"""From a stock model to its MoE twin: choose layers, check the run, place the experts."""
+"""Turns a stock model into its MoE variant: choose layers, configure and place experts, build, log."""
 
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,19 +16,17 @@ from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.config import ModelConfig, MoEConfig, SidesConfig, TaskConfig
-from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_degree, static_strategy
+from fairseq_tutel.moe.initial_strategy import is_tuned, static_degree
 from fairseq_tutel.moe.options import flag_of, is_custom, read, refuse_bad_values
-from fairseq_tutel.moe.update_tuner import UpdateTuner
-from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.plugin.announce import (
     announce,
     announce_exchange,
-    announce_idle,
+    announce_no_effect,
     announce_size,
     warn,
 )
 from fairseq_tutel.plugin.context import Context
-from fairseq_tutel.plugin.differences import end, end_where_it_differs, say_what_differs
+from fairseq_tutel.plugin.differences import end, end_where_it_differs, log_difference
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     children_of,
@@ -38,37 +36,38 @@ from fairseq_tutel.plugin.feed_forward import (
     named_stacks,
     pregate_stacks,
     replace_ffn,
-    tell_micro_batches,
+    watch_micro_batches,
     watch_token_ids,
 )
-from fairseq_tutel.plugin.flags import expert_counts, layer_config
-from fairseq_tutel.plugin.opened_experts import (
-    awaited,
+from fairseq_tutel.plugin.opening.offload import (
     fetch_when_loaded,
-    stays_away,
+    is_offloaded,
+    meta_experts,
     store_options,
 )
-from fairseq_tutel.plugin.parallel_inference import keep_in_step, topology_of_opened
-from fairseq_tutel.plugin.plans import tuned_algorithms, use_plans
-from fairseq_tutel.plugin.resume import checkpoint_to_load, say_what_changed
-from fairseq_tutel.plugin.run_config import (
-    complete,
+from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
+from fairseq_tutel.plugin.plans import use_plans
+from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
+from fairseq_tutel.plugin.registration.task_options import give_system_options
+from fairseq_tutel.plugin.run_state import (
+    RUN,
     config_of,
     device_of,
     is_opened,
     is_training,
-    refuse_run,
     root_of,
 )
-from fairseq_tutel.plugin.startup import start_together
-from fairseq_tutel.plugin.task_options import give_system_options
-from fairseq_tutel.ranks import world
+from fairseq_tutel.plugin.training.checks import complete, refuse_run
+from fairseq_tutel.plugin.training.resume import warn_of_changed_options
+from fairseq_tutel.plugin.training.startup import start_together
+from fairseq_tutel.plugin.training.task import attach
+from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 
-# Model options that reach into the FFN and that experts do not follow: (key, values that are fine).
+# Model options of the FFN that experts do not support, with the reason and fix.
 REFUSED_MODEL_OPTIONS = {
     "quant_noise_pq": "quantization noise does not reach experts; set it to 0",
     "quant_noise_scalar": "scalar quantization does not reach experts; set it to 0",
@@ -78,18 +77,18 @@ REFUSED_MODEL_OPTIONS = {
 
 
 class MoEModelMixin:
-    """Goes before a model class of fairseq whose `build_model` installs experts."""
+    """Precedes a fairseq model class whose `build_model` installs experts."""
 
     has_experts = True
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock flags; those of the task come next, which a user may have just registered."""
+        """Add the stock flags; the task's flags, perhaps of a user's new task, are added after them."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load; what experts refuse ends a training in their words: stock would blame the architecture."""
+        """Load; exit a training run with the experts' message: fairseq would blame the architecture."""
         try:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
@@ -105,190 +104,193 @@ def install_experts(
     freqs: Mapping[str, int],
     of_sides: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> nn.Module:
-    """Replace the FFN of the chosen layers by experts, in place, and return the model.
+    """Replace the FFNs of the chosen layers by experts, in place, and return the model.
+
+    The task gets what training and evaluation need of it.
 
     Args:
-        model: one that has stacks of layers for `named_stacks`, with a feed-forward step like stock's.
+        model: one with stacks of layers for `named_stacks`, whose FFNs are like fairseq's.
         cfg: its configuration, with ModelOptions' keys.
-        task: the fairseq task; its configuration may have SystemOptions' keys.
+        task: the fairseq task, whose configuration may have SystemOptions' keys; None for a pretrained
+            model inside another one.
         freqs: --moe-freq of each side.
-        of_sides: fields of the MoEConfig of a side's layers that the model's kind decides.
+        of_sides: fields of the MoEConfig of a side's layers that depend on the kind of model.
 
     Raises:
         ValueError: a bad option, or a run that cannot work; the message names option and fix.
     """
-    task_cfg, root, training = config_of(task), root_of(task), is_training(task, cfg)
-    if training:
-        start_together(root, model, task)
-    for kind, part in ((TaskConfig, task_cfg), (ModelConfig, cfg), (SidesConfig, cfg)):
-        refuse_bad_values(read(kind, part))
-    chosen = _choose(model, cfg, freqs)
-    counts = expert_counts(cfg.moe_expert_count, len(chosen))
-    configs = [
-        layer_config(
-            cfg,
-            task_cfg,
-            count,
-            **layer_facts(layer, _get(cfg, "activation_fn") or "relu") | of_sides.get(side, {}),
-        )
-        for count, (side, name, layer) in zip(counts, chosen, strict=True)
-    ]
-    requested = read(TaskConfig, task_cfg).moe_expert_parallel_size
-    local = node_size(configs[0], task_cfg)
-    ahead = read(ModelConfig, cfg).moe_pregate
-    opened, device = is_opened(cfg), device_of(root)
-    store = store_options(task_cfg, configs[0], opened, ahead > 0, device)
-    degree_of = None if is_tuned(configs[0]) else functools.partial(static_degree, configs[0])
-    if training:
-        topology = make_topology(counts, requested, local, degree_of)
-        talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in configs)
-        sliced = any(topology.slices(count) > 1 for count in counts)
-        refuse_run(root, model, topology, talks, sliced, ahead)
-        use_plans(task_cfg, topology, configs[0])
-        complete(root)
-        say_what_changed(checkpoint_to_load(root.checkpoint), cfg)
-    else:
-        topology = topology_of_opened(requested, counts, local, degree_of)
-    if not stays_away(store):
-        refuse_sizes(configs, topology)
-    seed = int(root.common.seed) if root is not None else 1
-    context = Context(trains=training)
-    for config, (_, name, layer) in zip(configs, chosen, strict=True):
-        experts = awaited(config, topology, store) if opened else None
-        replace_ffn(layer, config, topology, seed, name, context, experts)
-    if "hash" in configs[0].gate_types:
-        watch_token_ids(model, context)
-    if ahead:
-        pregate_stacks(model, ahead)
-    tell_micro_batches(model)
-    model.register_load_state_dict_pre_hook(end_where_it_differs if training else say_what_differs)
-    # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
-    model._ddp_params_and_buffers_to_ignore = [
-        name for name, parameter in model.named_parameters() if is_expert(parameter)
-    ]
-    if training:
-        if topology.expert_parallel_size > 1:
-            context.generate_by(_gathering(model, topology))
-        _choose_algorithm(model, task_cfg, root)
-        task.moe_tuner = _tuner_of(model, cfg, task_cfg, root)
-    else:
-        keep_in_step(model)
-    if stays_away(store):
-        fetch_when_loaded(model, store)
-    announce(configs, topology, backend_for(configs[0].backend, device))
-    announce_size(model)
-    if training:
-        layers, half = moe_layers(model), root.common.fp16 or root.common.bf16
-        announce_exchange(layers)
-        announce_idle(layers, cfg, task_cfg, local, half)
-    warn(configs[0], has_decoder=any("decoder" in name for _, name, _ in chosen))
+    installation = _Installation(model, cfg, task)
+    installation.choose(freqs)
+    installation.configure(of_sides)
+    installation.place()
+    installation.build()
+    installation.log()
     return model
 
 
-def _gathering(model: nn.Module, topology: Topology) -> Callable[[], None]:
-    """Return what lets every rank generate alone, and says once what that takes. Collective."""
-    said: list[int] = []
+@dataclass(frozen=True)
+class _Chosen:
+    """A layer that gets experts: its side, the qualified name of its fc1, and the layer."""
 
-    def gather() -> None:
-        num_bytes = gather_everywhere(model, topology)
-        if not said:
-            said.append(num_bytes)
+    side: str
+    name: str
+    layer: nn.Module
+
+
+class _Installation:
+    """One model that gets experts; its methods are called in their order here.
+
+    Attributes:
+        chosen: the MoE layers, in the order of the stacks.
+        configs: of these layers.
+        local: ranks per node; 0 if unknown or irrelevant.
+        ahead: --moe-pregate.
+    """
+
+    def __init__(self, model: Any, cfg: Any, task: Any) -> None:
+        self.model, self.cfg, self.task = model, cfg, task
+        self.task_cfg, self.root = config_of(task), root_of(task)
+        self.training, self.opened = is_training(task, cfg), is_opened(cfg)
+        self.device = device_of(self.root)
+        if self.training:
+            start_together(self.root, model, task)
+        for kind, part in ((TaskConfig, self.task_cfg), (ModelConfig, cfg), (SidesConfig, cfg)):
+            refuse_bad_values(read(kind, part))
+        self.ahead = read(ModelConfig, cfg).moe_pregate
+
+    def choose(self, freqs: Mapping[str, int]) -> None:
+        """Choose the MoE layers."""
+        self.chosen: list[_Chosen] = []
+        stacks = []
+        for side, name, layers in named_stacks(self.model):
+            freq = freqs[side]
+            has_own = side in SIDES and len(freqs) > 1
+            flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
+            stack = children_of(layers)
+            stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
+            # In a model that was pruned to some of its layers, those that had experts before.
+            kept = option(self.cfg, f"{side}_layers_to_keep")
+            numbers = sorted(map(int, kept.split(","))) if kept else range(len(stack))
+            indices = chosen_layers(numbers, freq)
+            if freq > 0 and not indices:
+                logger.warning("no %s layer has experts: %s", side, stacks[-1])
+            self.chosen += [_Chosen(side, f"{name}.{i}.fc1", stack[i]) for i in indices]
+        if not self.chosen:
+            raise ValueError(
+                f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "
+                "most the number of layers, or choose the dense architecture."
+            )
+
+    def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
+        """Read the configuration of each layer and of the expert store."""
+        activation = option(self.cfg, "activation_fn") or "relu"
+        counts = expert_counts(self.cfg.moe_expert_count, len(self.chosen))
+        self.configs: list[MoEConfig] = []
+        for count, chosen in zip(counts, self.chosen, strict=True):
+            facts = layer_facts(chosen.layer, activation) | of_sides.get(chosen.side, {})
+            self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
+        self.local = node_size(self.configs[0], self.task_cfg)
+        self.store = store_options(
+            self.task_cfg, self.configs[0], self.opened, self.ahead > 0, self.device
+        )
+
+    def place(self) -> None:
+        """Choose which rank holds which experts. Collective where ranks share them."""
+        first, counts = self.configs[0], [config.num_experts for config in self.configs]
+        requested = read(TaskConfig, self.task_cfg).moe_expert_parallel_size
+        degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
+        if self.training:
+            topology = make_topology(counts, requested, self.local, degree_of)
+            RUN.update(topology=topology)
+            talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in self.configs)
+            sliced = any(topology.slices(count) > 1 for count in counts)
+            refuse_run(self.root, self.model, topology, talks, sliced, self.ahead)
+            use_plans(self.task_cfg, topology, first)
+            complete(self.root)
+            warn_of_changed_options(RUN.checkpoint, self.cfg)
+        else:
+            topology = topology_of_opened(requested, counts, self.local, degree_of)
+        self.topology = topology
+        if not is_offloaded(self.store):
+            refuse_sizes(self.configs, topology)
+
+    def build(self) -> None:
+        """Replace the layers' FFNs, and register hooks on the model."""
+        model, seed = self.model, int(self.root.common.seed) if self.root is not None else 1
+        context = self._context()
+        for config, chosen in zip(self.configs, self.chosen, strict=True):
+            experts = meta_experts(config, self.topology, self.store) if self.opened else None
+            replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
+        if "hash" in self.configs[0].gate_types:
+            watch_token_ids(model, context)
+        if self.ahead:
+            pregate_stacks(model, self.ahead)
+        watch_micro_batches(model)
+        model.register_load_state_dict_pre_hook(
+            end_where_it_differs if self.training else log_difference
+        )
+        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+        model._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in model.named_parameters() if is_expert(parameter)
+        ]
+        tuner = None
+        if self.training:
+            choose_algorithm(model, self.task_cfg, self.root)
+            tuner = tuner_of(model, self.cfg, self.task_cfg, self.root)
+        elif RUN.command is not None:
+            RUN.command.keep_in_step(moe_layers(model))
+        if is_offloaded(self.store):
+            fetch_when_loaded(model, self.store)
+        if self.task is not None:
+            attach(self.task, moe_layers(model), tuner)
+
+    def _context(self) -> Context:
+        if self.training:
+            shared = self.topology.expert_parallel_size > 1
+            return Context(True, _Gather(self.model, self.topology) if shared else None)
+        return Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
+
+    def log(self) -> None:
+        """Log the experts' settings, and options that have no effect or a surprising one."""
+        kernels = backend_for(self.configs[0].backend, self.device)
+        announce(self.configs, self.topology, kernels)
+        announce_size(self.model)
+        if self.training:
+            layers = moe_layers(self.model)
+            half = self.root.common.fp16 or self.root.common.bf16
+            announce_exchange(layers)
+            announce_no_effect(layers, self.cfg, self.task_cfg, self.local, half)
+        warn(self.configs[0], has_decoder=any("decoder" in each.name for each in self.chosen))
+
+
+class _Gather:
+    """Gathers all experts on every rank, for generation by each alone; logs their size once."""
+
+    def __init__(self, model: nn.Module, topology: Topology) -> None:
+        self.model, self.topology, self.is_logged = model, topology, False
+
+    def __call__(self) -> None:
+        num_bytes = gather_everywhere(self.model, self.topology)
+        if not self.is_logged:
+            self.is_logged = True
             logger.info(
                 "the model generates while it is trained: for that each rank gathers all experts, %.1f MB, "
                 "since beams differ in length; --moe-expert-parallel-size 1 would keep them there",
-                said[0] / 1e6,
+                num_bytes / 1e6,
             )
-
-    return gather
-
-
-def _choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
-    """Let --moe-a2a-algorithm auto choose by the run's micro-batches and its machine.
-
-    Raises:
-        ValueError: a --moe-machine-file that holds no machine.
-    """
-    layers = moe_layers(model)
-    if layers[0].config.a2a_algorithm != "auto":
-        return
-    machine = _machine_of(task_cfg, root)
-    tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
-    strategies = [
-        static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4)
-        for layer in layers
-    ]
-    # Another file or another GPU on one node must not make its ranks go another way.
-    strategies = world.told_by_first(strategies, "the agreement on --moe-a2a-algorithm auto")
-    for layer, strategy in zip(layers, strategies, strict=True):
-        layer.follow(strategy)
-    logger.info(
-        "--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name
-    )
-
-
-def _machine_of(task_cfg: Any, root: Any) -> Machine:
-    path, device = read(TaskConfig, task_cfg).moe_machine_file, device_of(root)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else None
-    try:
-        return Machine.from_json(Path(path)) if path else typical(name)
-    except ValueError as error:
-        raise ValueError(f"--moe-machine-file: {error}") from None
-
-
-def _tokens_of(root: Any, task_cfg: Any) -> int:
-    """Return the tokens of a rank's micro-batch, about."""
-    sentences = root.dataset.batch_size or 0
-    return (
-        root.dataset.max_tokens or sentences * (_get(task_cfg, "tokens_per_sample") or 32) or TOKENS
-    )
-
-
-def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner of a training that asks for one; None where it has no choice."""
-    layers = moe_layers(model)
-    first = layers[0]
-    if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
-        return None
-    options = read(TaskConfig, task_cfg)
-    path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
-    choices: dict[str, Any] = {}
-    if first.config.adaptive != "auto":  # r alone
-        choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
-    elif options.moe_collective_plans:
-        machine, size = _machine_of(task_cfg, root), _tokens_of(root, task_cfg)
-        size *= 4 * first.config.top_k * first.config.model_dim
-        algorithms = tuned_algorithms(first, task_cfg, machine, size)
-        # Another machine's file on one node must not let its ranks try others.
-        choices = {"algorithms": world.told_by_first(algorithms, "the agreement on all-to-alls")}
-    common = root.common
-    conditions = {
-        "precision": [
-            key
-            for key in ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
-            if common[key]
-        ],
-        "update_freq": list(root.optimization.update_freq),
-        "zero_stage": options.moe_zero_stage,
-        "checkpoint_activations": bool(_get(cfg, "checkpoint_activations")),
-    }
-    return UpdateTuner(layers, options.moe_adaptive_window, path, conditions=conditions, **choices)
 
 
 def node_size(config: MoEConfig, task_cfg: Any) -> int:
-    """Return the ranks of a node where rows may go over nodes, else 0."""
+    """Return the ranks of a node if rows may cross nodes, else 0."""
     if config.a2a_algorithm == "linear" and config.adaptive == "off":
         return 0
     return read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
 
 
 def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
-    """Refuse experts whose weights alone, in fp32, are more than the memory of this machine.
-
-    Raises:
-        ValueError: naming the options, the bytes and the fix.
-    """
+    """Refuse experts whose fp32 weights alone exceed this machine's memory."""
     if torch.get_default_device().type == "meta":
-        return  # which has sizes alone
+        return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = sum(
         4
@@ -298,7 +300,7 @@ def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
         * config.num_experts
         // topology.expert_parallel_size
         for config in configs
-        if not is_custom(config.expert_type)  # a class's weights may be of any size
+        if not is_custom(config.expert_type)  # a custom class's weights may have any size
     )
     if needed > memory:
         raise ValueError(
@@ -309,45 +311,8 @@ def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
 
 
 def refuse_options(cfg: Any) -> None:
-    """Refuse model options that experts cannot follow; called before the stock model is built.
-
-    Raises:
-        ValueError: naming option, value and fix.
-    """
+    """Refuse model options that experts do not support; called before the stock model is built."""
     for key, reason in REFUSED_MODEL_OPTIONS.items():
-        value = _get(cfg, key)
+        value = option(cfg, key)
         if value not in (None, 0, 0.0, -1):
             raise ValueError(f"{flag_of(key)} is {value}: {reason}.")
-
-
-def _get(cfg: Any, key: str) -> Any:
-    try:
-        return getattr(cfg, key, None)
-    except Exception:  # a TransformerConfig's missing nested key, an unresolved interpolation
-        return None
-
-
-def _choose(
-    model: nn.Module, cfg: Any, freqs: Mapping[str, int]
-) -> list[tuple[str, str, nn.Module]]:
-    """Return (side, qualified name of fc1, layer) of every MoE layer, in the order of the stacks."""
-    chosen, stacks = [], []
-    for side, name, layers in named_stacks(model):
-        freq = freqs[side]
-        has_own = side in SIDES and len(freqs) > 1
-        flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
-        stack = children_of(layers)
-        stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-        # Of a model that was pruned to some of its layers, those that had experts before.
-        kept = _get(cfg, f"{side}_layers_to_keep")
-        numbers = sorted(map(int, kept.split(","))) if kept else range(len(stack))
-        indices = chosen_layers(numbers, freq)
-        if freq > 0 and not indices:
-            logger.warning("no %s layer has experts: %s", side, stacks[-1])
-        chosen += [(side, f"{name}.{i}.fc1", stack[i]) for i in indices]
-    if not chosen:
-        raise ValueError(
-            f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "
-            "most the number of layers, or choose the dense architecture."
-        )
-    return chosen

@@ -1,8 +1,8 @@
-"""Groups: which ranks exchange tokens, which hold the same experts, and which part of them each holds.
+"""Process groups of expert parallelism, and which experts each rank holds.
 
-W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks exchange tokens (an expert
-group); ranks equal modulo P are replicas of the same experts (a replica group). Where P exceeds a layer's
-E, s = P / E consecutive ranks hold a slice each of one expert. Groups are made here alone.
+W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks exchange tokens (an EP
+group). Ranks equal modulo P hold the same experts (EP replicas). Where P exceeds a layer's E, s = P / E
+consecutive ranks hold one shard each of an expert. No other module creates groups.
 """
 
 import math
@@ -22,7 +22,7 @@ from fairseq_tutel.ranks.guard import guarded, name_ranks, timeout_of_groups, wa
 
 @dataclass(frozen=True)
 class Slice:
-    """How a stacked tensor [e, ...] is cut: into `count` parts along `dim`."""
+    """How a stacked tensor [e, ...] is sharded: into `count` parts along `dim`."""
 
     count: int = 1
     dim: int = 0
@@ -33,10 +33,10 @@ class Part:
     """Which of a layer's experts a rank holds.
 
     Attributes:
-        num_local: e, whole or in slices.
-        first: global id of the first of them.
-        slices: s, ranks that hold one expert, a part of its hidden dimension each.
-        index: which of these parts is here.
+        num_local: e, whole experts or shards.
+        first: global ID of the first of them.
+        slices: s, the number of ranks that share an expert's hidden dimension.
+        index: of this rank's shard.
     """
 
     num_local: int
@@ -45,7 +45,7 @@ class Part:
     index: int = 0
 
     def of(self, num_experts: int) -> str:
-        """Return in words which of so many experts these are."""
+        """Describe these experts out of all, for messages."""
         last = self.first + self.num_local - 1
         which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
         cut = f" in slice {self.index} of {self.slices}" if self.slices > 1 else ""
@@ -71,9 +71,9 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's groups. A group is None where it would hold this rank alone.
+    """One rank's groups. A group of this rank alone is None.
 
-    `share_groups` has, by size, the consecutive ranks among which slices of an expert may be gathered.
+    `share_groups` has, by size, the groups of consecutive ranks that gather shards of an expert.
     """
 
     world_size: int = 1
@@ -91,11 +91,11 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold the same experts, W / P."""
+        """Number of ranks that hold the same experts, W / P."""
         return self.world_size // self.expert_parallel_size
 
     def part(self, num_experts: int) -> Part:
-        """Return which of a layer's experts this rank holds, or holds a slice of.
+        """Return which of a layer's experts, or shards, this rank holds.
 
         Raises:
             ValueError: the topology was made for other experts.
@@ -113,12 +113,12 @@ class Topology:
         return Part(count, which * count, slices, index)
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global ids of these experts."""
+        """Return the global IDs of this rank's experts."""
         part = self.part(num_experts)
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the ranks that gather s / r slices of an expert under r >= 1; None for one slice.
+        """Return the group that gathers s / r shards of an expert under r >= 1; None for one shard.
 
         Raises:
             ValueError: the topology was made for other experts, or for another r.
@@ -133,7 +133,7 @@ class Topology:
         return self.share_groups.get(joined)
 
     def slices(self, num_experts: int) -> int:
-        """Return s, how many ranks of the expert group one expert has."""
+        """Return s, the number of ranks that share one expert."""
         return max(1, self.expert_parallel_size // num_experts)
 
 
@@ -160,12 +160,12 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 def share_sizes(
     size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
 ) -> tuple[int, ...]:
-    """Return how many ranks may gather an expert's slices: s / r, but for 1.
+    """Return the sizes s / r > 1 of groups that may gather an expert's shards.
 
     Args:
         size: P.
         expert_counts: experts of every layer.
-        degree_of: the r of a layer with s slices; None for any divisor of s.
+        degree_of: the r of a layer with s shards; None for any divisor of s.
     """
     sizes: set[int] = set()
     for slices in {size // n for n in expert_counts if size > n}:
@@ -174,11 +174,10 @@ def share_sizes(
     return tuple(sorted(sizes - {1}))
 
 
-# new_group is collective and a group lives as long as the job: made once, shared by all models.
+# Creating a group is collective, and groups live as long as the job: all models share them.
 _topologies: dict[tuple[int, int, int, tuple[int, ...]], Topology] = {}
-# The arguments that all ranks were found to give alike.
+# Arguments on which all ranks have agreed.
 _agreed: set[tuple[tuple[int, ...], int, int]] = set()
-_in_use: list[Topology] = []
 
 
 def make_topology(
@@ -186,7 +185,6 @@ def make_topology(
     requested: int = 0,
     ranks_per_node: int = 0,
     degree_of: Callable[[int], int] | None = None,
-    beside: bool = False,
 ) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
@@ -198,13 +196,11 @@ def make_topology(
         requested: P; 0 for the greatest that fits.
         ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
             makes none.
-        degree_of: the one r that a layer with s slices will run with; None for any, which takes more
-            groups.
-        beside: it is of another model than the one that is trained: `in_use` stays what it was.
+        degree_of: the only r of a layer with s shards; None for any, which needs more groups.
 
     Raises:
         ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive.
     """
     count, rank = world.size(), world.rank()
     _agree(tuple(expert_counts), requested, ranks_per_node)
@@ -213,29 +209,18 @@ def make_topology(
     key = (count, size, ranks_per_node, shares)
     if key not in _topologies:
         _topologies[key] = _create(count, rank, size, ranks_per_node, shares)
-    if not beside:
-        _in_use[:] = [_topologies[key]]
     return _topologies[key]
-
-
-def in_use() -> Topology:
-    """Return the topology that `make_topology` gave last in this process; one rank before that.
-
-    For code that sees parameters but no layer, such as an optimizer: a training has one topology.
-    """
-    return _in_use[-1] if _in_use else Topology()
 
 
 def destroy() -> None:
     """Forget every group, after dist.destroy_process_group."""
     _topologies.clear()
     _agreed.clear()
-    _in_use.clear()
     _parts.clear()
 
 
 def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) -> None:
-    """Compare the arguments of all ranks before any group is made: others would make ranks wait."""
+    """Compare all ranks' arguments before a group is created: different ones would deadlock."""
     arguments = (expert_counts, requested, ranks_per_node)
     if world.size() > 1 and arguments not in _agreed:
         agree(
@@ -251,7 +236,7 @@ def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) 
 def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...]) -> Topology:
     expert_group = replica_group = None
     if size > 1:
-        # Also for P = W: a communicator of its own, whose order no data-parallel bucket disturbs.
+        # Also for P = W: data-parallel buckets do not share this communicator's order.
         expert_group = _consecutive(world, rank, size)
         for first in range(size if size < world else 0):
             group = _new(range(first, world, size))
@@ -273,7 +258,7 @@ def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...
 
 
 def _consecutive(world: int, rank: int, number: int) -> dist.ProcessGroup:
-    """Make a group of every `number` consecutive ranks, and return this rank's."""
+    """Create groups of `number` consecutive ranks, and return this rank's."""
     mine = None
     for first in range(0, world, number):
         group = _new(range(first, first + number))
@@ -295,21 +280,19 @@ def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
     return Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
 
 
-# A group of a group lives as long as the one it was made from; all layers share it.
+# Subgroups live as long as the group that they were split from; all layers share them.
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], Topology]] = (
     WeakKeyDictionary()
 )
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Return this rank's topology in a group.
-
-    Collective over the group alone, the first time that groups within it are needed.
+    """Return this rank's topology in a group; collective over the group when subgroups are created.
 
     Args:
         group: the ranks.
         num_experts: E.
-        sliced: W ranks hold slices of fewer experts; otherwise P is the greatest common divisor of W and E.
+        sliced: W ranks hold shards of fewer experts; otherwise P is the greatest common divisor of W and E.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     size = world if sliced else math.gcd(world, num_experts)
@@ -339,7 +322,7 @@ def _split(
 
 
 def _new_group(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
-    # Local synchronization: the ranks outside know nothing of this layer and join in no call.
+    # Local synchronization: ranks outside of the group make no call.
     everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
     backend = dist.get_backend(group)
     return _new(everywhere, group, backend=backend, use_local_synchronization=True)
@@ -354,20 +337,20 @@ def _new(
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
-    """Let a parameter say how it is cut, and the fp32 copy that fairseq makes of it too."""
-    # The one attribute that fairseq copies with its value; it reads it in its composite optimizer
-    # alone, which experts on several ranks refuse.
+    """Attach its sharding to a parameter, and to fairseq's fp32 copy of it."""
+    # fairseq copies only this attribute with its value. It reads it in its composite optimizer, which is
+    # refused for experts on several ranks.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 
 def slice_of(parameter: Tensor) -> Slice:
-    """Return what `mark_slice` said of a parameter; one whole part where it was not called."""
+    """Return a parameter's sharding by `mark_slice`; a whole one by default."""
     slicing = getattr(parameter, "param_group", None)
     return slicing if isinstance(slicing, Slice) else Slice()
 
 
 def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
-    """Put the parts of consecutive ranks together: slices of an expert first, then the experts."""
+    """Concatenate the parts of consecutive ranks: shards of an expert first, then experts."""
     n = slicing.count
     if n > 1:
         parts = [torch.cat(list(parts[i : i + n]), slicing.dim) for i in range(0, len(parts), n)]

@@ -6,9 +6,9 @@ that store for ever, a watch ends the process.
 
 The way of it: a rank ends, or does not come within `set_timeout` (--moe-comm-timeout, by `plugin.startup`;
 groups take it in `groups`); torch raises in a collective of the others, which `guarded` surrounds in
-`comm.collectives` and `world`, and for fairseq's own in `plugin.wrapped` and `plugin.task`; the
-CommunicationError passes through all else, and the process ends by it. Nobody catches one. Ranks that meet
-are watched in `rendezvous`, those that compare their options in `agreement`.
+`comm.collectives` and `world`, and for fairseq's own in `plugin.registration.wrapped` and
+`plugin.training.task`; the CommunicationError passes through all else, and the process ends by it. Nobody
+catches one. Ranks that meet are watched in `rendezvous`, those that compare their options in `agreement`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""The world: how many ranks there are, which this is, and what they tell each other in Python objects.
+"""All ranks of the job: their number, this rank, and collectives of Python objects.
 
-Without torch.distributed there is one rank, and nobody to tell. `of_first` is for what rank 0 alone does
-for all, such as work on a folder: its result and its error are everybody's.
+Without torch.distributed there is one rank. `run_on_rank_zero` is for work that rank 0 does for all, such
+as work on a folder; all ranks get its result or its error.
 """
 
 import threading
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.ranks.guard import guarded
 
-# As long a rank waits for another before they tell each other that the work goes on.
+# Rank 0 reports at this interval whether its work has ended.
 PAUSE_SECONDS = 0.5
 
 
@@ -27,66 +27,68 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which speaks and writes for all."""
+    """Whether this is rank 0, which logs and writes for all."""
     return rank() == 0
 
 
 def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
-    """Return which rank of the job a rank of a group is; a group of None is all ranks."""
+    """Return the job's rank of a group's rank; None is the group of all ranks."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def told_by_all(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank of a group tells, by rank. Collective.
+def all_gather_object(
+    own: Any, operation: str, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Return the objects of all ranks of a group, by rank. Collective.
 
     Args:
-        own: can be pickled.
-        operation: as `guarded` takes it.
+        own: this rank's object, which can be pickled.
+        operation: for the error message of `guarded`.
         group: None for all ranks.
     """
-    told: list[Any] = [own] * (size() if group is None else dist.get_world_size(group))
-    if len(told) > 1:
+    objects: list[Any] = [own] * (size() if group is None else dist.get_world_size(group))
+    if len(objects) > 1:
         with guarded(operation, group):
-            dist.all_gather_object(told, own, group=group)
-    return told
+            dist.all_gather_object(objects, own, group=group)
+    return objects
 
 
-def told_by_first(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Return what the first rank of a group tells, None for all ranks. Collective; see `told_by_all`."""
-    told = [own]
+def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the object of a group's first rank. Collective; arguments are those of `all_gather_object`."""
+    objects = [own]
     if size() > 1:
         with guarded(operation, group):
-            dist.broadcast_object_list(told, src=rank_in_job(0, group), group=group)
-    return told[0]
+            dist.broadcast_object_list(objects, src=rank_in_job(0, group), group=group)
+    return objects[0]
 
 
-def of_first(action: Callable[[], Any], operation: str) -> Any:
-    """Return on all ranks what `action` returns on rank 0, which calls it. Collective.
+def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
+    """Call a function on rank 0 and return its result on all ranks. Collective.
 
-    It may take longer than ranks wait for each other: reading a large file does.
+    It may take longer than the time-out of collectives, for example to read a large file.
 
     Args:
         action: its result can be pickled.
-        operation: as `guarded` takes it.
+        operation: for the error message of `guarded`.
 
     Raises:
-        ValueError: what rank 0 met, in its words.
+        ValueError: the function raised a ValueError or OSError on rank 0; same message.
     """
     work = Work(action) if is_first() else None
     ended = False
     while not ended:
         own = None if work is None else work.look()
-        ended, result, sentence = told_by_first(own, operation)
+        ended, result, sentence = broadcast_object(own, operation)
     error = None if work is None else work.error
     if error is not None and not isinstance(error, ValueError | OSError):
-        raise error  # a mistake of ours, told where it was met
+        raise error  # a bug; only rank 0 has its traceback
     if sentence is not None:
         raise ValueError(sentence) from error
     return result
 
 
 class Work:
-    """A function that runs beside this thread, in which collectives say how far it is."""
+    """A function that runs in a thread, while collectives exchange whether it has ended."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.action, self.result = action, None
@@ -95,7 +97,7 @@ class Work:
         self._thread.start()
 
     def look(self) -> tuple[bool, Any, str | None]:
-        """Wait a little; return whether it has ended, its result, and its error in words or None."""
+        """Wait briefly; return whether it has ended, its result, and its error message or None."""
         self._thread.join(PAUSE_SECONDS)
         if self._thread.is_alive():
             return False, None, None
@@ -107,5 +109,9 @@ class Work:
     def _run(self) -> None:
         try:
             self.result = self.action()
-        except Exception as error:  # whatever it is, the others wait
+        except Exception as error:  # other ranks wait for any result
             self.error = error
+
+
+# Former names.
+told_by_all, told_by_first, of_first = all_gather_object, broadcast_object, run_on_rank_zero

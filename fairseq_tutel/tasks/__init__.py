@@ -1,27 +1,27 @@
-"""A moe_ twin of every stock task; like every other task they have the system options.
+"""A moe_ variant of every fairseq task. All tasks have the system options.
 
-A user's own task, which may be registered later, needs none: the mixin is attached to it.
+A user's own task, which may be registered later, needs no variant: it gets the mixin when a model is built.
 """
 
 import inspect
 
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, register_task
 
-from fairseq_tutel.plugin import twin_of
-from fairseq_tutel.plugin.task import MoETaskMixin
-from fairseq_tutel.plugin.task_options import give_system_options
-from fairseq_tutel.tasks import image_classification  # noqa: F401 - registered before its twin is made
+from fairseq_tutel.plugin.registration.task_options import give_system_options
+from fairseq_tutel.plugin.registration.variants import variant_of
+from fairseq_tutel.plugin.training.task import MoETaskMixin
+from fairseq_tutel.tasks import image_classification  # noqa: F401 - registered before its variant
 
 
-def _register_twins() -> None:
+def _register_variants() -> None:
     for name, stock in list(TASK_REGISTRY.items()):
         if issubclass(stock, MoETaskMixin) or f"moe_{name}" in TASK_REGISTRY:
             continue
-        # Of its own: the stock one will be given the system options, too.
+        # Not inherited: the stock task's add_args will get the system options, too.
         add_args = inspect.getattr_static(stock, "add_args")
-        twin = twin_of(stock, MoETaskMixin, module=__name__, add_args=add_args)
-        register_task(f"moe_{name}", dataclass=TASK_DATACLASS_REGISTRY.get(name))(twin)
+        variant = variant_of(stock, MoETaskMixin, module=__name__, add_args=add_args)
+        register_task(f"moe_{name}", dataclass=TASK_DATACLASS_REGISTRY.get(name))(variant)
 
 
-_register_twins()
+_register_variants()
 give_system_options()

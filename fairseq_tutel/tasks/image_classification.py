@@ -15,10 +15,10 @@ from fairseq.models import (
 from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
-from fairseq_tutel.plugin.flags import made
-from fairseq_tutel.plugin.resume import flag_and_path, mapped
-from fairseq_tutel.plugin.run_config import is_training, root_of
-from fairseq_tutel.plugin.task import InferenceMixin
+from fairseq_tutel.plugin.registration.flags import made
+from fairseq_tutel.plugin.run_state import is_training, root_of
+from fairseq_tutel.plugin.training.resume import flag_and_path, mapped
+from fairseq_tutel.plugin.training.task import InferenceMixin
 from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.image_options import ImageConfig

@@ -105,11 +105,11 @@ LM_CASES = {
     ),
     "pre-gating and activation checkpoints": (
         ("--moe-pregate", 1, "--checkpoint-activations"),
-        "--moe-pregate is 1 and --checkpoint-activations is set, which makes a layer again",
+        "--moe-pregate is 1 and --checkpoint-activations is set, which recomputes a layer",
     ),
     "pre-gating and layerdrop": (
         ("--moe-pregate", 1, "--decoder-layerdrop", 0.1),
-        "--decoder-layerdrop is 0.1: --moe-pregate 1 lets a layer's gate see the input of another",
+        "--decoder-layerdrop is 0.1: --moe-pregate 1 lets a layer's gate read the input of another",
     ),
     "weight of no loss": (
         ("--moe-balance-loss", "none:1"),
@@ -149,7 +149,7 @@ RANK_CASES = {
     ),
     "optimizer that looks at all experts": (
         ("--optimizer", "moe_adafactor"),
-        "--optimizer is moe_adafactor, whose updates look at all experts of a layer at once",
+        "--optimizer is moe_adafactor, whose updates depend on all experts of a layer at once",
     ),
     "averages of replicas": (("--ddp-backend", "slowmo"), "--ddp-backend is slowmo, which would"),
     "moving average": (("--store-ema",), "--store-ema is set on several ranks"),

@@ -15,7 +15,7 @@ import torch
 from cli import USER_DIR, fairseq, refused, start, tail, wait
 from models import lm_args, mt_args
 
-from fairseq_tutel.plugin.save import writing
+from fairseq_tutel.plugin.training.save import writing
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)

@@ -131,7 +131,7 @@ def test_a_dense_training_goes_on_from_the_newest_and_from_finite_state_alone(lm
     last = tmp_path / "checkpoint_last.pt"
     last.unlink()
     run = fairseq("train", *words, "--max-update", 3, ranks=2)
-    assert "the training goes on from checkpoint_best.pt (update 2)" in run.output
+    assert "training resumes from checkpoint_best.pt (update 2)" in run.output
     for part in ("model", "exp_avg_sq"):
         last.write_bytes(with_infinity(tmp_path / "checkpoint_1_3.pt", tmp_path / "a", part))
         for ranks in (1, 2):

@@ -112,7 +112,7 @@ def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
         assert [h[0]["tokens"].tolist() for h in model.generate(tokens, **options)] == alone
         assert text == fairseq_tutel.from_checkpoint(folder).sample("w1 w4 w13", beam=1)
         return
-    from fairseq_tutel.models.twins import MoERobertaModel
+    from fairseq_tutel.models.variants import MoERobertaModel
 
     stock = MoERobertaModel.from_pretrained(
         str(folder), "checkpoint_best.pt", str(lm_data), bpe=None

@@ -208,7 +208,7 @@ def test_stock_generate_does_not_let_ranks_meet_and_says_so(mt, mt_data):
     run = fairseq("generate", *words, ranks=2)
     for log in run.logs:
         assert len(_hypotheses(log)) == 21
-        assert "this process has not met the others" in log
+        assert "this process is not connected to the others" in log
 
 
 @pytest.mark.long

@@ -68,7 +68,7 @@ def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_dat
         start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b")))
     )
     assert run.exit_codes == [0, 0]
-    assert "the training goes on from checkpoint_best.pt (update 2)" in run.logs[0]
+    assert "training resumes from checkpoint_best.pt (update 2)" in run.logs[0]
     assert "(epoch 1 @ 2 updates)" in run.logs[0]
 
 

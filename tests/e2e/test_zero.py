@@ -144,7 +144,7 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
         ),
         (
             (*OFFLOAD, "--fp16-adam-stats"),
-            "--fp16-adam-stats is set, whose scales hold for whole parameters, and",
+            "--fp16-adam-stats is set, whose scales are of whole parameters, and",
         ),
     ],
 )

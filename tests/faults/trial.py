@@ -21,7 +21,7 @@ from .job import Job, train
 from .plan import BEGUN, ROUNDED, UPDATES, Fault, Trial
 
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates")
-FROM_ANOTHER = "the training goes on from"
+FROM_ANOTHER = "training resumes from"
 # Numbers of the same micro-batches on other ranks differ by rounding.
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.inference.lockstep import IS_DONE, RESTS, Lockstep, next_layer
+from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks import guard
 
@@ -158,11 +159,11 @@ def test_a_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
 def serving_leaves_no_trace():
     config = _with(SMALL, gate_type="hash", eval_capacity_factor=1.0)
     place = make_topology([config.num_experts])
-    layer = MoEFeedForward(config, place, seed=1, name="decoder.layers.0.fc1").eval()
+    turns = []
+    context = Context(wait_for_turn=turns.append)
+    layer = MoEFeedForward(config, place, 1, "decoder.layers.0.fc1", context).eval()
     layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
-    turns = []
-    layer.context.take_turns(turns.append)
     layer.context.see_tokens(torch.arange(6).view(2, 3))
     layer.begin_call(torch.zeros(2, 3, dtype=torch.bool))
     with torch.no_grad():

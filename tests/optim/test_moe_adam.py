@@ -10,7 +10,7 @@ from fairseq.optim.adam import Adam
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.optim.moe_adam import FusedAdam
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin, own_part
-from fairseq_tutel.ranks import groups
+from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks.groups import Slice, Topology, mark_slice
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
@@ -149,7 +149,7 @@ def test_a_state_of_a_composite_optimizer_passes_through():
         pass
 
     twin = Twin()
-    twin.holds_masters = True
+    twin.save_masters()
     twin.load_state_dict(twin.state_dict())
     assert twin.loaded == Composite().state_dict()
 
@@ -207,7 +207,7 @@ def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(mo
         pass
 
     place = Topology(world_size=64, expert_parallel_size=64)
-    monkeypatch.setattr(groups, "in_use", lambda: place)
+    monkeypatch.setattr(RUN, "topology", place)
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     mark_expert(parameter)
     mark_root_scaled(parameter)

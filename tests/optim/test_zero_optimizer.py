@@ -19,7 +19,8 @@ from fairseq_tutel.optim import zero
 from fairseq_tutel.optim.zero import ZeroOptimizerMixin, ZeroOptions, refuse_with_zero, zero_options
 from fairseq_tutel.planning.memory import held_bytes
 from fairseq_tutel.plugin import register
-from fairseq_tutel.ranks import groups
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.ranks.groups import Topology
 
 register()
 
@@ -39,7 +40,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def _one_rank():
-    groups.destroy()
+    RUN.update(topology=Topology())
 
 
 def root_of(name="moe_adam", offload=False, **common):
@@ -120,7 +121,8 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
             parameters,
         )
         inner = getattr(optimizer, "fp32_optimizer", None) or optimizer.wrapped_optimizer
-        inner.holds_masters = not offload  # as before a save
+        if not offload:
+            assert inner.holds_masters
         saved = optimizer.state_dict()
         assert all(state["fp32_master"].dtype == torch.float32 for state in saved["state"].values())
         other.load_state_dict(saved)
@@ -147,8 +149,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale():
 
 def test_a_part_of_a_state_is_marked_and_refused(monkeypatch):
     """As a crash file has it, since the other ranks may be gone."""
-    topology = groups.Topology(world_size=2, rank=1)
-    monkeypatch.setattr(groups, "in_use", lambda: topology)
+    monkeypatch.setattr(RUN, "topology", Topology(world_size=2, rank=1))
     monkeypatch.setattr(zero, "zero_options", lambda cfg: ZeroOptions(1, False))
     part = optim.build_optimizer(root_of().optimizer, parameters_of()).state_dict()
     monkeypatch.undo()
@@ -188,18 +189,18 @@ def test_one_rank_has_nobody_to_share_with():
 
 
 def test_a_model_without_experts_asked_for_no_groups(monkeypatch):
-    monkeypatch.setattr(groups, "in_use", lambda: groups.Topology(world_size=2))
+    monkeypatch.setattr(RUN, "topology", Topology(world_size=2))
     assert zero_options(task(2, offload=True)) is None
 
 
 REFUSED = {
-    "moe_adafactor": "--optimizer is moe_adafactor, whose updates look at whole parameters",
+    "moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on whole parameters",
     "composite": "--optimizer is composite, whose updates",
-    "fp16_adam_stats": "--fp16-adam-stats is set, whose scales hold for whole parameters",
-    "amp": "--amp is set, whose scaler looks at a rank's own gradients",
+    "fp16_adam_stats": "--fp16-adam-stats is set, whose scales are of whole parameters",
+    "amp": "--amp is set, whose scaler checks a rank's own gradients",
     "memory_efficient_bf16": "--memory-efficient-bf16 is set, which keeps no fp32 masters",
     "memory_efficient_fp16": "--memory-efficient-fp16 is set, which keeps no fp32 masters",
-    "use_bmuf": "--use-bmuf is set, which averages whole weights by itself",
+    "use_bmuf": "--use-bmuf is set, which averages whole weights",
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.config import ModelConfig, SidesConfig, StoreConfig, TaskConfig
-from fairseq_tutel.plugin.announce import Facts, announce_size, say_what_has_no_effect, sizes
+from fairseq_tutel.plugin.announce import Facts, announce_size, sizes, warn_of_no_effect
 
 plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
@@ -80,7 +80,7 @@ def said_of(caplog, given, facts):
     config = ft.MoEConfig(D, H, E, **layer)
     facts = {"layer": config, "sides": SidesConfig(), "store": CACHED, **ACROSS, **facts}
     for each in (config, *(kind(**given) for kind in around)):
-        say_what_has_no_effect(each, Facts(**facts))
+        warn_of_no_effect(each, Facts(**facts))
     return caplog.text
 
 

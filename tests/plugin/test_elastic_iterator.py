@@ -11,7 +11,7 @@ import pytest
 import torch
 from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 
-from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 
 NUM_BATCHES = 23
 
@@ -137,7 +137,8 @@ def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **o
     """Return the batches of each update of epoch 2, rank by rank; None only fills up."""
     iterators = _iterators(kind, ranks, epoch=2, **options)
     for iterator in iterators:
-        iterator.update_freq = (1, update_freq)
+        if kind is ElasticEpochBatchIterator:
+            iterator.set_update_freq((1, update_freq))
         state = {"epoch": 2, "iterations_in_epoch": consumed, "order_shards": 1}
         iterator.load_state_dict(state)
     epochs = [GroupedIterator(i.next_epoch_itr(shuffle=True), update_freq) for i in iterators]

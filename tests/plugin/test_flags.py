@@ -11,7 +11,7 @@ from tool_in_process import tool
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.flags import (
+from fairseq_tutel.plugin.registration.flags import (
     EncoderDecoderOptions,
     GateLossOptions,
     ModelOptions,

@@ -21,9 +21,9 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.feed_forward import moe_layers, replace_ffn
-from fairseq_tutel.plugin.flags import GateLossOptions, defaults
-from fairseq_tutel.plugin.run_config import OPENED
-from fairseq_tutel.plugin.task import MoETaskMixin
+from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
+from fairseq_tutel.plugin.run_state import OPENED
+from fairseq_tutel.plugin.training.task import MoETaskMixin
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.groups import Topology
 

@@ -12,7 +12,7 @@ import pytest
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from fairseq_tutel.plugin.literals import (
+from fairseq_tutel.plugin.opening.literals import (
     EVALUATED,
     is_literal,
     refuse_bad_references,

@@ -17,9 +17,9 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin import run_config
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.resume import say_what_changed
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.ranks.guard import CommunicationError
 from fairseq_tutel.tools.convert.sharded import to_sharded
 
@@ -79,9 +79,9 @@ def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplo
     whole, path = str(written(tmp_path, model=model)), str(tmp_path / "b.pt")
     to_sharded({**STATE, "model": model}, tmp_path / "b.pt", "int8")
     for file, resumes in ((whole, True), (path, None), (path, False)):
-        assert "keeps experts in int8: the training goes on from these rounded" not in caplog.text
+        assert "has experts in int8: training continues from these rounded" not in caplog.text
         checkpoint_utils.load_checkpoint_to_cpu(file, {}, load_on_all_ranks=resumes)
-    assert f"{path} keeps experts in int8: the training goes on from these rounded" in caplog.text
+    assert f"{path} has experts in int8: training continues from these rounded" in caplog.text
 
 
 def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path):
@@ -98,7 +98,7 @@ def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(
     """The option comes as an override, or with the command's own task."""
     task = argparse.Namespace(moe_expert_store="pregated")
     command = argparse.Namespace(task=task, common_eval=argparse.Namespace(path="used.pt"))
-    monkeypatch.setattr(run_config, "_running", [command] * of_command)
+    monkeypatch.setattr(RUN, "cfg", command if of_command else None)
     overrides = {} if of_command else vars(task)
     experts = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
     plain, dense = written(tmp_path, model=experts), tmp_path / "dense.pt"
@@ -159,7 +159,7 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
 
 def test_the_look_at_what_changed_runs_no_code(tmp_path):
     path = written(tmp_path, more=Hostile(tmp_path / "made"))
-    say_what_changed(str(path), argparse.Namespace())
+    warn_of_changed_options(str(path), argparse.Namespace())
     assert os.listdir(tmp_path) == ["a.pt"]
 
 

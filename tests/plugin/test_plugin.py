@@ -55,7 +55,7 @@ def test_a_misspelt_flag_is_told_after_argparse_did_not_know_it(again, monkeypat
     assert said == [f"--{a} is none of the flags here; --{b} is" for a, b in pairs.items()]
     taken_back = []
     monkeypatch.setattr("atexit.unregister", taken_back.append)
-    plugin.flags_were_known()
+    plugin.command_line.drop_suggestions()
     assert {tell for tell, *_ in hints} == set(taken_back)
 
 

@@ -29,11 +29,11 @@ from fairseq.tasks import TASK_REGISTRY
 from hydra.core.config_store import ConfigStore
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
-from fairseq_tutel.models.twins import MoETwinMixin
+from fairseq_tutel.models.variants import MoEVariantMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import GateLossOptions, SystemOptions, defaults
-from fairseq_tutel.plugin.task import MoETaskMixin
+from fairseq_tutel.plugin.registration.flags import GateLossOptions, SystemOptions, defaults
+from fairseq_tutel.plugin.training.task import MoETaskMixin
 
 register()
 
@@ -158,7 +158,9 @@ def test_every_twin_builds_and_runs_and_routes_no_padding(name):
     assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
         ARCH_MODEL_INV_REGISTRY[name]
     )
-    sides = MODEL_REGISTRY[name].sides if issubclass(MODEL_REGISTRY[name], MoETwinMixin) else (1,)
+    sides = (
+        MODEL_REGISTRY[name].sides if issubclass(MODEL_REGISTRY[name], MoEVariantMixin) else (1,)
+    )
     for arch in ARCH_MODEL_INV_REGISTRY[name]:
         model = _built(arch)
         layers = moe_layers(model)

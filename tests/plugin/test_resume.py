@@ -16,8 +16,9 @@ import torch
 from fairseq import checkpoint_utils
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin.load import load_checkpoint
-from fairseq_tutel.plugin.resume import checkpoint_to_load
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.resume import checkpoint_to_load
+from fairseq_tutel.plugin.training.save import run_training
 
 plugin.register()
 RECORD = {
@@ -55,9 +56,7 @@ def test_the_newest_whole_checkpoint_stands_in_for_the_last(tmp_path, caplog, gi
     cfg = config(tmp_path, **({"restore_file": last} if given == "by its name" else {}))
     assert checkpoint_to_load(cfg) == whole
     assert cfg.restore_file == whole
-    said = (
-        "there is no .*checkpoint_last.pt: the training goes on from checkpoint_1_4.pt .update 4."
-    )
+    said = "there is no .*checkpoint_last.pt: training resumes from checkpoint_1_4.pt .update 4."
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert re.search(said, caplog.text)
 
@@ -159,10 +158,13 @@ def test_what_is_no_file_is_not_begun_with(tmp_path, flag, kind):
         checkpoint_to_load(cfg)
 
 
-def test_a_dense_training_begins_with_the_same_file(tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_training_run_chooses_its_file_before_main(tmp_path, sharded):
     saved = save(tmp_path, "checkpoint_1_4.pt", 4)
-    trainer = SimpleNamespace(checkpoint_suffix="", get_model=lambda: torch.nn.Linear(1, 1))
-    begun = load_checkpoint(lambda cfg, trainer, **more: (cfg.restore_file, more))
-    assert begun(config(tmp_path), trainer, a=1) == (saved, {"a": 1})
-    trainer.checkpoint_suffix = "-shard0"
-    assert begun(config(tmp_path), trainer) == ("checkpoint_last.pt", {})
+    cfg = SimpleNamespace(
+        checkpoint=config(tmp_path, no_save=False),
+        distributed_training=SimpleNamespace(use_sharded_state=sharded),
+    )
+    begun = run_training(lambda cfg: (cfg.checkpoint.restore_file, RUN.checkpoint), cfg)
+    assert begun == (("checkpoint_last.pt", None) if sharded else (saved, saved))
+    assert RUN.checkpoint is None

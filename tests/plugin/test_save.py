@@ -17,19 +17,24 @@ from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import experts, files, folders, lease
-from fairseq_tutel.plugin import save
+from fairseq_tutel.plugin.training import save
 
 plugin.register()
 
 
 @pytest.fixture(autouse=True)
 def _sound(monkeypatch):
-    """The trainers here have no weights; tests/plugin/test_sound.py looks at those."""
-    monkeypatch.setattr(save.sound, "refuse_to_save", lambda trainer: None)
+    """The trainers here have no weights; tests/plugin/test_finite.py looks at those."""
+    monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
 
 
 def config(folder, no_save=False):
-    return SimpleNamespace(checkpoint=SimpleNamespace(save_dir=str(folder), no_save=no_save))
+    checkpoint = SimpleNamespace(
+        save_dir=str(folder), no_save=no_save, restore_file="checkpoint_last.pt", continue_once=None,
+        finetune_from_model=None, checkpoint_suffix="",
+    )  # fmt: skip
+    distributed = SimpleNamespace(use_sharded_state=False)
+    return SimpleNamespace(checkpoint=checkpoint, distributed_training=distributed)
 
 
 @pytest.mark.parametrize("no_save", [False, True])
@@ -40,7 +45,7 @@ def test_main_runs_with_the_lease_and_leaves_none(tmp_path, no_save):
         seen.append((kwargs, sorted(os.listdir(tmp_path))))
         return 3
 
-    assert save.run_as_only_writer(main, config(tmp_path, no_save), a=1) == 3
+    assert save.run_training(main, config(tmp_path, no_save), a=1) == 3
     assert seen == [({"a": 1}, [] if no_save else [lease.NAME])]
     assert os.listdir(tmp_path) == []
 
@@ -50,14 +55,14 @@ def test_an_error_of_main_releases_the_lease(tmp_path):
         raise KeyError("a broken sample")
 
     with pytest.raises(KeyError):
-        save.run_as_only_writer(main, config(tmp_path))
+        save.run_training(main, config(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_lease_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
     (tmp_path / "save").write_text("a file")
     with pytest.raises(ValueError, match=r"save/writer\.lease could not be written: File exists"):
-        save.run_as_only_writer(pytest.fail, config(tmp_path / "save"))
+        save.run_training(pytest.fail, config(tmp_path / "save"))
 
 
 @pytest.mark.parametrize("after_a_kill", [True, False])

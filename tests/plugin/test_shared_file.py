@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint import files
-from fairseq_tutel.plugin import resume
+from fairseq_tutel.plugin.training import resume
 from fairseq_tutel.ranks import world
 
 SECONDS = 60
@@ -88,17 +88,17 @@ def test_one_of_the_ranks_that_share_a_file_reads_it(look, saved):
     assert read == ["a.pt"] and found == [[files.identity(str(saved))] * 3] * 3
     damage(saved)
     read, found = look([saved] * 3)
-    assert read == ["a.pt"] and all(resume.TORN in told for told in found)
+    assert read == ["a.pt"] and all(resume.CORRUPT in told for told in found)
 
 
 def test_every_copy_is_read(look, saved, tmp_path):
     copies = [saved, saved, tmp_path / "b.pt"]
     shutil.copy2(saved, copies[2])
     read, found = look(copies)
-    assert read == ["a.pt", "b.pt"] and resume.TORN not in found[0]
+    assert read == ["a.pt", "b.pt"] and resume.CORRUPT not in found[0]
     damage(copies[2])
     read, found = look(copies)
-    assert read == ["a.pt", "b.pt"] and all(resume.TORN in told for told in found)
+    assert read == ["a.pt", "b.pt"] and all(resume.CORRUPT in told for told in found)
 
 
 def test_a_rank_that_is_alone_reads_its_own(look, saved):

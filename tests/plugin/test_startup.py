@@ -18,13 +18,15 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig, StoreConfig
-from fairseq_tutel.plugin import opened_experts, startup, wrapped
-from fairseq_tutel.plugin.startup import (
+from fairseq_tutel.plugin.opening import offload
+from fairseq_tutel.plugin.registration import commands
+from fairseq_tutel.plugin.registration.process import (
     end_readers,
     excepthook,
-    join_torchrun,
     refusals_are_sentences,
 )
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.startup import join_torchrun
 
 
 @pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0)])
@@ -72,7 +74,7 @@ def _training(**model):
 
 
 def _called(cfg, original):
-    return wrapped.call_main(original)(cfg, print)
+    return commands.call_main(original)(cfg, print)
 
 
 def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():
@@ -148,10 +150,10 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
     """After the counters of an expert store; its traceback is logged under LOGLEVEL=DEBUG alone."""
     caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
-    monkeypatch.setattr(startup, "_at_end", [])
-    monkeypatch.setattr(opened_experts, "_stores", {})  # no store of another test
-    monkeypatch.setattr(opened_experts, "_tell", lambda *_: print("counters", file=sys.stderr))
-    store = opened_experts._store_of(StoreConfig("on-demand", "host"))
+    monkeypatch.setattr(RUN, "at_exit", [])
+    monkeypatch.setattr(RUN, "stores", {})  # no store of another test
+    monkeypatch.setattr(offload, "_log_counters", lambda *_: print("counters", file=sys.stderr))
+    store = offload._store_of(StoreConfig("on-demand", "host"))
     hook = excepthook(sys.__excepthook__)
     try:
         with refusals_are_sentences() if wrapped_main else contextlib.nullcontext():

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import TensorDataset
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.startup import refusals_are_sentences
+from fairseq_tutel.plugin.registration.process import refusals_are_sentences
 
 register()
 

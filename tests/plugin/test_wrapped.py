@@ -14,7 +14,8 @@ from fairseq.file_io import PathManager
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import files
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK
-from fairseq_tutel.plugin import save, wrapped
+from fairseq_tutel.plugin.registration import wrapped
+from fairseq_tutel.plugin.training import save
 
 plugin.register()
 
@@ -38,9 +39,9 @@ def test_a_function_that_reads_otherwise_is_said(caplog):
     assert "newer is not that of fairseq-fixed 0.12.3.1" in caplog.text
 
 
-def test_all_seven_wrappers_are_installed_once():
+def test_all_six_wrappers_are_installed_once():
     names = [f"{owner.__name__.split('.')[-1]}.{name}" for owner, name, *_ in wrapped.WRAPPED]
-    assert len(names) == 7 and all(f"{name}`: " in wrapped.__doc__ for name in names)
+    assert len(names) == 6 and all(f"{name}`: " in wrapped.__doc__ for name in names)
     for owner, name, *_, digest in wrapped.WRAPPED:
         stock = getattr(owner, name).__wrapped__
         assert not hasattr(stock, "__wrapped__")
@@ -133,7 +134,7 @@ def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
 
 
 def test_a_file_of_one_rank_s_part_is_said_to_be_one(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(save.sound, "refuse_to_save", lambda trainer: None)
+    monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
     state = {"last_optimizer_state": {ONLY_OF_RANK: 0}}
     saves = save.save_checkpoint(
         lambda *_: checkpoint_utils.torch_persistent_save(state, str(tmp_path / "a.pt"))

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch.distributed as dist
 
-from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.groups import Topology, expert_parallel_size, make_topology
 
 
@@ -58,7 +57,6 @@ def describe(counts: list[int], requested: int) -> dict[str, object]:
         return None if group is None else dist.get_process_group_ranks(group)
 
     assert make_topology(counts, requested) is made  # no second set of groups
-    assert groups.in_use() is made
     return {
         "size": made.expert_parallel_size,
         "replicas": made.num_replicas,
@@ -115,7 +113,6 @@ def test_every_rank_refuses_alike(ranks):
 def test_without_torch_distributed_there_is_one_rank():
     made = make_topology([4])
     assert made == Topology()
-    assert groups.in_use() is made
     assert list(made.local_experts(4)) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"number of ranks \(1\)"):
         make_topology([4], 2)

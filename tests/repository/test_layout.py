@@ -61,9 +61,9 @@ def top_names(path: Path) -> set[str]:
 
 
 def own_folders(path: Path) -> set[str]:
-    """The folders that a file imports from; the root is asked for its version by everyone."""
+    """Folders that a file imports from, without the root's version and the integration's shared state."""
     own = {name for name in IMPORTS[path] if name.split(".")[0] == "fairseq_tutel"}
-    own.discard("fairseq_tutel.__version__")
+    own -= {"fairseq_tutel.__version__", "fairseq_tutel.plugin.run_state.RUN"}
     return {part if (part := name.split(".")[1]) in LEVEL else "" for name in own}
 
 

@@ -15,7 +15,7 @@ from fairseq.tasks import FairseqTask, setup_task
 from omegaconf import OmegaConf
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.tasks import image_dataset
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.image_options import ImageConfig

@@ -21,7 +21,7 @@ from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.announce import sizes
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.flags import GateLossOptions, defaults
+from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.vision.windows import windows_of
 
 register()

@@ -140,7 +140,7 @@ def _read_groups(text: str) -> list[list[int]]:
 
 def _neighbours(text: str, layers: Mapping[Layer, MoEConfig]) -> dict[Layer, list[list[int]]]:
     """Return groups of neighbours, as many as --moe-expert-count says."""
-    from fairseq_tutel.plugin.flags import expert_counts
+    from fairseq_tutel.plugin.registration.flags import expert_counts
 
     found = {}
     for layer, count in zip(layers, expert_counts(text, len(layers)), strict=True):

@@ -124,7 +124,7 @@ def open_moe(path: Path) -> MoEFile:
 
 def _config_of(saved: Mapping[str, Any], model: Mapping[str, Tensor], layer: Layer) -> MoEConfig:
     """Return what a layer's experts are, by the saved options and the tensors' shapes."""
-    from fairseq_tutel.plugin.flags import layer_config
+    from fairseq_tutel.plugin.registration.flags import layer_config
 
     first = next(iter(experts_of(model, layer).values()))
     hidden = model.get(f"{layer.step}.experts.fc1_weight")

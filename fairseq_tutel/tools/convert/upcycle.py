@@ -92,7 +92,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     plugin.register()
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, made
+    from fairseq_tutel.plugin.registration.flags import EncoderDecoderOptions, made
 
     group = parser.add_argument_group("the experts, as for fairseq-train; saved with the model")
     for options in (EncoderDecoderOptions, made("SwinExpertsOptions", OF_SWIN)):
@@ -141,13 +141,13 @@ def _give_options(state: dict[str, Any], given: Mapping[str, Any]) -> dict[Layer
     """
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
-    from fairseq_tutel.plugin.flags import (
+    from fairseq_tutel.plugin.install import refuse_options
+    from fairseq_tutel.plugin.registration.flags import (
         EncoderDecoderOptions,
         ModelOptions,
         defaults,
         expert_counts,
     )
-    from fairseq_tutel.plugin.install import refuse_options
 
     model, options = state["model"], model_options(state)
     layers = layers_of(model)
@@ -234,7 +234,7 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
 
 
 def _config_of(args: argparse.Namespace, ffn: Mapping[str, Tensor], num_experts: int) -> MoEConfig:
-    from fairseq_tutel.plugin.flags import layer_config
+    from fairseq_tutel.plugin.registration.flags import layer_config
 
     hidden_dim, model_dim = ffn["fc1.weight"].shape
     return layer_config(

@@ -19,7 +19,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq_tutel.checkpoint import files
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.task import MoETaskMixin
+from fairseq_tutel.plugin.training.task import MoETaskMixin
 
 register()
 

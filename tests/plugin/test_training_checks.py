@@ -14,7 +14,9 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
-from fairseq_tutel.plugin import register, run_config
+from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.registration import commands
+from fairseq_tutel.plugin.run_state import RUN
 
 register()
 
@@ -37,17 +39,17 @@ def config(**parts):
 def test_nan_is_refused_as_any_option(section, key, value):
     cfg = config(**{section: {key: value}})
     with pytest.raises(ValueError, match=f"^--{key.replace('_', '-')} is nan; give a number"):
-        run_config.run_with_root(lambda cfg: None, cfg)
+        commands.run_with_root(lambda cfg: None, cfg)
 
 
 def test_nan_is_refused_of_a_model_without_a_dataclass_and_infinity_is_not():
     cfg = config(optimization={"clip_norm": math.inf})
     ran = []
-    run_config.run_with_root(ran.append, cfg)
+    commands.run_with_root(ran.append, cfg)
     assert ran == [cfg]
     cfg.model.dropout = math.nan
     with pytest.raises(ValueError, match=r"^--dropout is nan; give a number"):
-        run_config.run_with_root(ran.append, cfg)
+        commands.run_with_root(ran.append, cfg)
 
 
 def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(
@@ -55,10 +57,10 @@ def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(
 ):
     words = ["generate", "--user-dir", "x", "--moe-expert-store", "on-demand", "--beam", "2"]
 
-    def said_of(words, running=(), name="layers.0.fc1.weight"):
+    def said_of(words, running=None, name="layers.0.fc1.weight"):
         caplog.clear()
         monkeypatch.setattr("sys.argv", words)
-        monkeypatch.setattr(run_config, "_running", list(running))
+        monkeypatch.setattr(RUN, "cfg", running)
         state = {"args": None, "cfg": {"model": {}}, "model": {name: torch.ones(2)}}
         state |= {"optimizer_history": [{"num_updates": 1, "lr_scheduler_state": {}}]}
         state["extra_state"] = {"epoch": 1, "train_iterator": {"epoch": 1}}
@@ -72,7 +74,7 @@ def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(
         SimpleNamespace(common_eval=SimpleNamespace(path=path)) for path in ("a.pt", None)
     )
     assert expected in said_of(words)
-    assert expected in said_of(words, [evaluation])
-    assert not said_of(words, [training])
+    assert expected in said_of(words, evaluation)
+    assert not said_of(words, training)
     assert not said_of([word for word in words if word != "--user-dir"])
     assert not said_of(words, name="layers.0.fc1.experts.fc1_weight")

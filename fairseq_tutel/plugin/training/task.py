@@ -1,12 +1,12 @@
-"""What a task must do where experts are trained or used, on one rank and on several.
+"""Mixins that give fairseq's tasks what training and using experts needs, on one rank and on several.
 
-Stock tasks get it attached when a model with experts is built.
+Stock tasks get a mixin when a model with experts is built.
 """
 
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Number
 from typing import Any
 from weakref import WeakSet
@@ -23,36 +23,39 @@ from fairseq_tutel.moe.config import CriterionConfig, MoEConfig, SidesConfig, Ta
 from fairseq_tutel.moe.options import read
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin import parallel_inference, sound
-from fairseq_tutel.plugin.announce import Facts, say_what_has_no_effect
-from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
-from fairseq_tutel.plugin.resume import ElasticEpochBatchIterator
-from fairseq_tutel.plugin.run_config import config_of, root_of
-from fairseq_tutel.ranks import groups, world
+from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
+from fairseq_tutel.plugin.opening.several_ranks import NoSentences
+from fairseq_tutel.plugin.registration.variants import change_class
+from fairseq_tutel.plugin.run_state import RUN, config_of, root_of
+from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
 
 
 class InferenceMixin:
-    """What a task must do where models are used on several ranks, which stock does for trainings alone."""
+    """Precedes a task class: support for using models on several ranks; fairseq's is for training."""
 
     _iterator: Any = None
-    _epoch = 0  # of the training's iterator that was asked for last
-    dataset_to_epoch_iter: dict[Any, Any]  # of stock: those that are read again
-    target_dictionary: Any  # a language modeling task's
+    _epoch = 0  # of the latest training iterator
+    dataset_to_epoch_iter: dict[Any, Any]  # fairseq's cache of iterators
+    target_dictionary: Any  # of a language modeling task
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator; those that no epoch of the training will read again let workers go.
+        """Return the stock iterator; release the workers of iterators that no later epoch reads.
 
-        They are parts of cycles, and where they are garbage that ends them each takes 5 seconds.
+        Iterators are in reference cycles. When the garbage collector ends their workers, each takes 5
+        seconds.
         """
         iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
-        if parallel_inference.running():
+        if RUN.command is not None:
             self._iterator = iterator
         given = self.__dict__.setdefault("_given", WeakSet())
         epoch = kwargs.get("epoch", 1)
-        if epoch > self._epoch:  # of a training: validations ask for the first
+        if epoch > self._epoch:  # training: validation requests epoch 1
             kept = [iterator, *self.dataset_to_epoch_iter.values()]
             for ended in given.difference(kept):
                 ended._cur_epoch_itr = ended.dataloader = None
@@ -61,15 +64,15 @@ class InferenceMixin:
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock generator; it is built after the batches of fairseq-generate.
+        """Return the stock generator, which fairseq-generate builds after its batches.
 
         Raises:
             NoSentences: this rank has none of them.
         """
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
-            raise parallel_inference.NoSentences
-        # fairseq's hub gives it, and not all tasks take it.
+            raise NoSentences
+        # fairseq's hub passes it, and some tasks do not accept it.
         if kwargs.get("prefix_allowed_tokens_fn", 0) is None:
             del kwargs["prefix_allowed_tokens_fn"]
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
@@ -80,11 +83,11 @@ class InferenceMixin:
         Raises:
             ValueError: a context window on several ranks.
         """
-        command = parallel_inference.running()
+        command = RUN.command
         if command is not None and command.cfg.eval_lm.context_window > 0:
             raise ValueError(
-                f"--context-window is {command.cfg.eval_lm.context_window} on several ranks, where the "
-                "context of a batch would be another one than that before it; run fairseq-eval-lm on one."
+                f"--context-window is {command.cfg.eval_lm.context_window} on several ranks, where batches "
+                "would lack the context of the batch before; run fairseq-eval-lm on one rank."
             )
         batches = super().eval_lm_dataloader(*args, **kwargs)  # type: ignore[misc]
         if command is not None:
@@ -92,8 +95,8 @@ class InferenceMixin:
         return batches
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Run the stock step, or none where the rank has no batch left; serve others until they end."""
-        command = parallel_inference.running()
+        """Run the stock step, if this rank has a batch left; serve other ranks until they finish theirs."""
+        command = RUN.command
         if command is not None and not sample:
             result: Any = (0.0, 0, {})
         else:
@@ -104,34 +107,45 @@ class InferenceMixin:
 
 
 class MoETaskMixin(InferenceMixin):
-    """Goes before a FairseqTask class: what it must do to train experts, on one rank and on several."""
+    """Precedes a FairseqTask class: what training experts needs, on one rank and on several."""
 
     _has_experts = False
-    _layer_config: MoEConfig  # of the first MoE layer, where there is one
+    _layer_config: MoEConfig  # of the first MoE layer, if there is one
     moe_tuner: UpdateTuner | None = None
     _clipped_before = -1
 
+    def take_experts(self, layers: Sequence[MoEFeedForward], tuner: UpdateTuner | None) -> None:
+        """Take the MoE layers of the model, to which this task's options apply, and their tuner."""
+        self._has_experts, self._layer_config, self.moe_tuner = True, layers[0].config, tuner
+        if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
+            for layer in layers:
+                layer.time_exchanges()
+
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; say so once when it has no balance loss."""
+        """Build the criterion; warn once if experts and balance loss do not come together."""
         criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
-        if not self._has_experts and world.is_first():
+        if world.is_first():
+            self._warn_of_criterion(criterion, cfg)
+        return criterion
+
+    def _warn_of_criterion(self, criterion: Any, cfg: Any) -> None:
+        if not self._has_experts:
             logger.warning(
                 "the model has no experts: the --moe- options of %s have no effect",
                 type(self).__name__,
             )
-        if self._has_experts and not hasattr(criterion, "gate_loss") and world.is_first():
-            twin = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
+        elif hasattr(criterion, "gate_loss"):
+            facts = Facts(layer=self._layer_config, sides=SidesConfig())
+            warn_of_no_effect(read(CriterionConfig, cfg), facts)
+        else:
+            variant = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
             logger.warning(
                 "criterion %s trains the experts without a balance loss; %s one",
                 type(criterion).__name__,
-                f"{twin} has" if twin in CRITERION_REGISTRY else "those named moe_… have",
+                f"{variant} has" if variant in CRITERION_REGISTRY else "those named moe_… have",
             )
             if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
                 logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
-        if hasattr(criterion, "gate_loss") and self._has_experts and world.is_first():
-            facts = Facts(layer=self._layer_config, sides=SidesConfig())
-            say_what_has_no_effect(read(CriterionConfig, cfg), facts)
-        return criterion
 
     def train_step(
         self,
@@ -163,18 +177,18 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # what follows the last backward takes as long whatever was chosen
+            self.moe_tuner.end()  # the time after the last backward does not depend on its choices
         if diagnosing:
-            # The trainer runs the step again after a NaN, to find where; then it raises this.
+            # After a NaN the trainer runs the step again, to find its place; then it raises this.
             root = root_of(self)
-            way_back = root and sound.way_back_from(root.checkpoint.save_dir, model, update_num)
+            way_back = root and finite.way_back_from(root.checkpoint.save_dir, model, update_num)
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num} (loss now "
                 f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input"
                 f"{f'; {way_back}' if way_back else ''}."
             )
         if ignore_grad:
-            # The trainer leaves it out by itself where it is the last of its update, and there alone.
+            # The trainer ignores a dummy batch only at the end of an update.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
@@ -183,7 +197,7 @@ class MoETaskMixin(InferenceMixin):
         """Let the tuner choose how an update runs, before its first micro-batch; count the others."""
         if self.moe_tuner is None:
             return
-        # An update whose gradients were clipped is over, also where an overflow kept it from its step.
+        # Clipping ends an update, also if an overflow prevents its step.
         clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
         if clipped != self._clipped_before:
             self._clipped_before = clipped
@@ -192,14 +206,14 @@ class MoETaskMixin(InferenceMixin):
             self.moe_tuner.add_micro_batch(num_tokens)
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
-        """Take the step, then let the balance biases take theirs, by the load of all ranks."""
+        """Take the step, then update the balance biases by the load of all ranks."""
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
-        # Under --amp a step with an overflow comes here too, and its batch comes again.
+        # Under --amp this also runs after an overflow, whose batch is repeated.
         if getattr(innermost_optimizer(optimizer), "took_step", True):
             update_biases(model)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Run the stock step; out of memory ends the job."""
+        """Run the stock step; running out of memory ends the job."""
         for context in contexts_of(moe_layers(model)):
             context.begin_step()
         step = "a validation step"
@@ -207,14 +221,14 @@ class MoETaskMixin(InferenceMixin):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Forget what the last backward left in the timers."""
+        """Discard times of the last backward pass."""
         super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
         for layer in moe_layers(model):
             if layer.timer is not None:
                 layer.timer.read_and_reset()
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """Load a split; what stock draws when the first epoch is loaded, a resumed one needs too."""
+        """Load a split; repeat the random draws of earlier epochs, which a resumed run has skipped."""
         epoch = kwargs.get("epoch", 1)
         draws = epoch > 1 and not self.has_sharded_data(split)  # type: ignore[attr-defined]
         if draws:
@@ -224,13 +238,13 @@ class MoETaskMixin(InferenceMixin):
             self.dataset(split).set_epoch(later)  # type: ignore[attr-defined]
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator, whose epochs are made the same on every number of ranks."""
+        """Return the stock iterator, with a position that does not depend on the number of ranks."""
         iterator, root = super().get_batch_iterator(*args, **kwargs), root_of(self)  # type: ignore[misc]
         if type(iterator) is EpochBatchIterator:
-            iterator.__class__ = ElasticEpochBatchIterator
+            change_class(iterator, ElasticEpochBatchIterator)
         if isinstance(iterator, ElasticEpochBatchIterator):
             if root is not None:
-                iterator.update_freq = root.optimization.update_freq
+                iterator.set_update_freq(root.optimization.update_freq)
         elif world.is_first():
             logger.info(
                 "%s resumes in the middle of an epoch on the same number of ranks only, and on several "
@@ -241,14 +255,14 @@ class MoETaskMixin(InferenceMixin):
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:
-    """Return the tokens of a micro-batch, which may be one for each pair of languages."""
+    """Return the tokens of a micro-batch, which may have one batch per language pair."""
     if "ntokens" in sample:
         return int(sample["ntokens"])
     return sum(_tokens_of(part) for part in sample.values() if isinstance(part, dict))
 
 
 def _zero(value: Any) -> Any:
-    """Return nothing of a number or tensor that is to be added up; else the value."""
+    """Return zero in place of a number or tensor; other values are returned unchanged."""
     if torch.is_tensor(value):
         return torch.zeros_like(value)
     return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
@@ -256,26 +270,26 @@ def _zero(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
-    """On several ranks, turn an out-of-memory error into one that the trainer does not swallow.
+    """On several ranks, turn an out-of-memory error into one that the trainer does not catch.
 
-    Stock skips the batch on this rank alone; the others would wait in an exchange for ever.
+    fairseq would skip the batch on this rank alone, and the others would wait in an all-to-all for ever.
     """
     try:
         yield
     except RuntimeError as error:
-        place = groups.in_use()
-        if place.world_size == 1 or "out of memory" not in str(error):
+        topology = RUN.topology
+        if topology.world_size == 1 or "out of memory" not in str(error):
             raise
         raise MemoryError(
-            f"rank {place.rank} had too little memory in {what}; lower --max-tokens or "
+            f"rank {topology.rank} had too little memory in {what}; lower --max-tokens or "
             "--batch-size, or add --checkpoint-activations."
         ) from error
 
 
 def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
-    """Let stock look for a NaN where an encoder returns a dict of lists, in which torch finds no tensor.
+    """Remove encoders' backward hooks, which fail on a dict of lists, before fairseq locates a NaN.
 
-    Its layers keep their hooks.
+    Their layers keep their hooks.
     """
     for module in model.modules():
         if isinstance(module, FairseqEncoder):
@@ -283,17 +297,14 @@ def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
 
 
 def give_mixin(task: Any) -> None:
-    """Give a task the mixin, a stock one by changing its class."""
+    """Add the mixin to a task's class if it is missing."""
     if not isinstance(task, MoETaskMixin):
         stock = type(task)
-        task.__class__ = type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__})
+        bases = (MoETaskMixin, stock)
+        change_class(task, type(stock.__name__, bases, {"__module__": __name__}))
 
 
-def attach(task: Any, model: nn.Module) -> None:
-    """Give a task the mixin and the layers the task's options."""
+def attach(task: Any, layers: Sequence[MoEFeedForward], tuner: UpdateTuner | None = None) -> None:
+    """Give a task the mixin, a model's MoE layers and their tuner."""
     give_mixin(task)
-    task._has_experts, layers = True, moe_layers(model)
-    task._layer_config = layers[0].config
-    if read(TaskConfig, config_of(task)).record_a2a_perf_stats:
-        for layer in layers:
-            layer.time_exchanges()
+    task.take_experts(layers, tuner)

@@ -16,8 +16,10 @@ from fairseq_cli import eval_lm, validate
 from omegaconf import OmegaConf
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin import parallel_inference, wrapped
-from fairseq_tutel.plugin.parallel_inference import Scored
+from fairseq_tutel.plugin.opening import several_ranks
+from fairseq_tutel.plugin.opening.several_ranks import Scored
+from fairseq_tutel.plugin.registration import commands
+from fairseq_tutel.plugin.run_state import RUN
 
 plugin.register()
 
@@ -28,16 +30,16 @@ def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg.common_eval.path = path
     cfg.model = None
     called = []
-    wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
+    commands.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
     run = pickle.loads(pickle.dumps(called[0])).args[0]  # as a rank gets it that fairseq spawns
-    assert (run.func is parallel_inference.run_on_several_ranks) == (path is not None)
+    assert (run.func is several_ranks.run_on_several_ranks) == (path is not None)
     assert run.args == (validate.main,)
 
 
 def test_on_one_rank_main_is_called_and_no_more():
     said = []
-    parallel_inference.run_on_several_ranks(
-        lambda cfg, **kwargs: said.append((cfg, kwargs, parallel_inference.running())), 1, a=2
+    several_ranks.run_on_several_ranks(
+        lambda cfg, **kwargs: said.append((cfg, kwargs, RUN.command)), 1, a=2
     )
     assert said == [(1, {"a": 2}, None)]
 

@@ -1,6 +1,7 @@
-"""Checks that a training's weights and optimizer state are finite, before a save and after a load.
+"""Checks that weights and optimizer state are finite, before a save and after a load.
 
-Buffers are not checked: attention masks hold -inf. A finished training that is started again ends here too.
+Buffers are not checked: attention masks contain -inf. A finished training run that is started again ends
+here.
 """
 
 import contextlib
@@ -20,27 +21,27 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin.resume import SAVED, flag_and_path, mapped, updates_of
+from fairseq_tutel.plugin.training.resume import SAVED, flag_and_path, mapped, updates_of
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
 # The square of a larger weight is infinite in fp32.
 LARGEST_WEIGHT = 1e19
-# Name, tensor, and what its largest magnitude must be below.
+# Name, tensor, and a limit of its magnitude.
 Named = Iterable[tuple[str, Tensor, float]]
 
 
-def first_unsound(named: Named) -> str | None:
-    """Return the name of the first tensor with a NaN, or a magnitude that is not below its limit."""
+def first_bad(named: Named) -> str | None:
+    """Return the name of the first tensor with a NaN, or with a magnitude that reaches its limit."""
     checked = [
         each
         for each in named
         if each[1].is_floating_point() and each[1].numel() and each[1].device.type != "meta"
     ]
-    # A sum of squares is ten times as fast on a CPU as the largest magnitude, and finite where all is well.
+    # On a CPU a sum of squares is ten times as fast as the largest magnitude, and usually finite.
     norms = [_norm(tensor, 2) for _, tensor, _ in checked]
-    # Read after all are under way, so that a GPU computes them without a pause.
+    # All are started before the first is read, so that a GPU computes them without a pause.
     finite = [math.isfinite(norm.item()) for norm in norms]
     for (name, tensor, limit), is_finite in zip(checked, finite, strict=True):
         if not is_finite and not _norm(tensor, math.inf).item() < limit:
@@ -56,7 +57,7 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 
 def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
-    """Yield this rank's trained weights, their fp32 masters and the optimizer's state."""
+    """Yield this rank's trained weights, their fp32 masters and the optimizer's state, with limits."""
     names = {}
     for module in (trainer.get_model(), trainer.get_criterion()):
         for name, parameter in module.named_parameters():
@@ -85,26 +86,20 @@ def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
                     yield f"the optimizer's {key} of {name}", value, math.inf
 
 
-def _found_by_ranks(trainer: Any) -> str | None:
-    """Return the first rank's unsound tensor, on all ranks alike. Collective."""
-    told = world.told_by_all(first_unsound(tensors_of(trainer)), "the check for NaN and infinity")
-    return next(
-        (
-            name + (f" on rank {rank}" if len(told) > 1 else "")
-            for rank, name in enumerate(told)
-            if name
-        ),
-        None,
+def _bad_on_any_rank(trainer: Any) -> str | None:
+    """Return the first rank's bad tensor, on all ranks alike. Collective."""
+    names = world.all_gather_object(
+        first_bad(tensors_of(trainer)), "the check for NaN and infinity"
     )
+    for rank, name in enumerate(names):
+        if name:
+            return f"{name} on rank {rank}" if len(names) > 1 else name
+    return None
 
 
 def refuse_to_save(trainer: Any) -> None:
-    """Refuse to save a state that no training can go on from. Collective.
-
-    Raises:
-        ValueError: a weight or the optimizer's state is not finite on some rank; on all ranks alike.
-    """
-    found = _found_by_ranks(trainer)
+    """Refuse to save a state with a NaN or infinity on any rank; on all ranks alike. Collective."""
+    found = _bad_on_any_rank(trainer)
     if found is not None:
         way_back = way_back_from(trainer.cfg.checkpoint.save_dir, trainer.get_model())
         raise ValueError(
@@ -114,16 +109,8 @@ def refuse_to_save(trainer: Any) -> None:
 
 
 def refuse_loaded(cfg: Any, trainer: Any) -> None:
-    """Refuse to train on from a state that is not finite. Collective.
-
-    Args:
-        cfg: the FairseqConfig of the training.
-        trainer: that has loaded its checkpoint.
-
-    Raises:
-        ValueError: naming the file and the tensor; on all ranks alike.
-    """
-    found = _found_by_ranks(trainer)
+    """Refuse to train from a loaded state with a NaN or infinity; on all ranks alike. Collective."""
+    found = _bad_on_any_rank(trainer)
     if found is None:
         return
     flag, path = flag_and_path(cfg.checkpoint)
@@ -140,12 +127,12 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
 
 
 def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
-    """Return the part of a sentence that names the newest good checkpoint. Collective.
+    """Return a clause that names the newest good checkpoint. Collective.
 
     Args:
-        save_dir: of the training.
-        model: whose buffers and frozen weights are not looked at.
-        failed_at: the update whose weights already failed; None where these were not saved.
+        save_dir: of the run.
+        model: its buffers and frozen weights are ignored.
+        failed_at: the update whose weights failed; None if these were not saved.
     """
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module  # type: ignore[assignment]  # fairseq's wrappers
@@ -153,7 +140,7 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
     untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
 
     def look() -> str:
-        found = newest_sound(save_dir, untrained)
+        found = newest_good(save_dir, untrained)
         if found is None:
             return f"no checkpoint in {save_dir} is whole and finite"
         sentence = (
@@ -161,21 +148,21 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
         )
         if failed_at is None or found[0] < failed_at:
             return sentence
-        older = newest_sound(save_dir, untrained, failed_at)
+        older = newest_good(save_dir, untrained, failed_at)
         before = f"the previous one is {older[1]} (update {older[0]})" if older else "none is older"
         return f"{sentence}, which fails the same way; {before}"
 
-    return world.of_first(look, "rank 0's look for a good checkpoint")
+    return world.run_on_rank_zero(look, "rank 0's look for a good checkpoint")
 
 
-def newest_sound(
+def newest_good(
     save_dir: str, untrained: set[str], before: float = math.inf
 ) -> tuple[int, str] | None:
-    """Return update and path of the newest whole and finite checkpoint of a folder; None for none.
+    """Return update and path of a folder's newest whole and finite checkpoint, if there is one.
 
     Args:
         save_dir: the folder.
-        untrained: names of tensors that may hold infinity.
+        untrained: names of tensors that may be infinite.
         before: only checkpoints of earlier updates count.
     """
     entries = os.scandir(save_dir) if os.path.isdir(save_dir) else ()
@@ -185,12 +172,12 @@ def newest_sound(
         if (SAVED.fullmatch(entry.name) or entry.name == "checkpoint_last.pt") and entry.is_file()
     ]
     for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
-        if 0 <= updates < before and is_whole(path) and _is_sound(path, untrained):
+        if 0 <= updates < before and is_whole(path) and _is_good(path, untrained):
             return updates, path
     return None
 
 
-def _is_sound(path: str, untrained: set[str]) -> bool:
+def _is_good(path: str, untrained: set[str]) -> bool:
     try:
         state = mapped(path)
         bind(state, Path(path))
@@ -198,11 +185,11 @@ def _is_sound(path: str, untrained: set[str]) -> bool:
         moments = state.get("last_optimizer_state")
         named = [*_leaves(weights, LARGEST_WEIGHT), *_leaves(moments, math.inf)]
         return all(
-            first_unsound([("", tensor, limit)]) is None
+            first_bad([("", tensor, limit)]) is None
             for value, limit in named
             for tensor in _pieces(value)
         )
-    except Exception:  # torch has no exception of its own for what it can not read
+    except Exception:  # torch raises many kinds for an unreadable file
         return False
 
 
@@ -224,10 +211,9 @@ def _pieces(value: Tensor | ShardedTensor) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def checked_at_start(main: Any) -> Iterator[None]:
-    """Check in the block what a training loaded before its first epoch; fairseq's loop has no hook there.
+    """Check the loaded state before the first epoch; fairseq's loop has no hook there.
 
-    Args:
-        main: fairseq's, whose module has the function `train` that runs an epoch.
+    The function `train`, which runs an epoch, of the module of fairseq's `main` is replaced in the block.
     """
     module = sys.modules.get(getattr(main, "__module__", ""))
     original = getattr(module, "train", None)
@@ -242,14 +228,15 @@ def checked_at_start(main: Any) -> Iterator[None]:
 
 
 def _checked(original: Any) -> Any:
-    begun: list[bool] = []
+    is_first = True
 
     @functools.wraps(original)
     def wrapper(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
-        if not begun:
-            begun.append(True)
+        nonlocal is_first
+        if is_first:
+            is_first = False
             refuse_loaded(cfg, trainer)
-            limit = world.told_by_first(_reached_limit(cfg, trainer), "the look at the limits")
+            limit = world.broadcast_object(_reached_limit(cfg, trainer), "the check of limits")
             if limit is not None:
                 logger.info(
                     "%s is already reached: nothing was trained or saved; raise it to continue",
@@ -262,7 +249,7 @@ def _checked(original: Any) -> Any:
 
 
 def _reached_limit(cfg: Any, trainer: Any) -> str | None:
-    """Return the limit that was reached before; fairseq looks at it after an update."""
+    """Return a limit that was reached before; fairseq checks it after an update."""
     options = cfg.optimization
     if 0 < options.max_update <= trainer.get_num_updates():
         return f"--max-update {options.max_update}"

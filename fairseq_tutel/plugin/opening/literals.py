@@ -1,7 +1,7 @@
-"""Options of a checkpoint that stock fairseq passes to eval(): only literals are accepted.
+"""Refuses code in the options of a checkpoint that fairseq passes to eval().
 
-A checkpoint holds its options as text. Stock fairseq evaluates some of them when it builds the task, model
-or criterion, so a file without any pickled code could run code.
+A checkpoint holds its options as text. fairseq evaluates some of them when it builds the task, model or
+criterion, so that a file without pickled code could run code.
 """
 
 import argparse
@@ -38,28 +38,28 @@ EVALUATED = frozenset({
 })  # fmt: skip
 # fairseq copies encoder_KEY and decoder_KEY of the options to KEY of its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")
-# Longest accepted text in characters, and most values that it may stand for: "[0] * 10**12" needs no code.
+# Limits of a text's characters, and of the values that it makes: "[0] * 10**12" needs no code.
 LONGEST, MOST_VALUES = 10_000, 10_000
-# All that options of a checkpoint may be. Attributes of any other object are not looked at.
+# Types that options of a checkpoint may have. Attributes of other objects are not read.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
 # Parts of a configuration whose options name files that fairseq opens.
 OPENED = ("task", "model", "bpe", "tokenizer")
-# The only interpolation: another option, which is looked at itself.
+# The only accepted interpolation: another option, which is checked, too.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that has anything but a literal where fairseq evaluates an option.
+    """Refuse a checkpoint in which an option that fairseq evaluates is no literal.
 
     Lists and tuples may be added and multiplied, as in wav2vec's "[(512, 10, 5)] + [(512, 3, 2)] * 4".
 
     Args:
         state: the checkpoint, as fairseq loads it.
         path: of the file.
-        given: the user's own overrides. A value that equals one of them is the user's, not the file's.
+        given: the user's own overrides. Equal values in the file are accepted.
 
     Raises:
         ValueError: names the file, the option and its value.
@@ -114,7 +114,7 @@ def refuse_bad_references(state: Mapping[str, Any], path: str) -> None:
 
 
 def is_literal(text: str) -> bool:
-    """Whether eval(text) could only make a value of limited size: no name, call or attribute is in it."""
+    """Whether eval(text) can only make a value of limited size: it has no name, call or attribute."""
     if not text.strip():
         return True  # eval() refuses it
     if len(text) > LONGEST:
@@ -141,7 +141,7 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, str):
         is_reference = REFERENCE.fullmatch(value) is not None
         return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
-    # eval() takes bytes and code, too.
+    # eval() accepts bytes and code objects, too.
     is_plain = value is None or isinstance(
         value, bool | int | float | np.generic | list | tuple | dict
     )
@@ -149,11 +149,7 @@ def _is_harmless(value: Any) -> bool:
 
 
 def _count(node: ast.expr) -> int:
-    """Return at most how many values an expression stands for.
-
-    Raises:
-        ValueError: it is no literal.
-    """
+    """Return an upper bound of the number of values that a literal makes; raise ValueError for others."""
     if isinstance(node, ast.Constant):
         return len(node.value) if isinstance(node.value, str | bytes) else 1
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -173,7 +169,7 @@ def _count(node: ast.expr) -> int:
 
 
 def _most_repeats(node: ast.expr) -> int:
-    """Return at most how often a factor repeats the other one; once if it is no number."""
+    """Return an upper bound of how often a factor repeats the other one: 1 unless it is a number."""
     if not _is_number(node):
         return 1
     constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
@@ -181,7 +177,7 @@ def _most_repeats(node: ast.expr) -> int:
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Whether nothing in an expression can be repeated."""
+    """Whether an expression has only numbers, which multiplication does not repeat."""
     leaves = [n for n in ast.walk(node) if isinstance(n, ast.expr)]
     return all(
         isinstance(n, ast.UnaryOp | ast.BinOp)

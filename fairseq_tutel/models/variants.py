@@ -1,6 +1,6 @@
-"""A moe_ twin of every stock model with a stack of fairseq's transformer layers; docs/models.md lists them.
+"""A moe_ variant of every fairseq model with a stack of transformer layers; docs/models.md lists them.
 
-As the stock ones, most are registered without a dataclass: fairseq-train cannot build a nested one.
+Like the stock models, most have no dataclass: fairseq-train cannot build a nested one.
 """
 
 import dataclasses
@@ -37,15 +37,19 @@ from fairseq.models.wav2vec import Wav2Vec2Model, Wav2Vec2Seq2SeqModel, Wav2VecC
 from fairseq.models.wav2vec.wav2vec2_classification import Wav2VecClassification
 from omegaconf import open_dict
 
-from fairseq_tutel.plugin import twin_of
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
-from fairseq_tutel.plugin.flags import EncoderDecoderOptions, ModelOptions, defaults, fill_in
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.plugin.run_config import is_opened, root_of
-from fairseq_tutel.plugin.task import attach
+from fairseq_tutel.plugin.registration.flags import (
+    EncoderDecoderOptions,
+    ModelOptions,
+    defaults,
+    fill_in,
+)
+from fairseq_tutel.plugin.registration.variants import change_class, variant_of
+from fairseq_tutel.plugin.run_state import is_opened, root_of
 
 BOTH = ("encoder", "decoder")
-# What of a model has layers with an fc1: of a stock class and those that are made of it.
+# Sides of a model whose layers have an fc1, by stock class, for its subclasses, too.
 SIDES = {
     RobertaModel: ("encoder",),
     MaskedLMModel: ("encoder",),
@@ -62,12 +66,12 @@ SIDES = {
     ConvTransformerModel: BOTH,
     TTSTransformerModel: BOTH,
     S2STransformerMultitaskModelBase: BOTH,
-    # A conformer's layers have two FFNs, of other names.
+    # Conformer layers have two FFNs with other names.
     S2TConformerModel: ("decoder",),
     S2UTConformerModel: ("decoder",),
     S2SpecTConformerModel: ("decoder",),
 }
-# Built around a model that --w2v-path names.
+# Models around the one that --w2v-path names.
 FINE_TUNED = (
     Wav2VecCtc,
     Wav2Vec2Seq2SeqModel,
@@ -75,7 +79,7 @@ FINE_TUNED = (
     HubertCtc,
     HubertSeq2SeqModel,
 )
-# Sides whose linear layers fairseq's init_bert_params sets, and what it does to them; others are asked to.
+# Sides whose linear layers fairseq always initializes by init_bert_params; others need --apply-bert-init.
 BERT_SIDES = {
     RobertaModel: {"encoder"},
     RobertaEncDecModel: {"encoder"},
@@ -84,15 +88,15 @@ BERT_SIDES = {
     HubertModel: {"encoder"},
 }
 BERT_INIT = {"init_std": 0.02}
-# Why they have none: docs/models.md.
-WITHOUT_TWIN = ("nacrf_transformer", "unity_conformer", "s2spect2_conformer")
+# The reasons are in docs/models.md.
+WITHOUT_VARIANT = ("nacrf_transformer", "unity_conformer", "s2spect2_conformer")
 
-# Whether the model that is being built is the pretrained one within another.
+# Whether the model that is being built is the pretrained one inside another model.
 _is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
 
 
-class MoETwinMixin(MoEModelMixin):
-    """Goes before a stock model: experts in the FFNs of its encoder, its decoder, or both."""
+class MoEVariantMixin(MoEModelMixin):
+    """Precedes a stock model: experts in the FFNs of its encoder, its decoder, or both."""
 
     sides: ClassVar[tuple[str, ...]] = BOTH
 
@@ -103,7 +107,7 @@ class MoETwinMixin(MoEModelMixin):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock flags and the experts'; the architecture fills in what is not given."""
+        """Add the stock flags and the experts'; the architecture sets those that are not given."""
         super().add_args(parser)
         if getattr(cls, "__dataclass", None) is None:
             gen_parser_from_dataclass(parser, cls.options()(), delete_default=True, with_prefix="")
@@ -114,13 +118,13 @@ class MoETwinMixin(MoEModelMixin):
         fill_in(args, cls.options())
         refuse_options(args)
         model = super().build_model(args, task)  # type: ignore[misc]
-        model.__class__ = cls  # some name their own
+        change_class(model, cls)  # build_model of some names a class
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
-        asked = cls.sides if getattr(args, "apply_bert_init", False) else ()
-        of_sides = dict.fromkeys(set().union(asked, *bert), BERT_INIT)
-        if _is_within.get():  # the run's options are those of the other's task
+        given = cls.sides if getattr(args, "apply_bert_init", False) else ()
+        of_sides = dict.fromkeys(set().union(given, *bert), BERT_INIT)
+        if _is_within.get():  # the outer model's task has the run's options
             install_experts(model, args, None, freqs, of_sides)
             return model
         if is_opened(args):
@@ -128,15 +132,14 @@ class MoETwinMixin(MoEModelMixin):
         install_experts(model, args, task, freqs, of_sides)
         if issubclass(cls, LightConvModel | LightConvLanguageModel):
             watch_padding(model.decoder)
-        attach(task, model)
         return model
 
 
 class FineTunedMixin(MoEModelMixin):
-    """Goes before a stock model that is built around a pretrained one, whose experts it goes on with.
+    """Precedes a stock model around a pretrained one, whose experts it continues to train.
 
-    The inner model is built with all experts on every rank and takes its weights; then they are shared out
-    as the training at hand says.
+    The inner model is built with all experts on every rank and loads its weights. Then its experts are
+    distributed over the ranks of this run.
     """
 
     @classmethod
@@ -147,29 +150,28 @@ class FineTunedMixin(MoEModelMixin):
             ValueError: that one has no experts.
         """
         with open_dict(cfg):
-            cfg.setdefault("autoregressive", False)  # which stock's hubert_ctc reads and lacks
+            cfg.setdefault("autoregressive", False)  # fairseq's hubert_ctc reads it, but lacks it
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]
         finally:
             _is_within.reset(token)
-        model.__class__ = cls
+        change_class(model, cls)
         if not moe_layers(model):
             stock = cfg._name.removeprefix("moe_")
             raise ValueError(
-                f"--w2v-path is {cfg.w2v_path}, whose model has no experts for --arch {cfg._name} to go on "
-                f"with; give what `python -m fairseq_tutel convert upcycle` makes of it, or --arch {stock}."
+                f"--w2v-path is {cfg.w2v_path}, whose model has no experts for --arch {cfg._name}; give "
+                f"the output of `python -m fairseq_tutel convert upcycle`, or --arch {stock}."
             )
         with open_dict(cfg):
             for key in defaults(ModelOptions):
                 cfg[key] = cfg.w2v_args.model[key]
         install_experts(model, cfg, task, {"encoder": cfg.moe_freq, "decoder": 0})
-        attach(task, model)
         return model
 
 
 def _refuse_within_a_dense_model(root: Any) -> None:
-    """Refuse a training of a stock model around one with experts: nobody would share these out."""
+    """Refuse to train a stock model around one with experts, which would not be distributed."""
     model: Any = getattr(root, "model", None)
     if not getattr(model, "w2v_path", None):
         return
@@ -181,7 +183,7 @@ def _refuse_within_a_dense_model(root: Any) -> None:
 
 
 def moe_architecture(stock: Callable[[Any], None], options: type) -> Callable[[Any], None]:
-    """Return an architecture function: the stock one, and the experts' options by default."""
+    """Return the stock architecture function with defaults of the experts' options."""
 
     def architecture(args: Any) -> None:
         fill_in(args, options)
@@ -191,7 +193,7 @@ def moe_architecture(stock: Callable[[Any], None], options: type) -> Callable[[A
 
 
 def register_architectures(model: str, options: type) -> None:
-    """Register a moe_ twin of every architecture that stock fairseq has for `model`."""
+    """Register a moe_ variant of every architecture that fairseq has for `model`."""
     for arch in list(ARCH_MODEL_INV_REGISTRY[model]):
         if f"moe_{arch}" in ARCH_CONFIG_REGISTRY:
             continue
@@ -200,33 +202,33 @@ def register_architectures(model: str, options: type) -> None:
 
 
 def _sides_of(stock: type) -> tuple[str, ...] | None:
-    """Return what of a stock model can have experts; None: nothing."""
+    """Return the sides of a stock model that can have experts; None for none."""
     return next((SIDES[base] for base in stock.__mro__ if base in SIDES), None)
 
 
-def _register_twins() -> None:
+def _register_variants() -> None:
     for name, stock in list(MODEL_REGISTRY.items()):
         sides = _sides_of(stock)
         if (
             not (sides or issubclass(stock, FINE_TUNED))
             or issubclass(stock, MoEModelMixin)
             or not stock.__module__.startswith("fairseq.models.")
-            or name in WITHOUT_TWIN
+            or name in WITHOUT_VARIANT
             or name not in ARCH_MODEL_INV_REGISTRY
         ):
             continue
         dataclass = MODEL_DATACLASS_REGISTRY.get(name)
         if sides is None:
-            twin: Any = twin_of(stock, FineTunedMixin, module=__name__)
-            register_model(f"moe_{name}", dataclass=dataclass)(twin)
+            variant: Any = variant_of(stock, FineTunedMixin, module=__name__)
+            register_model(f"moe_{name}", dataclass=dataclass)(variant)
             continue
-        twin = twin_of(stock, MoETwinMixin, module=__name__, sides=sides)
+        variant = variant_of(stock, MoEVariantMixin, module=__name__, sides=sides)
         if dataclass is not None:
             dataclass = dataclasses.make_dataclass(
-                f"MoE{dataclass.__name__}", [], bases=(twin.options(), dataclass)
+                f"MoE{dataclass.__name__}", [], bases=(variant.options(), dataclass)
             )
-        register_model(f"moe_{name}", dataclass=dataclass)(twin)
-        register_architectures(name, twin.options())
+        register_model(f"moe_{name}", dataclass=dataclass)(variant)
+        register_architectures(name, variant.options())
 
 
-_register_twins()
+_register_variants()

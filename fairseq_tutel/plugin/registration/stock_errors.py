@@ -1,4 +1,4 @@
-"""Errors of stock fairseq that users cause, each as one sentence with option, value and fix."""
+"""Turns errors of fairseq that users cause into one sentence with option, value and fix."""
 
 import re
 import traceback
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.ranks.guard import CommunicationError
 
 REASON = 300  # characters of an error that are quoted
@@ -19,15 +20,15 @@ OPENING = {
     "load_checkpoint_to_cpu": "path",
     "load_model_ensemble_and_task": "filename",
     "load_checkpoint": "filename",
-    "say_what_changed": "path",
+    "warn_of_changed_options": "path",
 }
-# Functions that read data meanwhile.
+# Functions that read data within those.
 READING = {"load_dataset", "get_train_iterator"}
 MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """Return the sentence for an error that stock fairseq raised; None for any other error."""
+    """Return the sentence for an error that fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for explain in (
         _empty_data,
@@ -49,8 +50,8 @@ def _empty_data(error: BaseException, frames: Sequence[FrameType]) -> str | None
     opening = [f.f_locals for f in frames if _is_of_fairseq(f) and f.f_code.co_name == "_do_init"]
     if not opening:
         return None
-    # fairseq's __del__ fails where the file was never mapped, and Python would print that last.
-    opening[-1]["self"].__class__ = Dataset
+    # fairseq's __del__ fails if the file was never mapped, and Python would print that last.
+    change_class(opening[-1]["self"], Dataset)
     return (
         f"data has {opening[-1]['path']}.bin, which is empty; run fairseq-preprocess on a text with at "
         "least one line, or add --disable-validation if only the validation set is empty."
@@ -73,7 +74,7 @@ def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
 
 
 def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    """Explain fairseq's assertion that a search ended: with no finite score it never does."""
+    """Explain fairseq's assertion that a search ended: without a finite score it does not."""
     last = frames[-1]
     is_search = last.f_globals.get("__name__") == "fairseq.sequence_generator"
     scores = last.f_locals.get("lprobs")
@@ -85,10 +86,10 @@ def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str |
 
 
 def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    # fairseq raises a text in one place, which is a TypeError while the other is handled.
+    # In one place fairseq raises a str, which causes a TypeError while the ImportError is handled.
     cause = error.__context__ if isinstance(error, TypeError) else error
     found = MISSING_MODULE.search(str(cause)) if isinstance(cause, ImportError) else None
-    # A worker of a DataLoader hands on its traceback as text.
+    # A DataLoader worker passes its traceback as text.
     if not (found and (_is_of_fairseq(frames[-1]) or "/fairseq/" in str(error))):
         return None
     name = found[1] or found[2]
@@ -103,9 +104,9 @@ def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | No
 
 
 def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    """Name the checkpoint that was being opened, as where weights have other sizes than the model."""
+    """Name the checkpoint that was being opened, for example if weights and model differ in size."""
     names = {frame.f_code.co_name for frame in frames}
-    if isinstance(error, MemoryError) or names & READING or is_of_the_machine(error):
+    if isinstance(error, MemoryError) or names & READING or is_machine_error(error):
         return None
     paths = [frame.f_locals.get(OPENING.get(frame.f_code.co_name, "")) for frame in frames]
     path = next((path for path in reversed(paths) if isinstance(path, str)), None)
@@ -118,8 +119,8 @@ def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     )
 
 
-def is_of_the_machine(error: BaseException) -> bool:
-    """Whether an error is of too little memory, or of other ranks, not of a file."""
+def is_machine_error(error: BaseException) -> bool:
+    """Whether memory or another rank caused an error, not a file."""
     memory = re.search(
         r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", str(error)
     )

@@ -14,7 +14,7 @@ import torch
 from fairseq.optim import FairseqOptimizer
 
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin import save, sound
+from fairseq_tutel.plugin.training import finite, save
 
 plugin.register()
 
@@ -106,11 +106,11 @@ def test_the_checkpoint_whose_weights_failed_is_named_with_the_one_before(tmp_pa
     trainer = trainer_in(tmp_path)
     for updates in (6, 7):
         torch.save(state_of(trainer, updates), tmp_path / f"checkpoint_1_{updates}.pt")
-    said = sound.way_back_from(str(tmp_path), trainer.get_model(), failed_at=7)
+    said = finite.way_back_from(str(tmp_path), trainer.get_model(), failed_at=7)
     assert "checkpoint_1_7.pt (update 7), which fails the same way; the previous one is" in said
     assert said.endswith("checkpoint_1_6.pt (update 6)")
     Path(tmp_path / "checkpoint_1_6.pt").unlink()
-    assert "none is older" in sound.way_back_from(str(tmp_path), trainer.get_model(), 7)
+    assert "none is older" in finite.way_back_from(str(tmp_path), trainer.get_model(), 7)
 
 
 def run(trainer, tmp_path, max_update=0, stop_time_hours=0.0, epochs=1):
@@ -121,7 +121,7 @@ def run(trainer, tmp_path, max_update=0, stop_time_hours=0.0, epochs=1):
     )
     limits = SimpleNamespace(max_update=max_update, stop_time_hours=stop_time_hours)
     cfg = SimpleNamespace(checkpoint=checkpoint, optimization=limits)
-    begin = sound._checked(lambda *_: trained.append(1) or ([1.0], False))
+    begin = finite._checked(lambda *_: trained.append(1) or ([1.0], False))
     results = [begin(cfg, trainer, None, None) for _ in range(epochs)]
     return len(trained), results
 
@@ -156,6 +156,6 @@ def test_fairseq_s_loop_is_checked_while_main_runs():
     import fairseq_cli.train as command
 
     stock = command.train
-    with sound.checked_at_start(command.main):
+    with finite.checked_at_start(command.main):
         assert command.train is not stock
     assert command.train is stock

@@ -1,4 +1,4 @@
-"""A moe_ twin, with the balance loss, of every stock criterion that has none of its own here."""
+"""A moe_ variant, with the balance loss, of every fairseq criterion without a class of its own here."""
 
 import dataclasses
 from typing import Any
@@ -11,19 +11,19 @@ from fairseq.criterions import (
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
-from fairseq_tutel.plugin import twin_of
-from fairseq_tutel.plugin.flags import GateLossOptions
+from fairseq_tutel.plugin.registration.flags import GateLossOptions
+from fairseq_tutel.plugin.registration.variants import variant_of
 
-# The first hands a stand-in of the model to another criterion, which may be a twin; the task of the second
-# insists on its name; the third needs Megatron.
-WITHOUT_TWIN = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
+# The first passes a substitute of the model to another criterion, which may be a variant. The task of the
+# second requires its name. The third needs Megatron.
+WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
-# These take any key that ends with _loss for one of theirs.
+# These treat any key that ends with _loss as their own.
 TAKE_ANY_LOSS = ("speech_dlm_criterion",)
 
 
 class _FlagsMixin(GateLossMixin):
-    """Goes before a criterion without a dataclass, whose configuration is the whole command line."""
+    """Precedes a criterion without a dataclass, whose configuration is the whole command line."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -32,12 +32,12 @@ class _FlagsMixin(GateLossMixin):
         gen_parser_from_dataclass(parser, GateLossOptions())
 
 
-def _register_twins() -> None:
+def _register_variants() -> None:
     for name, stock in list(CRITERION_REGISTRY.items()):
         if (
             issubclass(stock, GateLossMixin)
             or f"moe_{name}" in CRITERION_REGISTRY
-            or name in WITHOUT_TWIN
+            or name in WITHOUT_VARIANT
         ):
             continue
         options = CRITERION_DATACLASS_REGISTRY.get(name)
@@ -46,8 +46,8 @@ def _register_twins() -> None:
                 f"MoE{options.__name__}", [], bases=(GateLossOptions, options)
             )
         mixin, keeps_loss = GateLossMixin if options else _FlagsMixin, name not in TAKE_ANY_LOSS
-        twin = twin_of(stock, mixin, module=__name__, keeps_loss=keeps_loss)
-        register_criterion(f"moe_{name}", dataclass=options)(twin)
+        variant = variant_of(stock, mixin, module=__name__, keeps_loss=keeps_loss)
+        register_criterion(f"moe_{name}", dataclass=options)(variant)
 
 
-_register_twins()
+_register_variants()

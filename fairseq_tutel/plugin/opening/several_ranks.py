@@ -1,27 +1,29 @@
-"""A command that uses a model, such as fairseq-generate, on several ranks: what they do for each other.
+"""A command that uses a model on several ranks, such as fairseq-generate.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model that the
-command opens, in lockstep until all of them are done. Here is the state of the command that runs, where the
-experts of a model live that is opened, and the perplexity of all ranks: fairseq-eval-lm logs that of the
-first one's part.
+command opens. They run in lockstep until all have finished. For fairseq-eval-lm, which logs the perplexity
+of each rank's part, the perplexity of all ranks is logged, too.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.config import MoEConfig, TaskConfig, label_of
 from fairseq_tutel.moe.options import read
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
-from fairseq_tutel.plugin.startup import let_stock_gather, limit_fairseqs_own, set_timeout
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.startup import (
+    allocate_gather_buffers,
+    limit_fairseq_groups,
+    set_timeout,
+)
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology, make_topology
@@ -30,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Scored:
-    """The batches that fairseq-eval-lm scores, and for how many tokens it divides by.
+    """The batches that fairseq-eval-lm scores, with the number of tokens that it divides by.
 
     Args:
-        batches: with a length, of samples of a language model; empty ones hold nothing.
+        batches: samples of a language model, with a length; empty ones hold nothing.
         dictionary: of the targets.
         cfg: the command's FairseqConfig.
     """
@@ -42,10 +44,10 @@ class Scored:
         self.batches, self.pad = batches, dictionary.pad()
         self.tokens = 0
         self.without_first = bool(getattr(cfg.task, "add_bos_token", False))
-        # A word in pieces counts once.
+        # The pieces of a word count as one.
         mark = cfg.common_eval.post_process
         marked = mark in ("subword_nmt", "@@ ")
-        self.goes_on = torch.tensor(
+        self.continues = torch.tensor(
             [marked and word.endswith(mark.rstrip()) for word in dictionary.symbols]
         )
 
@@ -62,22 +64,22 @@ class Scored:
         total = 0
         for target in targets:
             words = target[target != self.pad].cpu()[int(self.without_first) :]
-            total += len(words) - int(self.goes_on[words[:-1]].sum())
+            total += len(words) - int(self.continues[words[:-1]].sum())
         return total
 
 
-def tell_of_all_ranks(results: dict[str, Any], tokens: int) -> None:
+def log_perplexity(results: dict[str, Any], tokens: int) -> None:
     """Log the loss and the perplexity of all ranks' tokens. Collective.
 
     Args:
-        results: what fairseq-eval-lm's `main` returned on this rank: the mean loss of its tokens, in bits.
-        tokens: how many they were.
+        results: of fairseq-eval-lm's `main` on this rank: the mean loss of its tokens, in bits.
+        tokens: their number.
 
     Raises:
         ValueError: no rank had any.
     """
     own = float(results["loss"]) * tokens, tokens
-    parts = world.told_by_all(own, "the gathering of all ranks' losses")
+    parts = world.all_gather_object(own, "the gathering of all ranks' losses")
     total = sum(count for _, count in parts)
     if total == 0:
         raise ValueError(
@@ -94,48 +96,61 @@ def tell_of_all_ranks(results: dict[str, Any], tokens: int) -> None:
     )
 
 
-class NoSentences(Exception):  # noqa: N818 - nothing is wrong
-    """This rank has nothing to generate from, and stock would divide by the time that it took."""
+class NoSentences(Exception):  # noqa: N818 - no error
+    """This rank has nothing to generate from; fairseq would divide by the time that generation took."""
 
 
-@dataclass
 class Command:
-    """What runs: its FairseqConfig, and what it has opened so far."""
+    """A command that uses models on several ranks, with the objects that it has opened so far.
 
-    cfg: Any
-    lockstep: Lockstep | None = None
-    scored: Scored | None = None
+    Attributes:
+        cfg: the command's FairseqConfig.
+        expert_parallel_size: P of the command line, for all models; a checkpoint's own is ignored.
+        lockstep: of the ranks, if they share experts.
+        scored: the batches of fairseq-eval-lm.
+    """
 
-    @property
-    def expert_parallel_size(self) -> int:
-        """P of the command line, for all models alike: a checkpoint's own is of its training."""
-        return read(TaskConfig, self.cfg.task).moe_expert_parallel_size or 1
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
+        self.lockstep: Lockstep | None = None
+        self.scored: Scored | None = None
+        self._turns: dict[MoEFeedForward, int] = {}
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
-        """Let layers whose experts are shared wait for their turn."""
+        """Let the layers of a model wait for the other ranks' calls, if ranks share its experts.
+
+        Raises:
+            ValueError: ranks opened different models.
+        """
+        if layers[0].topology.expert_parallel_size == 1:
+            return
+        agree(_facts_of(layers))
         if self.lockstep is None:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
-        lockstep, turns = (
-            self.lockstep,
-            {layer: self.lockstep.add(layer.take_part) for layer in layers},
-        )
-        layers[0].context.take_turns(lambda layer: lockstep.wait_for_turn(turns[layer]))
+        self._turns |= {layer: self.lockstep.add(layer.take_part) for layer in layers}
+
+    def wait_for_turn(self, layer: MoEFeedForward) -> None:
+        """Return when all ranks agree on this layer's call."""
+        if layer in self._turns:
+            assert self.lockstep is not None
+            self.lockstep.wait_for_turn(self._turns[layer])
 
     def count(self, batches: Any, dictionary: Any) -> Scored:
-        """Return batches that fairseq-eval-lm scores, whose tokens are counted."""
+        """Return batches for fairseq-eval-lm, whose tokens are counted."""
         self.scored = Scored(batches, dictionary, self.cfg)
         return self.scored
 
     def rest(self) -> None:
-        """Serve the other ranks until none is in a model; all ranks call it equally often."""
+        """Serve the other ranks until none is in a model; all ranks call this equally often."""
         if self.lockstep is not None:
             self.lockstep.rest()
 
     def end(self, results: Any) -> None:
-        """Serve the other ranks until all are done; then say what none of them knows alone.
+        """Serve the other ranks until all have finished; then log common results.
 
         Args:
-            results: what the command's `main` returned.
+            results: returned by the command's `main`.
         """
         if self.lockstep is not None:
             self.lockstep.end()
@@ -145,56 +160,32 @@ class Command:
                 self.lockstep.served,
             )
         if self.scored is not None:
-            tell_of_all_ranks(results, self.scored.tokens)
-
-
-_running: list[Command] = []
-
-
-def running() -> Command | None:
-    """Return the command that uses models on several ranks; None in a training, or on one rank."""
-    return _running[0] if _running else None
+            log_perplexity(results, self.scored.tokens)
 
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
-    """Run a command's `main` on this rank's sentences, then serve the other ranks until they are done."""
+    """Run a command's `main` on this rank's sentences, then serve the other ranks to their end."""
     if world.size() == 1:
         main(cfg, **kwargs)
         return
     command, results = Command(cfg), None
-    _give_own_files(command)
-    let_stock_gather(cfg)
-    _running[:] = [command]
-    try:
+    _separate_files(command)
+    allocate_gather_buffers(cfg)
+    with RUN.having(command=command):
         try:
             results = main(cfg, **kwargs)
         except NoSentences:
             logger.warning("rank %d has no sentences of its own", dist.get_rank())
         command.end(results)
-    finally:
-        _running.clear()
 
 
-def _give_own_files(command: Command) -> None:
-    """Give each rank a folder for its results, and what a person types to the first one alone."""
+def _separate_files(command: Command) -> None:
+    """Give each rank a folder for its results; only the first one reads interactive input."""
     cfg, rank = command.cfg, dist.get_rank()
     if cfg.common_eval.results_path is not None:
         cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
     if command.expert_parallel_size > 1 and rank > 0:
         cfg.interactive.input = os.devnull
-
-
-_beside: list[bool] = []
-
-
-@contextlib.contextmanager
-def beside_a_training() -> Iterator[None]:
-    """Open models in the block for a training's ranks, all of which will call them equally often."""
-    _beside.append(True)
-    try:
-        yield
-    finally:
-        _beside.pop()
 
 
 def topology_of_opened(
@@ -203,45 +194,34 @@ def topology_of_opened(
     ranks_per_node: int,
     degree_of: Callable[[int], int] | None,
 ) -> Topology:
-    """Return where the experts of a model that is opened live. Collective where ranks share them.
+    """Return the topology of a model that is opened. Collective where ranks share its experts.
 
     Args:
-        requested: P of the model's task, which a command on one rank may have in vain.
+        requested: P of the model's task, which has no effect in a command on one rank.
         expert_counts: as in `make_topology`, and the two that follow.
         ranks_per_node: L.
         degree_of: the r of a layer.
 
     Raises:
         ValueError: a --moe-expert-parallel-size that fits neither the ranks nor the experts.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive.
     """
-    command = running()
-    if _beside:
-        return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of, beside=True)
+    if RUN.opens_teacher:  # it is called in step with the student; RUN.topology stays the student's
+        return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of)
+    command = RUN.command
     if command is None or command.expert_parallel_size == 1:
         if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             logger.warning(
-                "--moe-expert-parallel-size %d has no effect: this process has not met the others and does "
-                "all of the work; start it with `torchrun … -m fairseq_tutel.run`",
+                "--moe-expert-parallel-size %d has no effect: this process is not connected to the others "
+                "and does all of the work; start it with `torchrun … -m fairseq_tutel.run`",
                 requested,
             )
         return Topology()
     set_timeout(command.cfg.task)
     topology = make_topology(expert_counts, command.expert_parallel_size, ranks_per_node, degree_of)
-    limit_fairseqs_own()
+    RUN.update(topology=topology)
+    limit_fairseq_groups()
     return topology
-
-
-def keep_in_step(model: nn.Module) -> None:
-    """Let the layers of a model that is opened wait for each other's ranks, where these share experts.
-
-    Raises:
-        ValueError: ranks opened different models.
-    """
-    command, layers = running(), moe_layers(model)
-    if command is not None and layers[0].topology.expert_parallel_size > 1:
-        agree(_facts_of(layers))
-        command.keep_in_step(layers)
 
 
 def _facts_of(layers: Sequence[MoEFeedForward]) -> dict[str, Any]:

@@ -1,141 +1,36 @@
-"""How a run starts: torchrun's ranks meet, were started alike, and none waits for ever; and how it ends.
-
-First what a process needs before fairseq's main runs in it, and how it ends where a run cannot work; then
-what ranks compare before the first collective of a training.
-"""
+"""The start of a run: ranks from torchrun's environment, compared options, time-outs of collectives."""
 
 import argparse
-import atexit
 import contextlib
-import dis
-import functools
 import hashlib
 import importlib.util
 import logging
 import os
-import queue
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fairseq import __version__ as fairseq_version
-from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.files.small import error_line
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.options import flag_of, read
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
-from fairseq_tutel.plugin.run_config import config_of, device_of
-from fairseq_tutel.plugin.stock_errors import sentence_of
+from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 
 logger = logging.getLogger(__name__)
 
-# A reader that is stuck in a file system, say, does not keep the process longer.
-SECONDS_FOR_READERS = 10.0
-
-
-def end_readers() -> None:
-    """End the threads that read fairseq's batches ahead, before the interpreter goes.
-
-    A training that ends in the middle of an epoch leaves one behind; where it is within an operation of
-    torch by then, the finished process aborts ("terminate called without an active exception", exit 134).
-    """
-    until = time.monotonic() + SECONDS_FOR_READERS
-    for reader in threading.enumerate():
-        if isinstance(reader, BackgroundConsumer):
-            reader._max_len = 0  # it leaves after the batch that it is at
-            while reader.is_alive() and time.monotonic() < until:
-                with contextlib.suppress(queue.Empty):
-                    reader._queue.get_nowait()
-                reader.join(0.01)
-
-
-_at_end: list[Callable[[], None]] = []
-
-
-def call_at_end(function: Callable[[], None]) -> None:
-    """Call a function when this process ends, before the final error line."""
-    if not _at_end:
-        atexit.register(_end_calls)
-    _at_end.append(function)
-
-
-def _end_calls() -> None:
-    while _at_end:
-        _at_end.pop(0)()
-
-
-@contextlib.contextmanager
-def refusals_are_sentences() -> Iterator[None]:
-    """End this process with the sentence of a refusal as its last line."""
-    try:
-        yield
-    except Exception as error:
-        sentence = _sentence(error)
-        if sentence is None:
-            raise
-        sys.exit(_last_line(error, sentence))
-
-
-def _last_line(error: BaseException, sentence: str) -> str:
-    """Return the line that a refusal ends this process with, after all that is logged before it."""
-    _end_calls()
-    # Not the level of the logger: a module of fairseq's wav2vec2 sets the root's to DEBUG.
-    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
-        logger.debug("refused here", exc_info=error)
-    return error_line(sentence)
-
-
-def _sentence(error: BaseException) -> str | None:
-    """Return the one sentence that a user needs of an error; None where its traceback says more."""
-    return str(error) if _is_refusal(error) else sentence_of(error)
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Whether this is a ValueError that a `raise` of our own code raised.
-
-    Those of other code are none, nor those of our mistakes, such as a tuple of another length.
-    """
-    trace: Any = None if error is None else error.__traceback__
-    if trace is None or not isinstance(error, ValueError):
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    frame = trace.tb_frame
-    is_ours = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
-    return is_ours and frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-def excepthook(original: Any) -> Any:
-    """Let a process that a refusal ends print its sentence: fairseq-generate's main is not wrapped."""
-
-    @functools.wraps(original)
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        sentence = _sentence(error)
-        if sentence is None:
-            _end_calls()
-            original(kind, error, trace)
-        else:
-            print(_last_line(error, sentence), file=sys.stderr)
-
-    return hook
-
 
 def read_on_every_rank(cfg: Any) -> None:
-    """Let every rank of a training read the checkpoint that it goes on from.
+    """Let every rank of a training run read the checkpoint that it resumes from.
 
-    Stock broadcasts rank 0's through an unpickler that torch >= 2.6 refuses.
+    fairseq broadcasts rank 0's through an unpickler that torch >= 2.6 refuses.
     """
     key = "load_checkpoint_on_all_dp_ranks"
     if cfg.distributed_training.distributed_world_size > 1 and not cfg.checkpoint[key]:
@@ -144,7 +39,7 @@ def read_on_every_rank(cfg: Any) -> None:
 
 
 def drop_tpu(cfg: Any) -> None:
-    """Let --bf16 mean bf16; fairseq-train takes it for a wish to run on a TPU too."""
+    """Unset --tpu where no TPU is: fairseq-train treats --bf16 as a request for a TPU, too."""
     no_tpu = torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
     if cfg.common.tpu and cfg.common.bf16 and no_tpu:
         for section in cfg.values():
@@ -153,7 +48,7 @@ def drop_tpu(cfg: Any) -> None:
 
 
 def join_torchrun(cfg: Any) -> None:
-    """Read rank and world size from torchrun's environment where stock cannot."""
+    """Read rank and world size from torchrun's environment where fairseq cannot."""
     distributed, world = cfg.distributed_training, _torchrun_world_size()
     on_cpu = not torch.cuda.is_available() or cfg.common.cpu
     stock_works = not on_cpu and distributed.distributed_world_size > 1
@@ -168,7 +63,8 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # The default, which needs a GPU, by its two names; what else was asked for is kept, or refused.
+            # The default, which needs a GPU, has two names. Another backend that was given is kept or
+            # refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 distributed.ddp_backend = "legacy_ddp"
     if not on_cpu:
@@ -181,7 +77,7 @@ def _torchrun_world_size() -> int:
 
 
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return what this process meets the others in; nothing where it is alone, or spawns them."""
+    """Return the context of the rendezvous; an empty one if this process is alone or spawns ranks."""
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return contextlib.nullcontext()
@@ -189,11 +85,11 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return meeting(
         distributed.distributed_rank,
         distributed.distributed_world_size,
-        seconds if guard.is_time(seconds) else 0,  # refused later, by its name
+        seconds if guard.is_time(seconds) else 0,  # a bad value is refused later, by name
     )
 
 
-# What a rank may have of its own: its place, its files, how it loads and logs. Paths may differ too.
+# Options that may differ between ranks: position, files, loading and logging. Paths may differ, too.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node", "heartbeat_timeout"),
@@ -209,28 +105,28 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 
 
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
-    """Compare what all ranks were started with, and set the time-out of their collectives.
+    """Compare all ranks' options, and set the time-out of their collectives.
 
     Args:
-        root: the FairseqConfig of a training.
+        root: the FairseqConfig of a training run.
         model: the stock model, before its FFNs are replaced.
         task: the fairseq task.
 
     Raises:
         ValueError: ranks differ, or --moe-comm-timeout is no time.
-        CommunicationError: a rank did not come within --moe-comm-timeout.
+        CommunicationError: a rank did not arrive within --moe-comm-timeout.
     """
     set_timeout(config_of(task))
     if not dist.is_initialized():
         return
     prove_once_a_host(config_of(task))
     agree(facts_of(root, model, task))
-    limit_fairseqs_own()
-    let_stock_gather(root)
+    limit_fairseq_groups()
+    allocate_gather_buffers(root)
 
 
 def set_timeout(task_cfg: Any) -> None:
-    """Give the groups that are made from now on the time-out of a task's configuration.
+    """Set the time-out of groups that are created from now on.
 
     Raises:
         ValueError: --moe-comm-timeout is no time.
@@ -238,9 +134,9 @@ def set_timeout(task_cfg: Any) -> None:
     guard.set_timeout(read(TaskConfig, task_cfg).moe_comm_timeout)
 
 
-def limit_fairseqs_own() -> None:
-    """Give fairseq's groups the time-out too. Collective."""
-    # fairseq makes a group of its own for gradients and logs, later, with torch's own time-out.
+def limit_fairseq_groups() -> None:
+    """Set the time-out of fairseq's own groups. Collective."""
+    # fairseq creates a group for gradients and logs later, with torch's default time-out.
     operation = "the creation of fairseq's group of all ranks"
     with guard.watched(operation), guard.guarded(operation):
         of_fairseq = distributed_utils.get_global_group()
@@ -248,8 +144,8 @@ def limit_fairseqs_own() -> None:
         guard.limit(group)
 
 
-def let_stock_gather(cfg: Any) -> None:
-    """On a CPU, give the function that gathers logs that cannot be summed the buffers it wants of a GPU."""
+def allocate_gather_buffers(cfg: Any) -> None:
+    """On a CPU, give fairseq's all_gather_list, which allocates on a GPU, its two buffers."""
     if not torch.cuda.is_available():
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
@@ -257,7 +153,7 @@ def let_stock_gather(cfg: Any) -> None:
 
 
 def facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
-    """Return all that decides shapes, collectives and results, by option or by what it is."""
+    """Return by option or description everything that decides shapes, collectives and results."""
     facts: dict[str, Any] = {}
     for name in root:
         if name not in OF_OTHER_COMMANDS:

@@ -1,13 +1,13 @@
 """fairseq's dataclasses, made from the table of options (moe/config.py): flags and hydra keys.
 
-Other folders' tables (their options.py) become dataclasses by the same `made`.
-
-`ModelOptions` become fields of every MoE model, `SystemOptions` of every task, `GateLossOptions` of our
-criterions; `layer_config` turns a model's and a task's configuration back into the MoEConfig of one layer.
+Other folders' tables (their options.py) become dataclasses by `made`, too. `ModelOptions` become fields of
+every MoE model, `SystemOptions` of every task, `GateLossOptions` of MoE criterions. `layer_config` turns a
+model's and a task's configuration back into the MoEConfig of one layer.
 """
 
 import dataclasses
 import difflib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,9 +25,11 @@ from fairseq_tutel.moe.config import (
 )
 from fairseq_tutel.moe.options import Option, options_in, plain, read, refuse_bad_values
 
+logger = logging.getLogger(__name__)
+
 
 def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) -> type:
-    """Return fairseq's dataclass with a key for each of these options."""
+    """Return a fairseq dataclass with a key for each of these options."""
     made = []
     for item in options:
         kind = ChoiceEnum(list(item.choices)) if item.choices else item.type
@@ -54,24 +56,28 @@ def defaults(options: type) -> dict[str, Any]:
 
 
 def meant(key: str, *owners: str) -> str | None:
-    """Return the key of an option that another one, which is none, resembles; owners: all by default."""
+    """Return the option key that an unknown key resembles; None for known keys; owners: all by default."""
     known = {item.key for owner in owners or BY_OWNER for item in options_of(owner)}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     return close[0] if close and key not in known else None
 
 
 def refuse_misspelt(overrides: dict[str, Any]) -> None:
-    """Refuse a key of --model-overrides that is none, but like one; stock would pass over it.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuse a misspelled key of --model-overrides, which fairseq would ignore."""
     for key in overrides:
         close = meant(key, "model", "task")
         if close:
             raise ValueError(
                 f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?"
             )
+
+
+def warn_of_given(task_cfg: Any, dense: str) -> None:
+    """Warn that the given system options have no effect on a dense model."""
+    for option in options_of("task"):
+        value = plain(getattr(task_cfg, option.key, option.default))
+        if value != option.default and not option.of_any_training:
+            logger.warning("%s %s has no effect: %s has no experts", option.flag, value, dense)
 
 
 def fill_in(args: Any, options: type) -> None:
@@ -81,11 +87,7 @@ def fill_in(args: Any, options: type) -> None:
 
 
 def expert_counts(text: str, num_layers: int) -> list[int]:
-    """Read --moe-expert-count for `num_layers` MoE layers.
-
-    Raises:
-        ValueError: no positive whole numbers, or neither one nor one per layer.
-    """
+    """Parse --moe-expert-count for `num_layers` MoE layers."""
     try:
         counts = [int(part) for part in str(text).split(",")]
     except ValueError:
@@ -109,10 +111,10 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
     """Return one layer's MoEConfig.
 
     Args:
-        model_cfg: configuration that has ModelOptions' keys (a saved one may lack newer keys).
-        task_cfg: configuration that may have SystemOptions' keys (one saved or made by hand may lack some).
+        model_cfg: configuration with ModelOptions' keys; a saved one may lack newer keys.
+        task_cfg: configuration with some of SystemOptions' keys.
         num_experts: experts of this layer.
-        layer: what the layer itself says: model_dim, hidden_dim, activation, ….
+        layer: properties of the stock layer: model_dim, hidden_dim, activation, ….
     """
     model, task = read(ModelConfig, model_cfg), read(TaskConfig, task_cfg)
     refuse_bad_values(model)
@@ -126,7 +128,9 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
         for older in options_in(type(config)):
             if older.same_as and getattr(config, older.name):
                 name, value = older.same_as
-                _refuse_another(older, LAYER[name], value, values[name])
+                if values[name] not in (value, LAYER[name].default):
+                    both = f"{older.flag} and {LAYER[name].flag} {values[name]}"
+                    raise ValueError(f"{both} are both given; drop one of them.")
                 values[name] = value
     if model.moe_gating_use_fp32 and model.no_moe_gating_use_fp32:
         raise ValueError(
@@ -135,11 +139,3 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
     values["gate_fp32"] = not model.no_moe_gating_use_fp32
     layer["hidden_dim"] = model.moe_expert_ffn_dim or layer["hidden_dim"]
     return MoEConfig(num_experts=num_experts, **values, **layer)
-
-
-def _refuse_another(older: Option, option: Option, value: Any, given: Any) -> None:
-    """Refuse an older name beside its option at another value than that which it stands for."""
-    if given not in (value, option.default):
-        raise ValueError(
-            f"{older.flag} and {option.flag} {given} are both given; drop one of them."
-        )

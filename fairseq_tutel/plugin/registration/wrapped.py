@@ -1,0 +1,133 @@
+"""The six fairseq functions that are wrapped, because no registry, override or hook reaches them.
+
+1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. Before it,
+   experts are gathered, or written by all ranks. `Trainer.consolidate_optimizer`, which it calls on every
+   rank, does not know whether anything is saved, and also runs before crash.pt, when ranks may be gone.
+2. `checkpoint_utils.load_checkpoint_to_cpu`: every checkpoint that is used passes here. Experts in shard
+   files lie next to the file, whose path the loaded state does not contain. Damaged and foreign files are
+   refused, and models that are opened for use are marked.
+3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the same file,
+   which then cannot be opened. Two jobs share its temporary name.
+4. `PathManager.copy`: fairseq copies over checkpoint_last and checkpoint_best in place. A kill during the
+   copy leaves a truncated file. The copy here shares disk blocks where the file system can.
+5. `distributed.utils.call_main`: nothing of the plugin runs earlier. Under torchrun on CPU fairseq divides
+by
+   the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
+   request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
+   Ranks that share experts keep serving each other until all have finished. A training run locks its
+   --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
+6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
+   optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in
+   checkpoints differs, and runs with and without shards read each other's checkpoints.
+
+Other changes to the process:
+
+- at import (`plugin.register`): thresholds of glibc's malloc, the classes that torch.load accepts, and
+  sys.excepthook, which prints a refusal's message alone (`registration/process.py`); MoE variants in
+  fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
+  of a user's (`registration/task_options.py`); --is-moe is removed from sys.argv under --user-dir;
+- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
+  classes of tasks and iterators (the table in `registration/variants.py`);
+- when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
+  configuration gets torchrun's ranks, and a rank's GPU becomes torch's current one (`training/startup.py`);
+  ranks that use a model write results to separate folders (`opening/several_ranks.py`); without a GPU
+  fairseq's all_gather_list gets CPU buffers (`training/startup.py`); torch's groups get time-outs
+  (`ranks/guard.py`); threads of the plugin and of batch readers end before the process
+  (`comm/background.py`, `registration/process.py`);
+- while fairseq-train's main runs: its module's `train`, to check the loaded state (`training/finite.py`);
+- when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
+
+No environment variable is set, and only the plugin's loggers are configured.
+"""
+
+import atexit
+import functools
+import hashlib
+import inspect
+import logging
+import sys
+from typing import Any
+
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.optim.fp16_optimizer import FP16Optimizer
+
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
+from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
+from fairseq_tutel.plugin.registration.commands import call_main
+from fairseq_tutel.plugin.registration.process import end_readers, excepthook
+from fairseq_tutel.plugin.training import save
+
+logger = logging.getLogger(__name__)
+
+
+def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
+    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source.
+
+    Args:
+        function: not wrapped yet.
+        parameters: names that the wrapper expects.
+        digest: of the source that the wrapper was written for.
+    """
+    found = tuple(inspect.signature(function).parameters)
+    if found != parameters:
+        raise ImportError(
+            f"fairseq's {function.__qualname__} takes {found}, expected {parameters}; install the "
+            "fairseq version that fairseq_tutel names in its requirements."
+        )
+    read = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    if read != digest:
+        logger.warning(
+            "fairseq's %s is not that of fairseq-fixed 0.12.3.1, for which its wrapper was written: check "
+            "whether the reasons in %s still hold",
+            function.__qualname__,
+            __file__,
+        )
+
+
+def build_optimizer(original: Any) -> Any:
+    """Wrap FP16Optimizer.build_optimizer: return ZeroFP16Optimizer if shards are requested."""
+
+    @functools.wraps(original)
+    def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
+        if zero_options(cfg) is not None:
+            return ZeroFP16Optimizer.build_optimizer(cfg, params, **kwargs)
+        optimizer = original(cls, cfg, params, **kwargs)
+        if isinstance(optimizer.fp32_optimizer, MoEOptimizerMixin):
+            optimizer.fp32_optimizer.save_masters()
+        return optimizer
+
+    return wrapper
+
+
+# Owner, name and wrapper of each function, its parameters, and the digest of its source.
+WRAPPED = (
+    (checkpoint_utils, "save_checkpoint", save.save_checkpoint,
+     "cfg trainer epoch_itr val_loss", "61513534b9b3"),
+    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu,
+     "path arg_overrides load_on_all_ranks", "96f7d33cde8e"),
+    (checkpoint_utils, "torch_persistent_save", save.persistent_save,
+     "obj filename async_write", "5f397c23bc88"),
+    (PathManager, "copy", save.copy, "src_path dst_path overwrite", "1d3c09d3f196"),
+    (distributed_utils, "call_main", call_main, "cfg main kwargs", "c2a32fa44fa2"),
+    (FP16Optimizer, "build_optimizer", build_optimizer, "cfg params kwargs", "c7ff6d890b7d"),
+)  # fmt: skip
+
+
+def install() -> None:
+    """Install the wrappers and the exit handlers; called once, at import."""
+    for owner, name, _, parameters, digest in WRAPPED:
+        _guard(getattr(owner, name), tuple(parameters.split()), digest)
+    for owner, name, wrap, *_ in WRAPPED:
+        static = inspect.getattr_static(owner, name)
+        if isinstance(static, staticmethod | classmethod):
+            setattr(owner, name, type(static)(wrap(static.__func__)))
+        else:
+            setattr(owner, name, wrap(static))
+    atexit.register(end_readers)
+    sys.excepthook = excepthook(sys.excepthook)
+
+
+install()

@@ -1,0 +1,290 @@
+"""Chooses the checkpoint that a training run resumes from, and checks it on all ranks."""
+
+import argparse
+import glob
+import logging
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.file_io import PathManager
+
+from fairseq_tutel.checkpoint.files import (
+    NOT_CHECKPOINTS,
+    TORN,
+    has_an_end,
+    identity,
+    is_whole,
+    unlike_a_file,
+)
+from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.options import plain
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.guard import name_ranks
+from fairseq_tutel.ranks.world import Work, run_on_rank_zero
+
+logger = logging.getLogger(__name__)
+
+# What a rank can find instead of a whole local file.
+NOTHING, CORRUPT, ELSEWHERE = "nothing", "torn", "no local file"
+# Files that a training run saves besides checkpoint_last.pt; files of other names may be of other runs.
+SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
+
+
+def checkpoint_to_load(cfg: Any) -> str | None:
+    """Return the path of the checkpoint that a training run will resume from, or None. Collective.
+
+    If checkpoint_last.pt is missing, for example because the disk was full at its first save, the newest
+    whole checkpoint is used, and `cfg`, the checkpoint section of the FairseqConfig, is changed to name it.
+
+    Raises:
+        ValueError: it is missing, it is corrupt on one of the nodes, or ranks find different ones; on all
+            ranks alike.
+    """
+    newest = run_on_rank_zero(lambda: _newest_saved(cfg), "rank 0's look for a checkpoint")
+    if newest is not None:
+        path = os.path.join(cfg.save_dir, newest)
+        cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
+    flag, path = flag_and_path(cfg)
+    found = _found_by_all(path)
+    if CORRUPT in found:
+        others = _other_checkpoints(path)
+        such_as = f", such as --restore-file {others[0]}" if others else ""
+        raise ValueError(
+            f"{flag} is {path}, which {TORN}; remove it and give an older checkpoint{such_as}."
+        )
+    if any(other != found[0] for other in found):
+        raise ValueError(_several(flag, path, found))
+    if found[0] in NOT_CHECKPOINTS:
+        raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
+    # Scripts that restart a job name the last checkpoint at the first start, too.
+    if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
+        # fairseq would train from scratch.
+        raise ValueError(
+            f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
+        )
+    if found[0] == NOTHING and world.is_first():
+        others = _other_checkpoints(path)
+        if others:
+            logger.warning(
+                "there is no %s, but %d other checkpoints in its folder: training starts from the "
+                "beginning; give --restore-file %s to resume",
+                *(path, len(others), others[0]),
+            )
+    return None if found[0] in (NOTHING, ELSEWHERE) else path
+
+
+def flag_and_path(cfg: Any) -> tuple[str, str]:
+    """Return the option that names a training run's first checkpoint, and its path, in fairseq's order.
+
+    Args:
+        cfg: the checkpoint section of the FairseqConfig.
+    """
+    path = _restored(cfg)
+    if path == _last(cfg) and not os.path.lexists(path):
+        if cfg.continue_once is not None:
+            return "--continue-once", cfg.continue_once
+        if cfg.finetune_from_model is not None:
+            return "--finetune-from-model", cfg.finetune_from_model
+    return "--restore-file", path
+
+
+def _last(cfg: Any) -> str:
+    return os.path.join(cfg.save_dir, f"checkpoint_last{cfg.checkpoint_suffix or ''}.pt")
+
+
+def _restored(cfg: Any) -> str:
+    if cfg.restore_file == "checkpoint_last.pt":
+        return _last(cfg)
+    return cfg.restore_file.replace(".pt", f"{cfg.checkpoint_suffix or ''}.pt")
+
+
+def _newest_saved(cfg: Any) -> str | None:
+    """Return the name of the newest whole checkpoint in --save-dir if it replaces the last one.
+
+    Raises:
+        ValueError: there are some, and all are corrupt.
+    """
+    begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
+    if cfg.checkpoint_suffix:
+        return None
+    if cfg.restore_file == "checkpoint_last.pt" and os.path.isfile(last):
+        return _newer_than(last)
+    folder = os.path.abspath(cfg.save_dir)
+    is_given = os.path.abspath(path) != os.path.abspath(last)
+    is_there = PathManager.exists(last) or os.path.lexists(last)
+    begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == folder
+    if is_given or is_there or begins_here or not os.path.isdir(folder):
+        return None
+    names = [name for name in os.listdir(folder) if SAVED.fullmatch(name)]
+    newest = _newest_whole([os.path.join(folder, name) for name in names])
+    if newest is not None:
+        updates, path = newest
+        logger.warning(
+            "there is no %s: training resumes from %s (update %d), the newest whole checkpoint in "
+            "--save-dir%s; give another --save-dir to start from scratch",
+            *(last, os.path.basename(path), updates),
+            f", not from {begin}" if begin is not None else "",
+        )
+        return os.path.basename(path)
+    if names:
+        raise ValueError(
+            f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt to resume from, and none of "
+            f"its {len(names)} other checkpoints is whole; give another --save-dir to start from scratch, "
+            "or --restore-file with a checkpoint from elsewhere."
+        )
+    return None
+
+
+def _newest_whole(paths: Iterable[str], after: int = -1) -> tuple[int, str] | None:
+    """Return updates and path of the whole checkpoint with the most updates, more than `after`."""
+    by_updates = sorted(((updates_of(path), path) for path in paths), reverse=True)
+    return next((each for each in by_updates if each[0] > after and is_whole(each[1])), None)
+
+
+def _newer_than(last: str) -> str | None:
+    """Return the name of a whole checkpoint that was saved after checkpoint_last.pt; None for none.
+
+    It has a later update, and a later modification and change time. A checkpoint that a user copied over
+    the last one has the latest change time.
+    """
+    folder, own = os.path.dirname(last), os.stat(last)
+    names = filter(SAVED.fullmatch, os.listdir(folder))
+    paths = list(filter(os.path.isfile, (os.path.join(folder, name) for name in names)))
+    if not paths:
+        return None
+    written = {path: os.stat(path) for path in paths}
+    later = [
+        path
+        for path, status in written.items()
+        if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns
+    ]
+    updates_of_last = updates_of(last)
+    newer = _newest_whole(later, updates_of_last)
+    if newer is not None:
+        updates, path = newer
+        logger.warning(
+            "training resumes from %s (update %d), which was saved after checkpoint_last.pt (%s), "
+            "as when the disk was full between the two; give --restore-file %s to resume from that one",
+            *(os.path.basename(path), updates),
+            f"update {updates_of_last}" if updates_of_last >= 0 else "corrupt",
+            last,
+        )
+        return os.path.basename(path)
+    newest = max(paths, key=lambda path: written[path].st_mtime_ns)
+    updates = updates_of(newest)
+    if 0 <= updates_of_last < updates:
+        logger.warning(
+            "training resumes from %s (update %d), which was put there after update %d was saved; give "
+            "--restore-file %s to resume from that one",
+            *(last, updates_of_last, updates, newest),
+        )
+    return None
+
+
+def updates_of(path: str) -> int:
+    """Return the number of updates in a checkpoint; -1 if it is corrupt, or its shards are missing."""
+    if not os.path.isfile(path):
+        return -1  # opening a pipe would block
+    try:
+        state = mapped(path)
+        bind(state, Path(path))
+        return int(state["optimizer_history"][-1]["num_updates"])
+    except Exception:  # torch raises many kinds for an unreadable file
+        return -1
+
+
+def mapped(path: str) -> dict[str, Any]:
+    """Return a checkpoint whose tensors stay on disk."""
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+
+
+def _found_by_all(path: str) -> list[str]:
+    """Return what every rank finds at its path: one of the constants above, or a file's identity.
+
+    Of the ranks that share a file, only the first reads all of it.
+    """
+    own = _found(path)
+    operation = "the look at the checkpoint"
+    files = world.all_gather_object((own, _inode(path)), operation)
+    is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
+    reads = is_file and files.index(files[world.rank()]) == world.rank()
+    reading = Work(lambda: is_whole(path) if reads else True)
+    # Repeated short collectives: reading a large file exceeds the time-out of one.
+    while True:
+        ended, whole, error = reading.look()
+        if all(world.all_gather_object(ended, operation)):
+            result = own if whole and error is None else CORRUPT
+            return world.all_gather_object(result, operation)
+
+
+def _found(path: str) -> str:
+    kind = unlike_a_file(path)
+    if kind is not None:
+        return kind
+    if not os.path.isfile(path):
+        return ELSEWHERE if PathManager.exists(path) else NOTHING
+    return identity(path) if has_an_end(path) else CORRUPT
+
+
+def _inode(path: str) -> tuple[int, ...]:
+    """Return what distinguishes a file from its copies on other nodes, which may be corrupt."""
+    if not os.path.isfile(path):
+        return ()
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _several(flag: str, path: str, found: Sequence[str]) -> str:
+    """Name the ranks that find something else than rank 0, as with local folders on each node."""
+    ranks = [rank for rank, other in enumerate(found) if other != found[0]]
+    if found[0] == NOTHING:
+        what = "does not exist for rank 0, but does"
+    elif all(found[rank] == NOTHING for rank in ranks):
+        what = "exists for rank 0, but not"
+    else:
+        what = "is one checkpoint for rank 0 and another"
+    return (
+        f"{flag} is {path}, which {what} for {name_ranks(ranks)}; give a --save-dir, or file, that all "
+        "ranks share, or copy rank 0's to the same path on every node."
+    )
+
+
+def _other_checkpoints(path: str) -> list[str]:
+    """Return the other checkpoints of a folder, the newest first."""
+    found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
+    return sorted(found, key=os.path.getmtime, reverse=True)
+
+
+def warn_of_changed_options(path: str | None, cfg: Any) -> None:
+    """Warn of the experts' options that differ between a checkpoint's model and this one's.
+
+    Args:
+        path: of the checkpoint that training will resume from; None for none.
+        cfg: the configuration of the model that is built.
+    """
+    if path is None or not world.is_first() or not zipfile.is_zipfile(path):
+        return
+    try:
+        state = mapped(path)
+    except pickle.UnpicklingError:
+        return  # loading it will be refused, on every rank
+    saved = (state.get("cfg") or {}).get("model")
+    # A dictionary, or an older file's command line.
+    saved = saved if isinstance(saved, dict) else vars(saved or argparse.Namespace())
+    if "moe_freq" not in saved:
+        return
+    changed = []
+    for option in options_of("model"):
+        before = str(plain(saved.get(option.key, option.default)))
+        now = str(plain(getattr(cfg, option.key, option.default)))
+        if before != now:
+            changed.append(f"{option.flag} {before} (now {now})")
+    if changed:
+        logger.warning("the checkpoint was trained with %s", ", ".join(changed))

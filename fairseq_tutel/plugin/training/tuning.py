@@ -1,0 +1,100 @@
+"""How a training run's layers exchange rows: the initial all-to-all, and the tuner of later updates."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fairseq_tutel.moe.config import TaskConfig
+from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_strategy
+from fairseq_tutel.moe.options import read
+from fairseq_tutel.moe.update_tuner import UpdateTuner
+from fairseq_tutel.planning.machine import Machine, typical
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.plans import tuned_algorithms
+from fairseq_tutel.plugin.run_state import device_of
+from fairseq_tutel.ranks import world
+
+logger = logging.getLogger(__name__)
+
+
+def option(cfg: Any, key: str) -> Any:
+    """Return an option of a configuration; None if it is missing or cannot be resolved."""
+    try:
+        return getattr(cfg, key, None)
+    except Exception:  # a TransformerConfig's missing nested key, an unresolved interpolation
+        return None
+
+
+def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
+    """Resolve --moe-a2a-algorithm auto by the run's micro-batches and its hardware profile. Collective.
+
+    Raises:
+        ValueError: --moe-machine-file has no hardware profile.
+    """
+    layers = moe_layers(model)
+    if layers[0].config.a2a_algorithm != "auto":
+        return
+    machine = _machine_of(task_cfg, root)
+    tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
+    strategies = [
+        static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4)
+        for layer in layers
+    ]
+    # Ranks with another file or GPU must not choose another algorithm.
+    strategies = world.broadcast_object(strategies, "the agreement on --moe-a2a-algorithm auto")
+    for layer, strategy in zip(layers, strategies, strict=True):
+        layer.follow(strategy)
+    logger.info(
+        "--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name
+    )
+
+
+def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
+    """Return the tuner of a training run; None if none is requested or nothing can be chosen."""
+    layers = moe_layers(model)
+    first = layers[0]
+    if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
+        return None
+    options = read(TaskConfig, task_cfg)
+    path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
+    choices: dict[str, Any] = {}
+    if first.config.adaptive != "auto":  # r alone
+        choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
+    elif options.moe_collective_plans:
+        machine, size = _machine_of(task_cfg, root), _tokens_of(root, task_cfg)
+        size *= 4 * first.config.top_k * first.config.model_dim
+        algorithms = tuned_algorithms(first, task_cfg, machine, size)
+        # Ranks with another file must not try other algorithms.
+        choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
+    common = root.common
+    conditions = {
+        "precision": [
+            key
+            for key in ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
+            if common[key]
+        ],
+        "update_freq": list(root.optimization.update_freq),
+        "zero_stage": options.moe_zero_stage,
+        "checkpoint_activations": bool(option(cfg, "checkpoint_activations")),
+    }
+    return UpdateTuner(layers, options.moe_adaptive_window, path, conditions=conditions, **choices)
+
+
+def _machine_of(task_cfg: Any, root: Any) -> Machine:
+    path, device = read(TaskConfig, task_cfg).moe_machine_file, device_of(root)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else None
+    try:
+        return Machine.from_json(Path(path)) if path else typical(name)
+    except ValueError as error:
+        raise ValueError(f"--moe-machine-file: {error}") from None
+
+
+def _tokens_of(root: Any, task_cfg: Any) -> int:
+    """Return the approximate number of tokens in a rank's micro-batch."""
+    sentences = root.dataset.batch_size or 0
+    per_sentence = option(task_cfg, "tokens_per_sample") or 32
+    return root.dataset.max_tokens or sentences * per_sentence or TOKENS
