@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.tools.convert.files import load_any
-from fairseq_tutel.tools.convert.options import options_of
+from fairseq_tutel.checkpoint.reading import load_any
+from fairseq_tutel.convert.names import options_of
 
 # In a --save-dir, the first that is there.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.nested import walk
-from fairseq_tutel.checkpoint.packed import PACKINGS, Packed, packed_form
+from fairseq_tutel.checkpoint.quantized import PACKINGS, Packed, packed_form
 from fairseq_tutel.ranks.groups import Slice
 
 VERSION = 1

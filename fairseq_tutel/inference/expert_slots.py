@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.packed import Packed
+from fairseq_tutel.checkpoint.quantized import Packed
 
 ALIGNMENT = 64  # bytes, what torch's own CPU tensors begin at: products see what they are used to
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
 from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
-from fairseq_tutel.tools.convert.files import load_lazily, write
+from fairseq_tutel.checkpoint.reading import load_lazily, write
 from fairseq_tutel.zero.state import MASTER
 
 # How fairseq names what each flag takes, with the number that orders the files last.

@@ -18,9 +18,9 @@ from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.options import flag_of, plain
-from fairseq_tutel.tools.convert.files import load_any
-from fairseq_tutel.tools.convert.layers import Layer, layers_of
-from fairseq_tutel.tools.convert.options import PARTS, model_options, name_of, our_defaults
+from fairseq_tutel.checkpoint.reading import load_any
+from fairseq_tutel.checkpoint.saved import Layer, layers_of
+from fairseq_tutel.convert.names import PARTS, model_options, name_of, our_defaults
 from fairseq_tutel.tools.convert.selection import LAST, of_log
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"

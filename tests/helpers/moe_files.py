@@ -3,7 +3,7 @@
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.tools.convert.layers import layers_of, open_moe
+from fairseq_tutel.checkpoint.saved import layers_of, open_moe
 
 D, H, E = 8, 6, 4
 # Of the model's options, what a field of MoEConfig is called.

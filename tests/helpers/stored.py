@@ -8,7 +8,7 @@ from torch import nn
 from fairseq_tutel import MoEConfig, MoELayer, Topology
 from fairseq_tutel.checkpoint.experts import expert_modules, save_in_shards
 from fairseq_tutel.checkpoint.shards import bind
-from fairseq_tutel.tools.convert.sharded import to_sharded
+from fairseq_tutel.convert.sharded import to_sharded
 
 FFN = MoEConfig(model_dim=8, hidden_dim=12, num_experts=6, top_k=2)
 KINDS = {

@@ -13,7 +13,7 @@ from compare import close
 from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore, make_topology
-from fairseq_tutel.checkpoint.packed import PACKINGS
+from fairseq_tutel.checkpoint.quantized import PACKINGS
 from fairseq_tutel.inference.expert_slots import Layout, slots_on_host
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import STORE_POLICIES, STORE_TIERS

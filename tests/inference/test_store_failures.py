@@ -22,7 +22,7 @@ import torch
 from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
-from fairseq_tutel.checkpoint.packed import Packed
+from fairseq_tutel.checkpoint.quantized import Packed
 from fairseq_tutel.inference import expert_files
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.kernels.groups import Groups

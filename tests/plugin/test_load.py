@@ -21,7 +21,7 @@ from fairseq_tutel.plugin import run_config
 from fairseq_tutel.plugin.differences import end_where_it_differs
 from fairseq_tutel.plugin.resume import say_what_changed
 from fairseq_tutel.ranks.guard import CommunicationError
-from fairseq_tutel.tools.convert.sharded import to_sharded
+from fairseq_tutel.convert.sharded import to_sharded
 
 plugin.register()
 STATE = {

@@ -90,7 +90,7 @@ def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_pat
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("where", ["fairseq_tutel.tools.convert.sharded.digest", "torch.save"])
+@pytest.mark.parametrize("where", ["fairseq_tutel.convert.sharded.digest", "torch.save"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_convert_sharded_that_is_cut_off_leaves_nothing(where, error, tmp_path):
     """Before the folder has its name, and after; a training's own in the same place stay."""

@@ -11,7 +11,7 @@ import torch
 from meta_format import D, H, Meta
 from tool_in_process import convert, refusal
 
-from fairseq_tutel.tools.convert.meta_names import from_meta, to_meta
+from fairseq_tutel.convert.meta_names import from_meta, to_meta
 
 WORDS = 24
 

@@ -16,7 +16,7 @@ from moe_files import load, save
 from safetensors import safe_open
 from tool_in_process import convert, refusal
 
-from fairseq_tutel.tools.convert import safetensors_folder
+from fairseq_tutel.convert import safetensors_folder
 
 INDEX = "model.safetensors.index.json"
 

@@ -17,9 +17,9 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.tools.convert.layers import layers_of
-from fairseq_tutel.tools.convert.upcycle import _upcycled, copied_state
-from fairseq_tutel.tools.convert.upcycle_layer import (
+from fairseq_tutel.checkpoint.saved import layers_of
+from fairseq_tutel.convert.upcycle import _upcycled, copied_state
+from fairseq_tutel.convert.upcycle_layer import (
     Variation,
     copies,
     differences,

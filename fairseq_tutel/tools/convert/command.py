@@ -33,5 +33,5 @@ def add_to(tools: Any) -> None:
         dest="kind", required=True, metavar="KIND", parser_class=LateParser
     )
     for kind in KINDS:
-        import_module(f"fairseq_tutel.tools.convert.{kind}").add_to(kinds)
+        import_module(f"fairseq_tutel.convert.{kind}").add_to(kinds)
     parser.set_defaults(run=lambda arguments: arguments.convert(arguments))

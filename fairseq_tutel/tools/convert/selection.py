@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.tools.convert.layers import Layer
+from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.tools.training_log import LOAD, find_log, join
 
 T = TypeVar("T")

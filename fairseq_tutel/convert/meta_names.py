@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fairseq_tutel.moe.config import options_of
 from fairseq_tutel.moe.options import flag_of, plain
-from fairseq_tutel.tools.convert.optimizer_state import SHARED, trained
-from fairseq_tutel.tools.convert.options import Options, our_defaults
+from fairseq_tutel.convert.optimizer_state import SHARED, trained
+from fairseq_tutel.convert.names import Options, our_defaults
 
 # Ours within a layer's fc1 -> Meta's within its moe_layer, in the order of both; {} is a local number.
 OUR_GATE, OUR_FC1, GATE = ".fc1.gate.weight", ".fc1.experts.fc1_weight", ".moe_layer.gate.wg.weight"

@@ -15,8 +15,8 @@ from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.moe.config import options_of as options_of_experts
 from fairseq_tutel.moe.options import options_in
 from fairseq_tutel.tools.arguments import add_files, refuse_output
-from fairseq_tutel.tools.convert.files import begun_anew, load, write_all
-from fairseq_tutel.tools.convert.options import (
+from fairseq_tutel.checkpoint.reading import begun_anew, load, write_all
+from fairseq_tutel.convert.names import (
     PARTS,
     drop,
     model_options,

@@ -20,7 +20,7 @@ from fairseq_tutel.moe.options import options_in
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.layers import (
+from fairseq_tutel.checkpoint.saved import (
     DENSE,
     ROWS,
     Layer,
@@ -30,7 +30,7 @@ from fairseq_tutel.tools.convert.layers import (
     layers_of,
     open_moe,
 )
-from fairseq_tutel.tools.convert.options import (
+from fairseq_tutel.convert.names import (
     PARTS,
     drop,
     model_options,
@@ -39,7 +39,7 @@ from fairseq_tutel.tools.convert.options import (
     without_experts,
 )
 from fairseq_tutel.tools.convert.selection import by_layer, ids, refuse_unknown
-from fairseq_tutel.tools.convert.upcycle_layer import sums_to_1
+from fairseq_tutel.convert.upcycle_layer import sums_to_1
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 

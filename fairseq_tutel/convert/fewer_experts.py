@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.layers import (
+from fairseq_tutel.checkpoint.saved import (
     Layer,
     MoEFile,
     counts_text,
@@ -23,7 +23,7 @@ from fairseq_tutel.tools.convert.layers import (
     gate_rows,
     open_moe,
 )
-from fairseq_tutel.tools.convert.options import model_options
+from fairseq_tutel.convert.names import model_options
 from fairseq_tutel.tools.convert.selection import (
     Loads,
     add_load_options,

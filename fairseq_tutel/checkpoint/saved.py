@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.feed_forward import label_of
-from fairseq_tutel.tools.convert.files import begun_anew, load, write
-from fairseq_tutel.tools.convert.options import model_options
+from fairseq_tutel.checkpoint.reading import begun_anew, load, write
+from fairseq_tutel.convert.names import model_options
 
 # Of a layer's dense step, without the layer's name: what every one has, and what --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")

@@ -13,8 +13,9 @@ from moe_files import D, E, H, save
 from tool_in_process import convert, refusal, tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_tutel.checkpoint import packed, shards
-from fairseq_tutel.checkpoint.packed import LARGEST, PACKINGS, Packed, RoundingError
+from fairseq_tutel.checkpoint import quantized as packed
+from fairseq_tutel.checkpoint import shards
+from fairseq_tutel.checkpoint.quantized import LARGEST, PACKINGS, Packed, RoundingError
 from fairseq_tutel.ranks.groups import Slice, cut
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.plugin.feed_forward import chosen_layers
-from fairseq_tutel.tools.convert.files import load_any
-from fairseq_tutel.tools.convert.layers import ROWS, Layer, counts_text, layers_of
-from fairseq_tutel.tools.convert.tutel import COUNT, our_layer
-from fairseq_tutel.tools.convert.tutel_names import Tensors, our_gates
+from fairseq_tutel.checkpoint.reading import load_any
+from fairseq_tutel.checkpoint.saved import ROWS, Layer, counts_text, layers_of
+from fairseq_tutel.convert.tutel import COUNT, our_layer
+from fairseq_tutel.convert.tutel_names import Tensors, our_gates
 from fairseq_tutel.vision.options import SwinConfig, numbers
 
 PART = re.compile(r"(.+)\.(?:master|rank\d+)")

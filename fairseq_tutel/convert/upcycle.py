@@ -23,8 +23,8 @@ from fairseq_tutel.moe.config import MoEConfig, options_of
 from fairseq_tutel.moe.options import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import begun_anew, load, write
-from fairseq_tutel.tools.convert.layers import (
+from fairseq_tutel.checkpoint.reading import begun_anew, load, write
+from fairseq_tutel.checkpoint.saved import (
     DENSE,
     LAYER_NORM,
     Layer,
@@ -32,9 +32,9 @@ from fairseq_tutel.tools.convert.layers import (
     dense_step,
     layers_of,
 )
-from fairseq_tutel.tools.convert.optimizer_state import InexactError, checked, one_group, trained
-from fairseq_tutel.tools.convert.options import SWIN, model_options, name_of, rename, with_experts
-from fairseq_tutel.tools.convert.upcycle_layer import (
+from fairseq_tutel.convert.optimizer_state import InexactError, checked, one_group, trained
+from fairseq_tutel.convert.names import SWIN, model_options, name_of, rename, with_experts
+from fairseq_tutel.convert.upcycle_layer import (
     Variation,
     copies,
     differences,

@@ -10,8 +10,8 @@ from typing import Any
 
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.layers import Layer, open_moe
-from fairseq_tutel.tools.convert.options import model_options
+from fairseq_tutel.checkpoint.saved import Layer, open_moe
+from fairseq_tutel.convert.names import model_options
 
 PREGATE = """
 convert pregate: let the gate of each MoE layer see the input of the MoE layer N before it in its stack; the

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.tools.arguments import add_files, output_path, refuse_output
-from fairseq_tutel.tools.convert import meta_names, optimizer_state
-from fairseq_tutel.tools.convert.files import load, write, write_all
-from fairseq_tutel.tools.convert.meta_names import GATE, OUR_FC1, OUR_GATE, STOCK, Row, numbers
-from fairseq_tutel.tools.convert.optimizer_state import SHARED, InexactError, State
-from fairseq_tutel.tools.convert.options import (
+from fairseq_tutel.convert import meta_names, optimizer_state
+from fairseq_tutel.checkpoint.reading import load, write, write_all
+from fairseq_tutel.convert.meta_names import GATE, OUR_FC1, OUR_GATE, STOCK, Row, numbers
+from fairseq_tutel.convert.optimizer_state import SHARED, InexactError, State
+from fairseq_tutel.convert.names import (
     OPTIMIZERS,
     RUN_OPTIONS,
     drop,

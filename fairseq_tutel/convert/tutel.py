@@ -14,9 +14,9 @@ import torch
 
 from fairseq_tutel.moe.config import ACTIVATIONS
 from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
-from fairseq_tutel.tools.convert import tutel_fairseq
-from fairseq_tutel.tools.convert.files import load_any, write
-from fairseq_tutel.tools.convert.tutel_names import Tensors, our_experts, our_gates
+from fairseq_tutel.convert import tutel_fairseq
+from fairseq_tutel.checkpoint.reading import load_any, write
+from fairseq_tutel.convert.tutel_names import Tensors, our_experts, our_gates
 
 FLAG = "--input-prefix"
 COUNT = "_num_global_experts"

@@ -25,7 +25,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
 from fairseq_tutel.files.small import content_of, parse_json
 from fairseq_tutel.moe.checks import UNITS, cache_limits, is_cache_size
 from fairseq_tutel.tools.arguments import add_conversion, add_files
-from fairseq_tutel.tools.convert.files import (
+from fairseq_tutel.checkpoint.reading import (
     DICTIONARY,
     begun_anew,
     load_lazily,

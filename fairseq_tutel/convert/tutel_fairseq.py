@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from fairseq_tutel.tools.convert.options import (
+from fairseq_tutel.convert.names import (
     is_language_model,
     model_options,
     name_of,

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.files import TEMPORARY
-from fairseq_tutel.checkpoint.packed import PACKINGS, Packed, RoundingError, packed_form
+from fairseq_tutel.checkpoint.quantized import PACKINGS, Packed, RoundingError, packed_form
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
 from fairseq_tutel.ranks.groups import Slice
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import load_lazily, not_written, write
+from fairseq_tutel.checkpoint.reading import load_lazily, not_written, write
 
 EXPERTS = ".experts"
 # Layer, tensor name, and the dictionary and key that hold it.

@@ -15,9 +15,9 @@ from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.options import flag_of
 from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
 from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.tools.convert.files import begun_anew, load, write
-from fairseq_tutel.tools.convert.layers import Layer, counts_text, experts_of, layers_of
-from fairseq_tutel.tools.convert.options import model_options
+from fairseq_tutel.checkpoint.reading import begun_anew, load, write
+from fairseq_tutel.checkpoint.saved import Layer, counts_text, experts_of, layers_of
+from fairseq_tutel.convert.names import model_options
 
 STUDENT = """
 convert student: leave layers out of a checkpoint, dense or with experts. Train the new one by

@@ -20,9 +20,9 @@ from fairseq_tutel import plugin
 from fairseq_tutel.files.small import content_of
 from fairseq_tutel.moe.options import options_in
 from fairseq_tutel.tools.arguments import add_conversion, refuse_output
-from fairseq_tutel.tools.convert import swin_experts
-from fairseq_tutel.tools.convert.files import begun_anew, write
-from fairseq_tutel.tools.convert.options import SWIN, model_options, name_of, with_experts
+from fairseq_tutel.convert import swin_experts
+from fairseq_tutel.checkpoint.reading import begun_anew, write
+from fairseq_tutel.convert.names import SWIN, model_options, name_of, with_experts
 from fairseq_tutel.vision.options import SwinConfig
 from fairseq_tutel.vision.position_bias import SPAN
 from fairseq_tutel.vision.swin_v2 import SwinV2
