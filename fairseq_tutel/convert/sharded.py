@@ -1,21 +1,17 @@
-"""convert sharded, convert full: one checkpoint from one form into the other; weights stay what they are.
+"""Converts between a sharded checkpoint and one file; int8 and int4 have a scale per row.
 
-A run reads either by itself; this is for files that are kept, sent or opened by others, and for small
-machines: --expert-dtype stores the experts' matrices in fewer bits, int8 and int4 with a scale for each
-row. How far that moved the weights is in the file (`inspect` says it); the optimizer's state stays.
-While it runs, `convert full` of a sharded checkpoint needs free disk space for about twice its output.
+A training run reads both. At most one expert's tensor is in memory. The conversion to one file needs free
+disk space for about twice its size.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,61 +20,37 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.files import TEMPORARY
-from fairseq_tutel.checkpoint.quantized import PACKINGS, Packed, RoundingError, packed_form
+from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError, quantized_form
+from fairseq_tutel.checkpoint.saved import SavedModel, not_written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
 from fairseq_tutel.ranks.groups import Slice
-from fairseq_tutel.tools.arguments import add_conversion
-from fairseq_tutel.checkpoint.reading import load_lazily, not_written, write
 
 EXPERTS = ".experts"
-# Layer, tensor name, and the dictionary and key that hold it.
-Found = list[tuple[str, str, dict, Any]]
+# Layer, tensor name, and the dictionary and key that hold the stack.
+Stacks = list[tuple[str, str, dict, Any]]
 
 
-def add_to(kinds: Any) -> None:
-    """Add both conversions to the command line."""
-    text = "experts into files of their own, beside the checkpoint"
-    sharded = add_conversion(kinds, "sharded", _convert_sharded, text, __doc__, "a checkpoint")
-    sharded.add_argument(
-        "--expert-dtype",
-        choices=PACKINGS,
-        help="store the experts' matrices in fewer bits [as they are]",
-    )
-    text = "everything into one file"
-    add_conversion(kinds, "full", _convert_full, text, __doc__, "a checkpoint")
+def to_full(saved: SavedModel, target: Path) -> None:
+    """Write a checkpoint with all experts in one file.
 
-
-def _convert_sharded(arguments: argparse.Namespace, source: Path, target: Path) -> None:
-    errors = to_sharded(load_lazily(source, "--input"), target, arguments.expert_dtype or "")
-    for name, (relative, worst) in errors.items():
-        print(f"{name}: relative error {relative:.2e}, of the worst row {worst:.2e}")
-    print(f"wrote {target}")
-
-
-def _convert_full(arguments: argparse.Namespace, source: Path, target: Path) -> None:
-    state = load_lazily(source, "--input")
+    Raises:
+        ValueError: a shard is missing or corrupt, or the file could not be written.
+    """
     try:
-        unbind(state, lambda tensor: _in_a_file(tensor, target.parent))
+        unbind(saved.state, lambda tensor: _in_a_file(tensor, target.parent))
     except OSError as error:
         raise not_written(target, error) from error
-    write(state, target)
-    print(f"wrote {target}")
+    saved.write(target)
 
 
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
-    """Return a stack in a nameless file of the folder: torch.save needs all tensors at once.
-
-    Raises:
-        OSError: there is no room.
-        ValueError: a shard is missing, torn or not what was saved.
-    """
+    """Copy a stack to an unnamed file in the folder, since torch.save needs all tensors at once."""
     count = math.prod(sharded.shape)
     if count == 0:
         return sharded.whole()
     with tempfile.NamedTemporaryFile(dir=folder, suffix=TEMPORARY) as file:
-        os.posix_fallocate(
-            file.fileno(), 0, count * sharded.dtype.itemsize
-        )  # or a write would crash
+        # Without reserved space a write to the mapping would crash.
+        os.posix_fallocate(file.fileno(), 0, count * sharded.dtype.itemsize)
         stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
     stack = stack.view(sharded.shape)
     for expert in range(len(stack)):
@@ -87,72 +59,70 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 
 
 def to_sharded(
-    state: dict[str, Any], target: Path, packing: str = ""
+    saved: SavedModel, target: Path, expert_dtype: str = ""
 ) -> dict[str, tuple[float, float]]:
-    """Write a checkpoint whose experts, and optimizer state of their shapes, are in shard files beside it.
+    """Write a checkpoint with experts, and optimizer state of their shapes, in shard files next to it.
 
     Args:
-        state: of a checkpoint; its experts are replaced by records.
-        target: the file.
-        packing: of the experts' matrices, one of PACKINGS; nothing for as they are.
+        saved: a checkpoint; its experts are replaced by records.
+        target: the checkpoint's file.
+        expert_dtype: one of EXPERT_DTYPES to quantize the experts' matrices, or "".
 
     Returns:
-        What packing changed, by key of the model: relative, and of the worst row.
+        The quantization errors by weight: relative, and of the worst row.
 
     Raises:
-        ValueError: it has no experts, or some that cannot be packed, or there is no room.
+        ValueError: there are no experts, some cannot be quantized, or a file could not be written.
     """
-    found = sorted(_stacks(state), key=lambda one: one[0])  # a file a layer
+    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # one file per layer
     if not found:
         raise ValueError("--input names a checkpoint without experts, which has nothing to shard.")
     experts = target.parent / folders.PARENT
     before, committed = set(experts.glob("*")), None
     errors = {}
     try:
-        committed, written = _write_shards(found, target, packing)
+        committed, written = _write_shards(found, target, expert_dtype)
         for (_, _, holder, key), tensor in zip(found, written, strict=True):
-            holder[key] = dataclasses.replace(tensor, folder=committed).record()
-            if tensor.packing:
+            holder[key] = replace(tensor, folder=committed).record()
+            if tensor.expert_dtype:
                 errors[key] = tensor.error
-        write(state, target)
-    except BaseException:  # Ctrl-C too: what no file names is nobody's
+        saved.write(target)
+    except BaseException:  # Ctrl-C too: remove what no checkpoint names
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):
-            experts.rmdir()  # unless others' are in it
+            experts.rmdir()  # unless it has other folders
         raise
     return errors
 
 
-def _write_shards(found: Found, target: Path, packing: str) -> tuple[str, list[ShardedTensor]]:
-    """Write all stacks, a file a layer; return the folder that was committed, and the stacks.
-
-    Raises:
-        ValueError: there is no room.
-    """
+def _write_shards(
+    found: Stacks, target: Path, expert_dtype: str
+) -> tuple[str, list[ShardedTensor]]:
+    """Write all stacks, one file per layer; return the committed folder and the stacks."""
     folder, written = None, []
     try:
         folder = folders.begin(target.parent, "convert")
-        for layer, stacks in itertools.groupby(found, lambda one: one[0]):
-            written += _write_layer(layer, list(stacks), folder, target.parent, packing)
+        for layer, stacks in itertools.groupby(found, lambda stack: stack[0]):
+            written += _write_layer(layer, list(stacks), folder, target.parent, expert_dtype)
         names = [f"{p.file} {p.key} {p.digest}" for each in written for p in each.pieces]
         return folders.commit(folder, names), written
     except OSError as error:
         raise not_written(target, error) from error
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # it has another name by now, or failed
+            shutil.rmtree(folder, ignore_errors=True)  # renamed by now, or failed
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield everything to shard."""
+    """Yield all stacks of experts and of their optimizer state."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")
         if layer.endswith(EXPERTS):
             shapes.add(tuple(value.shape))
             yield layer, name, state["model"], key
-    # The file does not say which parameter a state is of, but experts' have the experts' shapes.
+    # Optimizer state has no names of parameters. That of experts has their shapes.
     for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor | ShardedTensor) and tuple(value.shape) in shapes:
@@ -160,66 +130,61 @@ def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
 
 
 def _write_layer(
-    layer: str, stacks: Found, folder: Path, root: Path, packing: str
+    layer: str, stacks: Stacks, folder: Path, root: Path, expert_dtype: str
 ) -> list[ShardedTensor]:
-    """Write the stacks of a layer into one file, of which one expert's tensor is in memory at a time."""
-    file, made, getters = f"{layer}.safetensors", [], {}
+    """Write the stacks of a layer into one file, with one expert's tensor in memory at a time."""
+    made: list[ShardedTensor] = []
+    # By key in the file: the stack, the expert's ID, its format, and the stack's error and name.
+    sources: dict[str, tuple[Any, int, Quantized | None, RoundingError, str]] = {}
     for _, name, holder, key in stacks:
         stack: Tensor | ShardedTensor = holder[key]
-        form = packed_form(packing, tuple(stack.shape[1:]), stack.dtype)
+        form = quantized_form(expert_dtype, tuple(stack.shape[1:]), stack.dtype)
         form = form if layer.endswith(EXPERTS) else None
-        pieces, error = [f"{expert}.{name}" for expert in range(stack.shape[0])], RoundingError()
-        tensor = ShardedTensor(
-            root=root,
-            folder=folder.name,
-            shape=tuple(stack.shape),
-            dtype=stack.dtype,
-            slicing=Slice(),
-            pieces=tuple(Piece(file, piece, "") for piece in pieces),
-            packing=packing if form else "",
+        error = RoundingError()
+        pieces = [f"{expert}.{name}" for expert in range(stack.shape[0])]
+        sources |= {piece: (stack, i, form, error, key) for i, piece in enumerate(pieces)}
+        made.append(
+            ShardedTensor(
+                root=root,
+                folder=folder.name,
+                shape=tuple(stack.shape),
+                dtype=stack.dtype,
+                slicing=Slice(),
+                pieces=tuple(Piece(f"{layer}.safetensors", piece, "") for piece in pieces),
+                expert_dtype=expert_dtype if form else "",
+            )
         )
-        for expert, piece in enumerate(pieces):
-            getters[piece] = partial(_piece, stack, expert, form, error, key)
-        made.append((tensor, error))
-    layout = {piece.key: tensor.stored for tensor, _ in made for piece in tensor.pieces}
+    layout = {piece.key: tensor.stored for tensor in made for piece in tensor.pieces}
     digests = {}
 
     def value(piece: str) -> Tensor:
-        found = getters[piece]()
+        stack, expert, form, error, key = sources[piece]
+        found = _stored(stack[expert], form, error, f"expert {expert} of {key}")
         digests[piece] = digest(found)
         return found
 
-    write_pieces(layout, value, folder / file)
-    return [
-        dataclasses.replace(
-            tensor,
-            pieces=tuple(dataclasses.replace(p, digest=digests[p.key]) for p in tensor.pieces),
-            error=(error.relative, error.worst_row),
-        )
-        for tensor, error in made
-    ]
+    write_pieces(layout, value, folder / f"{layer}.safetensors")
+    done = []
+    for tensor in made:
+        own = tuple(replace(piece, digest=digests[piece.key]) for piece in tensor.pieces)
+        error = sources[own[0].key][3] if own else RoundingError()
+        done.append(replace(tensor, pieces=own, error=(error.relative, error.worst_row)))
+    return done
 
 
-def _piece(
-    stack: Tensor | ShardedTensor, expert: int, form: Packed | None, error: RoundingError, key: str
-) -> Tensor:
-    own = stack[expert] if isinstance(stack, Tensor) else stack.read(expert, 1)[0]
-    return _stored(own, form, error, f"expert {expert} of {key}")
-
-
-def _stored(expert: Tensor, form: Packed | None, error: RoundingError, name: str) -> Tensor:
-    """Return what is stored of an expert's tensor; add what that changes to `error`.
+def _stored(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
+    """Return the stored form of an expert's tensor, and add its quantization error to `error`.
 
     Raises:
-        ValueError: it cannot be packed.
+        ValueError: it cannot be quantized.
     """
     if form is None:
         return expert.contiguous()
     try:
-        stored = form.pack(expert)
+        stored = form.quantize(expert)
     except ValueError as reason:
         raise ValueError(
-            f"--expert-dtype {form.packing} cannot store {name}: {reason}; leave the option out."
+            f"--expert-dtype {form.expert_dtype} cannot store {name}: {reason}; leave the option out."
         ) from reason
-    error.add(expert, form.unpack(stored))
+    error.add(expert, form.dequantize(stored))
     return stored

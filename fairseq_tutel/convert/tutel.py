@@ -1,74 +1,23 @@
-"""tutel: what ranks saved of a model with Tutel's moe_layer as one file of ours.
+"""Converts files that ranks saved of a model with Tutel's moe_layer into one file.
 
-A state dict, for a model whose layers are fairseq_tutel.moe_layer with the same arguments; or a checkpoint
-of Tutel's fairseq example, as one of moe_transformer_lm or moe_transformer. Weights stay as they are, bit
-for bit.
+A state dict becomes one for a model with fairseq_tutel.moe_layer with the same arguments. A checkpoint of
+Tutel's fairseq example becomes one of moe_transformer_lm or moe_transformer. Weights keep their bits.
 """
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fairseq_tutel.moe.config import ACTIVATIONS
-from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
+from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import tutel_fairseq
-from fairseq_tutel.checkpoint.reading import load_any, write
 from fairseq_tutel.convert.tutel_names import Tensors, our_experts, our_gates
 
 FLAG = "--input-prefix"
 COUNT = "_num_global_experts"
 LAYERS = ("moe_layer", "MoELayer")
-
-
-def add_to(kinds: Any) -> None:
-    """Add this conversion to the command line."""
-    parser = kinds.add_parser(
-        "tutel",
-        help="from Tutel",
-        description="Write what ranks saved of a model with Tutel's moe_layer as one file of ours: a state "
-        "dict, for a model whose layers are fairseq_tutel.moe_layer with the same arguments; or a "
-        "checkpoint of Tutel's fairseq example, as one of moe_transformer_lm or moe_transformer.",
-    )
-    parser.add_argument(
-        FLAG,
-        required=True,
-        metavar="PREFIX",
-        help="PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and {size} in it; or, with "
-        "--input-size 1, the name of the one file, such as Tutel's own gather writes",
-    )
-    parser.add_argument(
-        "--input-size", required=True, type=int, metavar="N", help="ranks that saved"
-    )
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
-    add_overwrite(parser)
-    parser.add_argument(
-        "--namespace",
-        metavar="KEYS",
-        help="keys that lead to the weights in a file, joined by / [model, where there is one]",
-    )
-    parser.add_argument(
-        "--layer",
-        choices=LAYERS,
-        default=LAYERS[0],
-        help="class of ours that the layers of a state dict will be of [moe_layer]",
-    )
-    parser.add_argument(
-        "--default-num-global-experts",
-        type=int,
-        metavar="E",
-        help="experts of every layer, for files of an older Tutel, which do not say it",
-    )
-    parser.add_argument(
-        "--expert-activation",
-        choices=ACTIVATIONS,
-        default="linear",
-        help="what the experts of a fairseq checkpoint were trained with; Tutel's example has none, "
-        "which is linear [linear]",
-    )
-    parser.set_defaults(convert=convert)
 
 
 def rank_file(pattern: str, rank: int, size: int) -> Path:
@@ -78,13 +27,13 @@ def rank_file(pattern: str, rank: int, size: int) -> Path:
     return Path(pattern.replace("{rank}", str(rank)).replace("{size}", str(size)))
 
 
-def weights_in(state: Any, path: Path, namespace: str | None) -> tuple[Tensors, list[str]]:
+def _weights_in(state: Any, path: Path, namespace: str | None) -> tuple[Tensors, list[str]]:
     """Return the weights in a file, and the keys that lead to them.
 
     Args:
-        state: what the file holds.
-        path: of the file.
-        namespace: keys joined by /; None for `model` where there is one, else the file itself.
+        state: content of the file.
+        path: the file.
+        namespace: keys joined by /; None for `model` if it exists, else the file itself.
 
     Raises:
         ValueError: there are none.
@@ -103,15 +52,15 @@ def weights_in(state: Any, path: Path, namespace: str | None) -> tuple[Tensors, 
     return found, keys
 
 
-def with_weights(state: Any, keys: list[str], weights: Tensors) -> Any:
-    """Return what a file holds with other weights; the rest is shared."""
+def _with_weights(state: Any, keys: list[str], weights: Tensors) -> Any:
+    """Return a shallow copy of a file's content with other weights."""
     if not keys:
         return weights
-    return {**state, keys[0]: with_weights(state[keys[0]], keys[1:], weights)}
+    return {**state, keys[0]: _with_weights(state[keys[0]], keys[1:], weights)}
 
 
-def leave_out(state: dict[str, Any], kept: str, why: str) -> list[str]:
-    """Take out the keys that lead to tensors, but one, in place; return a sentence for each."""
+def _leave_out(state: dict[str, Any], kept: str, why: str) -> list[str]:
+    """Remove all keys that lead to tensors, except one; return a sentence for each."""
     dropped = [key for key, value in state.items() if key != kept and _has_tensor(value)]
     for key in dropped:
         del state[key]
@@ -124,56 +73,52 @@ def _has_tensor(value: Any) -> bool:
     return torch.is_tensor(value)
 
 
-def is_example(state: Any, keys: list[str]) -> bool:
-    """Return whether a file whose weights are under `keys` is a fairseq checkpoint."""
-    return keys == ["model"] and bool(state.get("cfg") or state.get("args"))
+def from_tutel(
+    paths: list[Path],
+    namespace: str | None = None,
+    default_experts: int | None = None,
+    layer: str = LAYERS[0],
+    activation: str = "linear",
+) -> tuple[Any, list[str]]:
+    """Join the files of all ranks; return the content of one file, and notes as sentences.
 
-
-def convert(arguments: argparse.Namespace) -> None:
-    """Convert what ranks with Tutel saved.
+    Args:
+        paths: the file of each rank.
+        namespace: keys of the weights in a file, joined by /; None for the usual ones.
+        default_experts: number of experts per layer for files that lack it.
+        layer: class of the layers of a state dict here, one of LAYERS.
+        activation: activation of the experts of a fairseq checkpoint.
 
     Raises:
-        ValueError: naming what is wrong and the fix.
+        ValueError: a file is missing or corrupt, or the files do not fit together.
     """
-    pattern, size = arguments.input_prefix, arguments.input_size
-    output = output_path(arguments.output)
-    if size < 1:
-        raise ValueError(
-            f"--input-size is {size}; give the number of ranks that saved, at least 1."
-        )
-    paths = [rank_file(pattern, rank, size) for rank in range(size)]
-    if size == 1 and Path(pattern).is_file():
-        paths = [Path(pattern)]
-    ranks, state, keys = open_ranks(paths, arguments.namespace)
-    refuse_output(output, paths, arguments.overwrite)
-    layers = layer_counts(ranks, arguments.default_num_global_experts)
-    in_example = is_example(state, keys)
-    within = "moe." * (arguments.layer == LAYERS[0] and not in_example)
-    weights, notes = ours_of(ranks, layers, within)
-    state = with_weights(state, keys, weights)
+    ranks, state, keys = open_ranks(paths, namespace)
+    layers = layer_counts(ranks, default_experts)
+    in_example = keys == ["model"] and bool(state.get("cfg") or state.get("args"))
+    prefix = "moe." * (layer == LAYERS[0] and not in_example)
+    weights, notes = _joined(ranks, layers, prefix)
+    state = _with_weights(state, keys, weights)
     if in_example:
-        notes += tutel_fairseq.to_ours(state, layers, arguments.expert_activation)
+        saved = SavedModel(state, flag=FLAG)
+        notes += tutel_fairseq.to_ours(saved, layers, activation)
     elif keys:
-        notes += leave_out(state, keys[0], "its tensors are rank 0's alone")
-    write(state, output)
-    for note in notes:
-        print(f"note: {note}")
-    print(f"wrote {output}")
+        notes += _leave_out(state, keys[0], "its tensors are those of rank 0")
+    return state, notes
 
 
 def open_ranks(paths: list[Path], namespace: str | None) -> tuple[list[Tensors], Any, list[str]]:
-    """Open the files of all ranks; their tensors stay there until they are read.
+    """Open the files of all ranks; their tensors are mapped.
 
     Returns:
-        The weights of every rank, all of rank 0's file, and the keys that lead to the weights in it.
+        The weights of every rank, the content of rank 0's file, and the keys of the weights in it.
 
     Raises:
-        ValueError: a file is missing, torn, or lacks a weight that another has.
+        ValueError: a file is missing or corrupt, or lacks a weight that another has.
     """
     ranks: list[Tensors] = []
     for path in paths:
-        state = load_any(path, FLAG)
-        weights, found = weights_in(state, path, namespace)
+        state = read_file(path, FLAG)
+        weights, found = _weights_in(state, path, namespace)
         if not ranks:
             first, keys = state, found
         ranks.append(weights)
@@ -186,10 +131,10 @@ def open_ranks(paths: list[Path], namespace: str | None) -> tuple[list[Tensors],
 
 
 def layer_counts(ranks: list[Tensors], default: int | None) -> dict[str, int]:
-    """Return the layers of Tutel's, as the prefix of their names, and how many experts each has.
+    """Return the number of experts of each of Tutel's layers, by the prefix of its names.
 
     Raises:
-        ValueError: there are none, their number is not said, or ranks do not fit it.
+        ValueError: there are none, their number is unknown, or ranks do not fit it.
     """
     layers: dict[str, int] = {}
     for name, tensor in ranks[0].items():
@@ -205,25 +150,25 @@ def layer_counts(ranks: list[Tensors], default: int | None) -> dict[str, int]:
                 layers.setdefault(found[1], default)
     if not layers:
         raise ValueError(
-            f"{FLAG} has no layer of Tutel's ({COUNT}); files of an older one need "
+            f"{FLAG} has no layer of Tutel's ({COUNT}); files of an older Tutel need "
             "--default-num-global-experts."
         )
     for prefix, experts in layers.items():
         if experts < 1 or (experts % len(ranks) and len(ranks) % experts):
             raise ValueError(
                 f"--input-size is {len(ranks)}, but {prefix.rstrip('.') or 'the layer'} has {experts} "
-                "experts, which so many ranks cannot hold; give the number of ranks that saved."
+                "experts, which this number of ranks cannot hold; give the number of ranks that saved."
             )
     return layers
 
 
-def ours_of(ranks: list[Tensors], layers: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
-    """Return all weights under our names, with all experts, and what ranks should have alike and have not.
+def _joined(ranks: list[Tensors], layers: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
+    """Return all weights under our names, and a note if weights outside experts differ between ranks.
 
     Args:
-        ranks: the weights of every rank; what is no layer's is rank 0's.
-        layers: prefix of every layer, and its experts.
-        within: what our names of a layer's weights have behind that prefix.
+        ranks: the weights of every rank; those outside MoE layers are taken from rank 0.
+        layers: number of experts of each layer, by its prefix.
+        within: what follows the prefix in our names.
 
     Raises:
         ValueError: a layer lacks a weight, or has one of another size.
@@ -260,7 +205,7 @@ def our_layer(ranks: list[Tensors], prefix: str, num_experts: int) -> Tensors:
     """Return one layer's weights under our names.
 
     Raises:
-        ValueError: the ranks do not hold all experts; the text goes on from the name of the layer.
+        ValueError: the ranks do not hold all experts; the text continues the name of the layer.
     """
     own = {name.removeprefix(prefix): t for name, t in ranks[0].items() if name.startswith(prefix)}
     gates = our_gates(own)

@@ -16,7 +16,7 @@ from typing import Any
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, unlike_a_file
+from fairseq_tutel.checkpoint.files import CORRUPT, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of, options_of
@@ -65,8 +65,8 @@ def refuse_torn(path: str) -> None:
     """
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
-            f"{path} is no checkpoint, or one that {TORN}; give another file, or set {OPEN_DAMAGED}=1 to "
-            "use it as it is."
+            f"{path} is no checkpoint, or one that {CORRUPT}; give another file, or set {OPEN_DAMAGED}=1 "
+            "to use it as it is."
         )
 
 
@@ -117,7 +117,7 @@ def forget_retired(state: Any) -> None:
 def tell_of_rounded(state: Any, path: str) -> None:
     """Warn that a training goes on from experts that were stored in fewer bits."""
     tensors = (state.get("model") or {}).values()
-    packings = {t.packing for t in tensors if isinstance(t, ShardedTensor) and t.packing}
+    packings = {t.expert_dtype for t in tensors if isinstance(t, ShardedTensor) and t.expert_dtype}
     if packings:
         logger.warning(
             "%s keeps experts in %s: the training goes on from these rounded weights; resume from the "
