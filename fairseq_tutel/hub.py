@@ -3,7 +3,6 @@
 fairseq is imported when it is called; importing this needs torch and numpy alone.
 """
 
-import argparse
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
-from fairseq_tutel.tools.convert.files import load_any
-from fairseq_tutel.tools.convert.options import options_of
 
 # In a --save-dir, the first that is there.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt")
@@ -69,17 +68,13 @@ def from_checkpoint(
     from fairseq_tutel.plugin.hub_opening import open_interface
 
     files = _files(str(path))
-    state = load_any(files[0], "path", only_look=True)  # that it is whole is looked at once, later
+    state = read_file(files[0], "path", verify=False)  # fairseq's load, wrapped, verifies it later
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which holds no model; give a checkpoint.")
-    folder = _data_folder(data, [str(options_of(state, "task").get("data") or ""), files[0].parent])
-    return open_interface(files, folder, place, dtype, options, _saved_options(state))
-
-
-def _saved_options(state: dict[str, Any]) -> set[str]:
-    parts = [state.get("args"), *(state.get("cfg") or {}).values()]
-    parts = [vars(part) if isinstance(part, argparse.Namespace) else part for part in parts]
-    return set().union(*(part for part in parts if isinstance(part, dict)))
+    saved = SavedModel(state)
+    usual: list[str | Path] = [str(saved.options_of("task").get("data") or ""), files[0].parent]
+    folder = _data_folder(data, usual)
+    return open_interface(files, folder, place, dtype, options, saved.all_keys)
 
 
 def _files(path: str) -> list[Path]:

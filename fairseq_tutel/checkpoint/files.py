@@ -1,4 +1,4 @@
-"""Whole files: a checkpoint is written beside, renamed when whole, and looked at before it is read."""
+"""Writes files atomically, and checks checkpoints before they are read."""
 
 import argparse
 import contextlib
@@ -12,30 +12,30 @@ import stat
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-# As often as stock fairseq tries, and as long as it waits for a disk to come back.
+# Number of attempts and the pause between them, as in fairseq.
 TRIES, PAUSE_SECONDS = 3, 2.5
 TEMPORARY = ".tmp"
-# Linux' number of the call by which Btrfs, XFS and NFS 4.2 let a copy share the bytes of its source.
+# The ioctl number of Linux for a reflink copy (Btrfs, XFS, NFS 4.2).
 FICLONE = 0x40049409
 DOS_FOLDER = 0x10
 CHUNK = 2**20
-# What may stand at a path in place of a checkpoint.
+# What a path may be in place of a checkpoint.
 NOT_CHECKPOINTS = (FOLDER, PIPE, BROKEN_LINK, TORCH_SCRIPT) = (
     "a folder",
     "a pipe, device or socket",
     "a link that leads nowhere",
     "a TorchScript file",
 )
-TORN = "is torn (cut off while it was written, or changed on its disk)"
+CORRUPT = "is corrupt (truncated while it was written, or changed on its disk)"
 
 
 def temporary_of(path: str) -> str:
-    """Return a name beside a file that no other writer has."""
+    """Return an unused name in the folder of a file."""
     return f"{path}.{secrets.token_hex(4)}{TEMPORARY}"
 
 
@@ -45,14 +45,10 @@ def is_temporary(name: str) -> bool:
 
 
 def save(content: Any, path: str) -> None:
-    """Write a file by torch.save under a temporary name, and rename it.
-
-    Args:
-        content: what torch.save takes.
-        path: of a local file.
+    """Write a local file atomically with torch.save, with several attempts.
 
     Raises:
-        OSError: in one sentence, which file could not be written and why; it is what it was before.
+        OSError: names the file and the reason; the old file is unchanged.
     """
     with replacing(path) as temporary:
         for left in reversed(range(TRIES)):
@@ -66,28 +62,35 @@ def save(content: Any, path: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Iterator[str]:
-    """Give a temporary name to write to in the block; the file then gets that of `path`.
-
-    Raises:
-        OSError: in one sentence, which file could not be written and why; its bytes are free again.
-    """
-    temporary = temporary_of(path)
+def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
+    """Yield a temporary name to write to, and rename that file to `path` after the block."""
+    temporary = temporary_of(os.fspath(path))
     try:
         yield temporary
         os.replace(temporary, path)
-    except Exception as error:
-        raise unwritten(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             os.remove(temporary)
 
 
-def share(source: str, path: str) -> bool:
-    """Copy a file by letting the copy share its bytes; False where the file system can not.
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Do the same for a file of a training run, with an error that names the file.
 
-    A link would do so everywhere, but then who copies another file over checkpoint_last.pt, by hand or by a
-    fairseq without this plugin, would rewrite the older checkpoint too.
+    Raises:
+        OSError: names the file and the reason; the temporary file is removed.
+    """
+    try:
+        with renamed_when_whole(path) as temporary:
+            yield temporary
+    except Exception as error:
+        raise unwritten(path, error) from error
+
+
+def share(source: str, path: str) -> bool:
+    """Make a reflink copy of a file; return False if the file system does not support it.
+
+    A hard link is no alternative: overwriting checkpoint_last.pt in place would change the other file too.
     """
     with open(source, "rb") as read, open(path, "wb") as written:
         try:
@@ -97,16 +100,23 @@ def share(source: str, path: str) -> bool:
     return True
 
 
-def write(content: Any, path: str | os.PathLike) -> None:
-    """Write a file by torch.save and wait until the disk has it: what is then renamed is whole."""
+@contextlib.contextmanager
+def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """Open a file for writing, and call fsync after the block."""
     with open(path, "wb") as file:
-        torch.save(content, file)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 
 
+def write(content: Any, path: str | os.PathLike) -> None:
+    """Write a file with torch.save and fsync."""
+    with synced(path) as file:
+        torch.save(content, file)
+
+
 def unwritten(path: str, error: BaseException) -> OSError:
-    """Return an error that says which file could not be written, why, and what to do."""
+    """Return an error that names a file that could not be written, the reason and the fix."""
     cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
     if cause is not None:
         number, reason = cause.errno, str(cause.strerror)
@@ -116,13 +126,13 @@ def unwritten(path: str, error: BaseException) -> OSError:
     free = shutil.disk_usage(folder).free
     message = (
         f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free there); earlier checkpoints "
-        "are as they were; see to the disk, and start again to go on from the newest."
+        "are unchanged; check the disk, and start again to resume from the newest."
     )
     return OSError(number, message) if number else OSError(message)
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the system's own error behind one of torch, which hides it; None where there is none."""
+    """Return the OSError behind an error of torch; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__
@@ -130,13 +140,12 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def let_checkpoints_load(*classes: type) -> None:
-    """Name the classes as safe that stock fairseq pickles beside tensors: torch.load refuses others.
+    """Allow torch.load(weights_only=True) to build the classes that fairseq saves besides tensors.
 
-    Encoder-decoder checkpoints hold a Namespace; those of a training with --eval-bleu hold meters of
-    numpy numbers and arrays.
+    Encoder-decoder checkpoints hold a Namespace; meters of --eval-bleu hold numpy scalars and arrays.
 
     Args:
-        classes: of fairseq's own.
+        classes: further classes, of fairseq itself.
     """
     rebuilders: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
     dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
@@ -146,7 +155,7 @@ def let_checkpoints_load(*classes: type) -> None:
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return what stands at a path in place of a checkpoint; None for any other file, and for nothing."""
+    """Return one of NOT_CHECKPOINTS if the path is that; None for other files and missing ones."""
     if os.path.isfile(path):
         return TORCH_SCRIPT if _is_torch_script(path) else None
     if not os.path.lexists(path):
@@ -172,34 +181,32 @@ def _is_torch_script(path: str | os.PathLike) -> bool:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return False  # torn, or no archive
+        return False  # corrupt, or no archive
 
 
 def refused_class(error: BaseException) -> str | None:
-    """Return the class in a file that torch.load did not run; None where the error is another."""
+    """Return the class that torch.load refused to build; None for any other error."""
     found = re.search(r"\bGLOBAL (\S+)", str(error))
     return found[1] if found else None
 
 
 def is_whole(path: str) -> bool:
-    """Whether a file is one that torch.save finished, bit for bit; reads all of it.
+    """Whether every byte of a file of torch.save matches its checksum; reads all of it.
 
-    torch.load itself compares no check sums. Of the format from before torch 1.6, which has none, only the
-    beginning is looked at.
+    torch.load compares no checksums. Files from before torch 1.6 have none; only their first byte is read.
     """
     return _is_old(path) or _passes(path, _holds_what_was_written)
 
 
 def has_an_end(path: str) -> bool:
-    """Whether a file was not cut off, by its directory, which is its end; reads little."""
+    """Whether the zip directory at the end of a file is intact; reads little."""
     return _is_old(path) or _passes(path, lambda archive: all(map(_is_plain, archive.infolist())))
 
 
 def identity(path: str) -> str:
-    """Return a text that is another one for a file of another content, but copies share; reads little.
+    """Return a hash of the names, sizes and checksums in a file's zip directory; reads little.
 
-    It is made of the names, sizes and check sums that stand in the file's directory. Of a file of the
-    format from before torch 1.6, which has none, it is the size.
+    Copies of a file have the same identity. For a file from before torch 1.6 it is the size.
     """
     if _is_old(path):
         return str(os.path.getsize(path))
@@ -210,10 +217,10 @@ def identity(path: str) -> str:
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
     try:
-        torch._C.PyTorchFileReader(path)  # refuses what Python's reader passes over
+        torch._C.PyTorchFileReader(path)  # stricter than Python's reader
         with zipfile.ZipFile(path) as archive:
             return test(archive)
-    except Exception:  # a name, a size or a flag is no longer what it was
+    except Exception:  # a changed name, size or flag
         return False
 
 
@@ -222,15 +229,15 @@ def _holds_what_was_written(archive: zipfile.ZipFile) -> bool:
     if not all(map(_is_plain, entries)):
         return False
     for entry in entries:
-        if entry.CRC:  # torch can be told to write none
+        if entry.CRC:  # optional in torch
             with archive.open(entry) as content:
                 while content.read(CHUNK):
-                    pass  # the reader compares at the end
+                    pass  # the reader compares the checksum at the end
     return True
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    # torch compresses nothing and writes no folders; its reader goes by the other of the two sizes.
+    # torch compresses nothing and writes no folders; its reader uses the other of the two sizes.
     return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
 
 

@@ -1,15 +1,15 @@
-"""Experts in shard files: what a checkpoint holds in place of a tensor, and how a part of it is read.
+"""Reads and writes shard files, which hold the experts of a sharded checkpoint.
 
-In a sharded checkpoint every tensor of a layer's experts is a record, a plain dictionary:
+In a sharded checkpoint each tensor of a layer's experts is replaced by a record, a plain dictionary:
 
     {"expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [E, ...], "dtype": "float32",
      "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
 
-Piece e * s + i is slice i, along dimension `dim` of the stack, of expert e. The files are safetensors in
-the folder, which stands beside the checkpoint. E experts, s slices of an expert.
+Piece e * s + i is slice i of expert e, along dimension `dim` of the stack. The files are safetensors. Their
+folder is next to the checkpoint. E experts, s slices of an expert.
 
-Where pieces are stored in fewer bits than the tensor's dtype has (`packed`), the record is of version 2 and
-says also `"packing": "int8", "error": [relative, of the worst row]`, and its experts are in one piece each.
+The record of a quantized tensor has version 2 and two more keys: `"packing": "int8"` and
+`"error": [relative, of the worst row]`. Its experts have one piece each.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.nested import walk
-from fairseq_tutel.checkpoint.packed import PACKINGS, Packed, packed_form
+from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized, quantized_form
 from fairseq_tutel.ranks.groups import Slice
 
 VERSION = 1
-PACKED_VERSION = 2  # of records of packed tensors alone, which older readers refuse
+QUANTIZED_VERSION = 2  # of records of quantized tensors, which older versions reject
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
-# What safetensors calls the dtypes of experts and of their optimizer's state.
+# Names of dtypes in safetensors.
 FILE_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -51,7 +51,7 @@ MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may hav
 
 @dataclass(frozen=True)
 class Piece:
-    """One expert's tensor, or a slice of it: the file, its key there, and the SHA-256 of its bytes."""
+    """The location of one expert's tensor, or of a slice: file, key, and SHA-256 of the bytes."""
 
     file: str
     key: str
@@ -60,18 +60,16 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A stack [E, ...] whose experts lie in shard files; nothing is read before it is asked for.
+    """A stack [E, ...] of experts in shard files, which are read on demand.
 
     Attributes:
         root: the folder of the checkpoint.
-        folder: of the shards, from there.
-        shape: of the stack.
-        dtype: of the stack.
-        slicing: how the experts are cut into pieces.
-        pieces: E * s of them, expert by expert.
-        opened: the files that were read, by path, which all tensors of a checkpoint share.
-        packing: of the pieces, one of PACKINGS; nothing where they are as they were.
-        error: what packing changed: relative, and of the worst row; see `RoundingError`.
+        folder: the folder of the shards, relative to `root`.
+        slicing: how experts are split into pieces.
+        pieces: E * s pieces, expert by expert.
+        opened: open files by path, shared by all tensors of a checkpoint.
+        expert_dtype: one of EXPERT_DTYPES if the pieces are quantized, else "".
+        error: quantization error: relative, and of the worst row; see `RoundingError`.
     """
 
     root: Path
@@ -81,25 +79,25 @@ class ShardedTensor:
     slicing: Slice
     pieces: tuple[Piece, ...]
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    packing: str = ""
+    expert_dtype: str = ""
     error: tuple[float, float] = (0.0, 0.0)
 
     @property
-    def packed(self) -> Packed | None:
-        """How a piece is stored; None as it is."""
-        return packed_form(self.packing, self._piece_shape, self.dtype)
+    def quantized(self) -> Quantized | None:
+        """The quantized format of a piece; None if it is not quantized."""
+        return quantized_form(self.expert_dtype, self._piece_shape, self.dtype)
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of a piece in its file."""
-        packed = self.packed
-        if packed is None:
+        form = self.quantized
+        if form is None:
             return self.dtype, self._piece_shape
-        return packed.stored_dtype, packed.stored_shape
+        return form.stored_dtype, form.stored_shape
 
     @property
     def stored_bytes(self) -> int:
-        """Of all pieces."""
+        """Bytes of all pieces in their files."""
         dtype, shape = self.stored
         return len(self.pieces) * math.prod(shape) * dtype.itemsize
 
@@ -110,36 +108,32 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return experts first .. first + count - 1, or slice `index` of each, in memory of its own.
+        """Return experts first .. first + count - 1, or slice `index` of each, in new memory.
 
         Raises:
-            ValueError: a file is missing, torn or not what was saved.
+            ValueError: a file is missing or corrupt.
         """
         slicing = Slice() if slicing is None else slicing
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # no memory is taken by sizes that are the record's alone
+        if count:  # compare sizes before memory is allocated by those of the record
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
             self._read_expert(out[i], first + i, slicing, index)
         return out
 
-    def read_into(self, out: Tensor, expert: int) -> None:
-        """Write one expert's tensor into `out`, of its shape.
+    def __getitem__(self, expert: int) -> Tensor:
+        """Return one expert's tensor."""
+        return self.read(expert, 1)[0]
 
-        Raises:
-            ValueError: a file is missing, torn or not what was saved.
-        """
+    def read_into(self, out: Tensor, expert: int) -> None:
+        """Write one expert's tensor into `out`."""
         self._read_expert(out, expert, Slice(), 0)
 
     def whole(self) -> Tensor:
-        """Return the stack.
-
-        Raises:
-            ValueError: a file is missing, torn or not what was saved.
-        """
+        """Return the stack."""
         return self.read(0, self.shape[0])
 
     def path_of(self, piece: Piece) -> Path:
@@ -150,11 +144,11 @@ class ShardedTensor:
         s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
-            stored = self._stored(pieces[0])
-            # Without a tensor in between: such blocks would stay with malloc.
-            out.copy_(stored) if self.packed is None else self.packed.unpack(stored, out)
+            stored, form = self._stored(pieces[0]), self.quantized
+            # No intermediate tensor: malloc would keep its memory.
+            out.copy_(stored) if form is None else form.dequantize(stored, out)
             return
-        # The wanted range may lie in one piece, in a part of it, or in several.
+        # The range may be one piece, part of one, or several.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
@@ -162,9 +156,9 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _open(self, piece: Piece) -> Tensor:
-        """Return a piece as the weights that it stands for."""
-        stored = self._stored(piece)
-        return stored if self.packed is None else self.packed.unpack(stored)
+        """Return the weights of a piece."""
+        stored, form = self._stored(piece), self.quantized
+        return stored if form is None else form.dequantize(stored)
 
     def _stored(self, piece: Piece) -> Tensor:
         """Return a piece as it is stored, mapped from its file, after comparing its digest."""
@@ -174,8 +168,8 @@ class ShardedTensor:
         return tensor
 
     def _file(self, piece: Piece) -> Any:
-        """Return a piece's file, in which it has the record's shape."""
-        from safetensors import SafetensorError, safe_open  # the core needs it here alone
+        """Open a piece's file and compare the piece's shape with the record."""
+        from safetensors import SafetensorError, safe_open  # an optional dependency of the core
 
         path = self.path_of(piece)
         try:
@@ -195,31 +189,33 @@ class ShardedTensor:
         return unreadable(path, f"its {piece.key} is not what was saved")
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint holds in place of the tensor."""
-        packing = {"packing": self.packing, "error": list(self.error)} if self.packing else {}
+        """Return the record that replaces the tensor in a checkpoint."""
+        more = (
+            {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
+        )
         return {
-            MARK: PACKED_VERSION if packing else VERSION,
+            MARK: QUANTIZED_VERSION if more else VERSION,
             "folder": self.folder,
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "slices": [self.slicing.count, self.slicing.dim],
             "pieces": [[piece.file, piece.key, piece.digest] for piece in self.pieces],
-            **packing,
+            **more,
         }
 
 
 def unreadable(path: Path, reason: str) -> ValueError:
-    """Return an error that says why experts cannot be read from a file of shards, and what to do."""
+    """Return an error for experts that cannot be read from a shard file."""
     return ValueError(
-        f"the checkpoint keeps experts in {path}, which is torn or missing ({reason}); give an older "
-        "checkpoint, or put the folder back that stood beside this one."
+        f"the checkpoint keeps experts in {path}, which is corrupt or missing ({reason}); give an older "
+        "checkpoint, or put the folder back that belongs to this one."
     )
 
 
 def write_file(
     values: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors into a file of shards, down to the disk; who may read its folder may read it.
+    """Write a shard file and call fsync; it is readable for the readers of its folder.
 
     Raises:
         OSError: it could not be written.
@@ -229,7 +225,7 @@ def write_file(
 
     try:
         save_file(values, path, metadata)
-    except SafetensorError as error:  # what the system said, in its own words
+    except SafetensorError as error:  # holds the message of the system
         raise OSError(str(error)) from error
     _settle(path)
 
@@ -239,17 +235,14 @@ def write_pieces(
     value: Callable[[str], Tensor],
     path: Path,
 ) -> None:
-    """Write a file of shards like `write_file`, of which one tensor is in memory at a time.
+    """Write a shard file like `write_file` with one tensor in memory at a time.
 
     Args:
         layout: dtype and shape of each tensor, by key.
         value: returns the tensor of a key; called once for each.
-        path: of the file.
-
-    Raises:
-        OSError: it could not be written.
+        path: the file.
     """
-    # As safetensors orders them, so that every tensor is aligned.
+    # The order of safetensors, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header, end = {}, 0
     for key in order:
@@ -270,15 +263,15 @@ def write_pieces(
 
 
 def _settle(path: Path) -> None:
-    """Give a file its folder's readers, and wait until the disk has it."""
-    with contextlib.suppress(OSError):  # a disk that knows no modes
+    """Give a file the read permissions of its folder, and call fsync."""
+    with contextlib.suppress(OSError):  # a file system without permissions
         path.chmod(path.parent.stat().st_mode & 0o666)
     with path.open("rb") as saved:
         os.fsync(saved.fileno())
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes on the host, in hexadecimal."""
+    """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
 
 
@@ -287,19 +280,19 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value of a checkpoint stands for a tensor in shard files."""
+    """Whether a value of a checkpoint is a record of a sharded tensor."""
     return isinstance(value, dict) and MARK in value
 
 
 def bind(state: Any, path: Path) -> None:
-    """Replace the records in a checkpoint by tensors that can be read, in place.
+    """Replace the records in a checkpoint by `ShardedTensor`s, in place.
 
     Args:
-        state: nested dictionaries, as torch.load gives them.
-        path: of the checkpoint's file.
+        state: nested dictionaries from torch.load.
+        path: the checkpoint's file.
 
     Raises:
-        ValueError: the records are of a newer version, or files are missing.
+        ValueError: a record has a newer version, or files are missing.
     """
     found: list[ShardedTensor] = []
     opened: dict[Path, Any] = {}
@@ -314,7 +307,7 @@ def bind(state: Any, path: Path) -> None:
 
 
 def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.whole) -> None:
-    """Replace the sharded tensors of a checkpoint by what `change` makes of them, in place."""
+    """Replace the sharded tensors in a checkpoint by `change(tensor)`, in place."""
     _replace(state, lambda value: isinstance(value, ShardedTensor), change)
 
 
@@ -325,10 +318,10 @@ def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], A
 
 
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
-    if record[MARK] not in (VERSION, PACKED_VERSION):
+    if record[MARK] not in (VERSION, QUANTIZED_VERSION):
         raise ValueError(
-            f"{path} keeps its experts in a way (version {record[MARK]}) that this fairseq_tutel does not "
-            "know; install the one that saved it, or a newer one."
+            f"{path} has records of experts of version {record[MARK]}, which this fairseq_tutel cannot "
+            "read; install the version that saved it, or a newer one."
         )
     try:
         tensor = ShardedTensor(
@@ -339,7 +332,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             slicing=Slice(*record["slices"]),
             pieces=tuple(Piece(*piece) for piece in record["pieces"]),
             opened=opened,
-            packing=record["packing"] if record[MARK] == PACKED_VERSION else "",
+            expert_dtype=record["packing"] if record[MARK] == QUANTIZED_VERSION else "",
             error=_pair(record.get("error", (0, 0))),
         )
         sound = _is_sound(tensor)
@@ -347,7 +340,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
         sound = False
     if not sound:
         raise ValueError(
-            f"{path} keeps its experts in a way that no fairseq_tutel wrote; do not use it."
+            f"{path} has a record of experts that no fairseq_tutel wrote; do not use this file."
         )
     return tensor
 
@@ -358,7 +351,7 @@ def _pair(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def _is_sound(tensor: ShardedTensor) -> bool:
-    """Whether a record, which may be from elsewhere, leads to no other file and to no other numbers."""
+    """Whether an untrusted record is consistent and names only files in its folder."""
     shape, (count, dim) = tensor.shape, (tensor.slicing.count, tensor.slicing.dim)
     return bool(
         NAME.fullmatch(tensor.folder)
@@ -369,13 +362,16 @@ def _is_sound(tensor: ShardedTensor) -> bool:
         and (dim > 0 or count == 1)
         and shape[dim] % count == 0
         and len(tensor.pieces) == shape[0] * count
-        and (not tensor.packing or (tensor.packing in PACKINGS and count == 1 and tensor.packed))
+        and (
+            not tensor.expert_dtype
+            or (tensor.expert_dtype in EXPERT_DTYPES and count == 1 and tensor.quantized)
+        )
     )
 
 
 def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
     directory = path.resolve().parent / folder
-    # A folder or a FIFO, which a reader would wait for, is no file.
+    # Folders and FIFOs, which would block a reader, do not count.
     entries = os.scandir(directory) if directory.is_dir() else ()
     there = {entry.name for entry in entries if os.path.isfile(entry.path)}
     missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)

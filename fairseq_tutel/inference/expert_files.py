@@ -102,7 +102,7 @@ class FromFiles:
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first
-        self.layout = Layout.of({name: (*t.stored, t.packed) for name, t in tensors.items()})
+        self.layout = Layout.of({name: (*t.stored, t.quantized) for name, t in tensors.items()})
 
     def read(self, expert: int, slot: Slot) -> None:
         """Read an expert into a slot; on a GPU, by way of one on the host."""

@@ -8,13 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.packed import Packed
+from fairseq_tutel.checkpoint.quantized import Quantized
 
 ALIGNMENT = 64  # bytes, what torch's own CPU tensors begin at: products see what they are used to
 
 
 # Dtype and shape of what is stored of an expert's tensor, and how, where that is packed.
-Stored = tuple[torch.dtype, tuple[int, ...], Packed | None]
+Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Field:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    packed: Packed | None
+    packed: Quantized | None
     begin: int
 
     @property
@@ -72,7 +72,7 @@ class Slot:
         """Return a tensor to compute with: in the memory itself where it is stored so."""
         packed = self._packed[name]
         stored = self.tensors[name]
-        return (stored if packed is None else packed.unpack(stored)).to(dtype)
+        return (stored if packed is None else packed.dequantize(stored)).to(dtype)
 
     def note_free(self) -> None:
         """Take note that nothing that is not under way yet reads it."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.checkpoint.saved import label_of
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
@@ -181,17 +182,6 @@ def _record(output: MoEOutput) -> MoERecord:
         losses={name: loss.detach() for name, loss in output.losses.items()},
         tally=tally_of(output.routing),
     )
-
-
-def label_of(name: str) -> str:
-    """Return the side and index of a layer from fc1's name.
-
-    decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. If there are several models,
-    such as one per language pair, the model's name precedes it: de-en_decoder_3.
-    """
-    parts = name.removeprefix("models.").split(".")
-    names = 2 if name.startswith("models.") else 1
-    return "_".join([*parts[:names], *filter(str.isdecimal, parts[names:-1])])
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:

@@ -131,18 +131,12 @@ def refuse_output(
     if inputs and output.exists() and not output.is_file():  # a device
         raise ValueError(f"{flag} is {output}, which is no ordinary file; give another name.")
     for path in inputs:
-        for target in (output, temporary(output)):
-            if target.exists() and path.exists() and target.samefile(path):
-                raise ValueError(
-                    f"{flag} is {output}, which would overwrite the input {path}; give another name."
-                )
+        if output.exists() and path.exists() and output.samefile(path):
+            raise ValueError(
+                f"{flag} is {output}, which would overwrite the input {path}; give another name."
+            )
     if output.exists() and not overwrite:
         raise ValueError(f"{flag} {output} exists; give another name, or add --overwrite.")
-
-
-def temporary(path: Path) -> Path:
-    """Return the name under which a file is written until it is whole."""
-    return path.with_name(path.name + TEMPORARY)
 
 
 @contextlib.contextmanager

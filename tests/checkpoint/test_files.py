@@ -123,7 +123,7 @@ def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing
     ) as caught:
         files.save(CONTENT, str(path))
     assert caught.value.errno == errno.ENOSPC
-    assert "earlier checkpoints are as they were" in str(caught.value)
+    assert "earlier checkpoints are unchanged" in str(caught.value)
     assert os.listdir(path.parent) == [path.name]
     assert path.read_bytes() == before
 

@@ -1,9 +1,8 @@
 """Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
 
-Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading before it is asked for;
-no file opened twice;
-records in a checkpoint; missing, torn, damaged files; records of others; folders that are begun, committed,
-kept and collected.
+Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading in advance; no
+file opened twice; records in a checkpoint; missing, truncated, damaged files; foreign records; folders that
+are begun, committed, kept and collected.
 """
 
 import dataclasses
@@ -100,7 +99,7 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     (tmp_path / FOLDER / "layer.2.safetensors").write_bytes(b"nothing")
     tensor.read(0, 2)
-    with pytest.raises(ValueError, match=r"layer\.2\.safetensors, which is torn or missing"):
+    with pytest.raises(ValueError, match=r"layer\.2\.safetensors, which is corrupt or missing"):
         tensor.read(1, 2)
 
 

@@ -248,8 +248,8 @@ def test_a_model_without_an_interface_is_refused():
 REFUSED = {
     "which does not exist": {"path": "nowhere.pt"},
     "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
-    "is torn": {"path": "torn.pt"},
-    "which is torn or no checkpoint": {"path": "text.pt"},
+    "is corrupt": {"path": "torn.pt"},
+    "which is corrupt or no checkpoint": {"path": "text.pt"},
     "data is nowhere, which is no folder": {"data": "nowhere"},
     "does not tell the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     r"dtype is torch\.int8; give one of torch\.float32": {"dtype": torch.int8},

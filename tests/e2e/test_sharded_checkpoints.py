@@ -196,7 +196,7 @@ def small(lm_data, tmp_path_factory):
             "missing",
             "2 files are missing, the first decoder.layers.0.fc1.experts.experts-0000-0003",
         ),
-        ("torn", "safetensors, which is torn or missing"),
+        ("torn", "safetensors, which is corrupt or missing"),
         ("flipped", "is not what was saved"),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_file_that_was_cut_short_ends_the_command_with_one_sentence(mt, mt_dat
         os.truncate(file, 1000)
     more = words("translation", mt_data, tmp_path / "torn" / mt.name, *GENERATE)
     output = refused("tutel-run", "generate", *more, "--moe-expert-store", "pregated")
-    assert re.search(r"^error: .*experts in .*, which is torn or missing", output, re.M), tail(
+    assert re.search(r"^error: .*experts in .*, which is corrupt or missing", output, re.M), tail(
         output
     )
     assert "Traceback" not in output

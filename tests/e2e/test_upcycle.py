@@ -1,9 +1,9 @@
-"""`convert upcycle` and back, over real dense trainings: losses, trainings that go on, stock fairseq.
+"""`convert upcycle` and back, with real dense training runs: losses, further training, stock fairseq.
 
 Covered: a language model and a translation model (also as files of older fairseq), roberta and bart give
-the dense model's outputs to 1e-5, and its validation loss; parts of a step and top-1; a training goes
-on by --finetune-from-model, by --restore-file on two ranks, and with copied moments where the dense one
-stopped; then prune, merge and dense, which stock fairseq opens; what cannot be upcycled is refused.
+the dense model's outputs to 1e-5, and its validation loss; parts of an FFN and top-1; training
+continues by --finetune-from-model, and by --restore-file on two ranks; then prune, merge and dense, which
+stock fairseq opens; what cannot be upcycled is refused.
 """
 
 import argparse
@@ -202,26 +202,6 @@ def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp
     assert (stack[0] - stack[1]).abs().max() > 1e-4
 
 
-def test_upcycle_with_moments_goes_on_where_the_dense_training_stopped(lm, lm_data, tmp_path):
-    # One expert computes what the dense step does, so the training must be the dense one's, to rounding.
-    one = ("--moe-freq", 1, "--moe-expert-count", 1, "--moe-top-k", 1)
-    convert("upcycle", lm, tmp_path / "moe.pt", *one, "--copy-optimizer-state")
-    moe = fairseq(
-        "train", *lm_args(lm_data, tmp_path / "moe", *one, "--restore-file", tmp_path / "moe.pt",
-                          "--moe-gate-loss-wt", 0, updates=9),
-    )  # fmt: skip
-    dense = fairseq(
-        "train", *dense_args(lm_args(lm_data, tmp_path / "dense", updates=9)),
-        "--restore-file", lm,
-    )  # fmt: skip
-    losses = [
-        {s["num_updates"]: float(s[key]) for s in run.stats("train_inner")}
-        for run, key in ((dense, "loss"), (moe, "nll_loss"))
-    ]
-    assert list(losses[0]) == ["7", "8", "9"]
-    assert losses[1] == pytest.approx(losses[0], abs=2e-3)  # three digits are logged
-
-
 def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
     convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--perturb", 0.1)
@@ -289,7 +269,7 @@ def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
     state = torch.load(lm, weights_only=False)
     state["cfg"]["model"]["_name"] = "lstm_lm"
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match="of the architecture lstm_lm, which has no twin"):
+    with pytest.raises(SystemExit, match="of the architecture lstm_lm, which has no MoE variant"):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
     state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
     torch.save(state, tmp_path / "other.pt")

@@ -17,7 +17,7 @@ CLEAR = (
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
     r"error: rank \d+ could not (write its experts|prepare or commit the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",
-    r"the checkpoint keeps experts in \S+, which is torn or missing",
+    r"the checkpoint keeps experts in \S+, which is corrupt or missing",
 )
 MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|come)")
 

@@ -3,7 +3,8 @@
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.tools.convert.layers import layers_of, open_moe
+from fairseq_tutel.checkpoint.saved import SavedModel, layers_of
+from fairseq_tutel.convert.configs import configs_of
 
 D, H, E = 8, 6, 4
 # Of the model's options, what a field of MoEConfig is called.
@@ -68,9 +69,13 @@ def outputs(path, x):
     """
     state = load(path)
     found = {}
-    configs = open_moe(path).layers if any(".experts." in key for key in state["model"]) else {}
+    configs = (
+        configs_of(SavedModel.open(path))
+        if any(".experts." in key for key in state["model"])
+        else {}
+    )
     for layer in layers_of(state["model"]):
-        prefix = f"{layer.step}." if layer.has_experts else f"{layer.name}."
+        prefix = f"{layer.moe}." if layer.has_experts else f"{layer.name}."
         own = {k.removeprefix(prefix): t for k, t in state["model"].items() if k.startswith(prefix)}
         if layer.has_experts:
             module = MoELayer(configs[layer], seed=0).eval()

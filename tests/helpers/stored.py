@@ -7,8 +7,9 @@ from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, Topology
 from fairseq_tutel.checkpoint.experts import expert_modules, save_in_shards
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
-from fairseq_tutel.tools.convert.sharded import to_sharded
+from fairseq_tutel.convert.sharded import to_sharded
 
 FFN = MoEConfig(model_dim=8, hidden_dim=12, num_experts=6, top_k=2)
 KINDS = {
@@ -25,10 +26,11 @@ def model_of(config, topology=None):
     ).eval()
 
 
-def write(model, folder, packing=""):
+def write(model, folder, expert_dtype=""):
     """Write a model's experts into shard files, and a checkpoint that names them."""
-    if packing:
-        to_sharded({"model": dict(model.state_dict())}, folder / "checkpoint.pt", packing)
+    if expert_dtype:
+        saved = SavedModel({"model": dict(model.state_dict())})
+        to_sharded(saved, folder / "checkpoint.pt", expert_dtype)
         return folder
     save_in_shards(model, Topology(), lambda parameter: {}, folder)
     torch.save({"model": dict(model.state_dict())}, folder / "checkpoint.pt")

@@ -13,7 +13,7 @@ from compare import close
 from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore, make_topology
-from fairseq_tutel.checkpoint.packed import PACKINGS
+from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
 from fairseq_tutel.inference.expert_slots import Layout, slots_on_host
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import STORE_POLICIES, STORE_TIERS
@@ -47,7 +47,7 @@ def steps(count, rank=0):
 @pytest.mark.parametrize(
     ("kind", "tier", "packing"),
     [
-        *itertools.product(["ffn"], STORE_TIERS, ["", *PACKINGS]),
+        *itertools.product(["ffn"], STORE_TIERS, ["", *EXPERT_DTYPES]),
         ("glu, norm", "disk", ""),
         ("glu, norm", "host", "int8"),
         ("own", "disk", "int4"),

@@ -2,7 +2,7 @@
 
 Covered: files that are missing, short, torn, changed in use or unreadable; an exception in the thread;
 Ctrl-C while a block waits; forks, copies and saving; gradients; arguments; who leaves the cache, against an
-oracle; what a store that is forgotten leaves, and what packed experts take.
+oracle; what a store that is forgotten leaves, and what quantized experts take.
 """
 
 import copy
@@ -22,7 +22,7 @@ import torch
 from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
-from fairseq_tutel.checkpoint.packed import Packed
+from fairseq_tutel.checkpoint.quantized import Quantized
 from fairseq_tutel.inference import expert_files
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.kernels.groups import Groups
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         change(path, path.read_bytes())
     said = refusal(model)
     assert said.startswith("the expert store is closed, for the checkpoint keeps experts in ")
-    assert "0.experts.experts-0000-0005.safetensors, which is torn or missing (" in said
+    assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in said
     assert reason in said and "; give an older checkpoint, or put the folder back" in said
 
 
@@ -129,7 +129,10 @@ def test_a_file_that_changes_in_use_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(5, "Input/output error"), "which is torn or missing (Input/output error); give"),
+        (
+            OSError(5, "Input/output error"),
+            "which is corrupt or missing (Input/output error); give",
+        ),
         (RuntimeError("boom"), "for its thread failed (RuntimeError: boom); open the model again."),
     ],
 )
@@ -278,16 +281,16 @@ def test_a_store_that_its_own_thread_collects_is_closed(tmp_path, monkeypatch):
     assert not [file for file in open_files() if "safetensors" in file]
 
 
-def test_one_packed_expert_is_unpacked_at_a_time(tmp_path, monkeypatch):
-    unpack, there, counts = Packed.unpack, [], []
+def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
+    dequantize, there, counts = Quantized.dequantize, [], []
 
     def watched(*arguments):
-        tensor = unpack(*arguments)
+        tensor = dequantize(*arguments)
         there.append(weakref.ref(tensor))
         counts.append(sum(each() is not None for each in there))
         return tensor
 
-    monkeypatch.setattr(Packed, "unpack", watched)
+    monkeypatch.setattr(Quantized, "dequantize", watched)
     with ExpertStore() as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path, "int8")))
         run(model)

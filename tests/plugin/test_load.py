@@ -17,11 +17,12 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 from fairseq_tutel import plugin
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.plugin.differences import end_where_it_differs
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.ranks.guard import CommunicationError
-from fairseq_tutel.tools.convert.sharded import to_sharded
 
 plugin.register()
 STATE = {
@@ -53,7 +54,9 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
     content = bytearray(path.read_bytes())
     content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.pt .* is torn \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"):
+    with pytest.raises(
+        ValueError, match=r"a\.pt .* is corrupt \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"
+    ):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), {})
     monkeypatch.setenv("FAIRSEQ_TUTEL_OPEN_DAMAGED", "1")
     opened = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["model"]["weight"]
@@ -77,7 +80,7 @@ def test_a_file_whose_task_knows_no_experts_is_opened(kind, tmp_path):
 def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplog):
     model = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
     whole, path = str(written(tmp_path, model=model)), str(tmp_path / "b.pt")
-    to_sharded({**STATE, "model": model}, tmp_path / "b.pt", "int8")
+    to_sharded(SavedModel({**STATE, "model": model}), tmp_path / "b.pt", "int8")
     for file, resumes in ((whole, True), (path, None), (path, False)):
         assert "has experts in int8: training continues from these rounded" not in caplog.text
         checkpoint_utils.load_checkpoint_to_cpu(file, {}, load_on_all_ranks=resumes)

@@ -27,7 +27,7 @@ CORE = (
     {"inference"},
     {"vision", "ensemble", "distillation"},
 )
-EDGE = ({"optim"}, {"plugin"}, {"criterions"}, {"models"}, {"tasks"})
+EDGE = ({"optim"}, {"plugin"}, {"criterions"}, {"models"}, {"tasks"}, {"convert"})
 ORDER = (*CORE, *EDGE, {"tools"}, {""})
 LEVEL = {folder: level for level, folders in enumerate(ORDER) for folder in folders}
 

@@ -23,16 +23,16 @@ def test_gates_see_an_earlier_input_and_weights_stay(files, tmp_path):
     save(tmp_path / "a.pt", BOTH_SIDES, balance_bias=True)
     printed = convert(*files, 1)
     assert printed.splitlines()[:4] == [
-        "encoder_1: its gate sees its own input",
-        "decoder_1: its gate sees its own input",
-        "decoder_3: its gate sees the input of decoder_1",
-        "decoder_5: its gate sees the input of decoder_3",
+        "encoder_1: its gate reads its own input",
+        "decoder_1: its gate reads its own input",
+        "decoder_3: its gate reads the input of decoder_1",
+        "decoder_5: its gate reads the input of decoder_3",
     ]
     a, b = load(tmp_path / "a.pt"), load(tmp_path / "b.pt")
     assert list(a["model"]) == list(b["model"])
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
     assert b["cfg"] == {**a["cfg"], "model": {**a["cfg"]["model"], "moe_pregate": 1}}
-    assert "last_optimizer_state" not in b  # of gates that saw something else
+    assert "last_optimizer_state" not in b  # of gates that read something else
 
 
 def test_what_cannot_be_pre_gated_is_refused(files, tmp_path):

@@ -16,7 +16,7 @@ from moe_files import load, save
 from safetensors import safe_open
 from tool_in_process import convert, refusal
 
-from fairseq_tutel.tools.convert import safetensors_folder
+from fairseq_tutel.convert import safetensors_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -114,6 +114,12 @@ def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     save(tmp_path / "a.pt")
     sync, rename, done = safetensors_folder.sync, os.rename, []
+    fsync, files = os.fsync, []
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (files.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)),
+    )
     monkeypatch.setattr(
         safetensors_folder, "sync", lambda folder: (done.append(str(folder)), sync(folder))
     )
@@ -123,6 +129,8 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     convert(*there(tmp_path))
     synced, renamed = done
     assert renamed == f"{synced} to {tmp_path / 'f'}"
+    weights = "model-00001-of-00001.safetensors"
+    assert files == [weights, "options.json", INDEX, os.path.basename(synced)]
 
 
 def edit(name, change):
@@ -141,14 +149,14 @@ def cut(folder):
 
 FIT = "do not fit each other"
 DAMAGED = {
-    "cut": (cut, "model-00002-of-00006.safetensors is missing or torn"),
+    "cut": (cut, "model-00002-of-00006.safetensors is missing or corrupt"),
     "a file is gone": (lambda f: (f / "model-00001-of-00006.safetensors").unlink(), "missing or"),
     "no options": (lambda f: (f / "options.json").unlink(), "there is no options.json"),
     "no JSON": (lambda f: (f / INDEX).write_text("{"), "cannot be read as JSON"),
     "too deep": (lambda f: (f / INDEX).write_text("[" * 10**6), "cannot be read as JSON"),
     "a pipe": (lambda f: ((f / INDEX).unlink(), os.mkfifo(f / INDEX)), "in which there is no"),
-    "a list": (lambda f: (f / "options.json").write_text("[]"), "is not of version 1"),
-    "newer": (edit("options.json", lambda c: c.update(fairseq_tutel=2)), "is not of version 1"),
+    "a list": (lambda f: (f / "options.json").write_text("[]"), "does not have the version 1"),
+    "newer": (edit("options.json", lambda c: c.update(fairseq_tutel=2)), "does not have the version 1"),
     "elsewhere": (
         edit(INDEX, lambda c: c["weight_map"].update(x="../model-00001-of-00006.safetensors")), FIT,
     ),
@@ -158,7 +166,7 @@ DAMAGED = {
     ),
     "another weight": (
         edit(INDEX, lambda c: c["weight_map"].update(x="model-00001-of-00006.safetensors")),
-        "it holds other weights than the index says",
+        "its weights differ from the index",
     ),
     "tied to nothing": (edit("options.json", lambda c: c["tied"].update(x="y")), FIT),
     "a text for options": (edit("options.json", lambda c: c.update(cfg="x")), FIT),
@@ -183,7 +191,7 @@ def test_what_cannot_be_written_so_is_refused(tmp_path):
     (tmp_path / "f").rmdir()
     state = load(path)
     torch.save({**state, "task_state": {"seen": torch.ones(1)}}, path)
-    assert "what no JSON can hold (a Tensor); give" in refusal(*there(tmp_path))
+    assert "options that JSON cannot hold (a Tensor); give" in refusal(*there(tmp_path))
     torch.save({**state, "model": {"x": 1}}, path)
-    assert "has a int in x, and safetensors hold tensors alone" in refusal(*there(tmp_path))
+    assert "has a int in x, but safetensors hold only tensors" in refusal(*there(tmp_path))
     assert list(tmp_path.iterdir()) == [path]

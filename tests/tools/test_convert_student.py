@@ -72,7 +72,7 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ((), "no layer would be left out; give --drop-layers"),
+        ((), "no layer would be removed; give --drop-layers"),
         (
             ("--drop-layers", "6"),
             "the decoder has the layers 0 to 5; name some of these, once each",

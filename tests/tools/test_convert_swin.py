@@ -380,7 +380,7 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
         pass
 
     assert "x.pth.rank0 is missing" in of(same, ["rank0"])
-    assert "which are not 4 experts; give the files of all ranks of" in of(same, ["rank1"])
+    assert "which is not 4 experts; give the files of all ranks of" in of(same, ["rank1"])
     assert "4 experts in layers.1.blocks.1.mlp._moe_layer, which 3 ranks cannot hold; give" in of(
         same, ["rank3"], ranks=4
     )
@@ -453,7 +453,7 @@ def test_what_is_no_released_model_is_refused(released_file, tmp_path):
         lambda m: m.pop("layers.1.blocks.1.norm1.bias")
     )
     assert "has absolute_pos_embed" in of(lambda m: m.update(absolute_pos_embed=torch.ones(1)))
-    assert "shape (3,), where the others ask for (5,)" in of(
+    assert "shape (3,), but the other weights need (5,)" in of(
         lambda m: m.update({"head.bias": torch.ones(3)})
     )
     assert "--classes is 0" in of(lambda m: None, classes=0)

@@ -344,9 +344,9 @@ REFUSED = {
         lambda folder: (folder / LAST).unlink(),
         f"--input-prefix names FOLDER/{LAST}, which does not exist",
     ),
-    "torn": (
+    "truncated": (
         lambda folder: (folder / LAST).write_bytes(b"PK half"),
-        f"--input-prefix names FOLDER/{LAST}, which is torn or no checkpoint",
+        f"--input-prefix names FOLDER/{LAST}, which is corrupt or no checkpoint",
     ),
     "no weights": (
         lambda folder: torch.save({"epoch": 3}, folder / LAST),
@@ -374,7 +374,7 @@ REFUSED = {
     ),
     "experts that the files do not hold": (
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
-        "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which are not 8 experts",
+        "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which is not 8 experts",
     ),
     "experts that so many ranks cannot hold": (
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
@@ -409,7 +409,7 @@ def write_example(folder, **fields):
 def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path):
     words = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
     message = refusal("tutel", *words)
-    assert "--expert-activation is linear, as Tutel's example leaves its experts, but" in message
+    assert "--expert-activation is linear, as in Tutel's example, but" in message
     assert "give --expert-activation gelu if" in message
     convert("tutel", *words, "--expert-activation", "gelu")
     options = load(tmp_path / "o")["cfg"]["model"]

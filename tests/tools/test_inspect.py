@@ -96,7 +96,7 @@ def flip_last(path):
 
 def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_path):
     convert("sharded", "--input", save(tmp_path / "a.pt"), "--output", tmp_path / "b.pt")
-    assert "checked: every byte is what was saved\n" in inspect(tmp_path / "b.pt", "--check")
+    assert "checked: all bytes match their checksums\n" in inspect(tmp_path / "b.pt", "--check")
     file = max((tmp_path / "experts").rglob("*.safetensors"))
     whole = file.read_bytes()
     flip_last(file)
@@ -106,7 +106,7 @@ def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_p
     assert str(file) in end.value.code
     for cut in (whole[:-1], whole[:20], b""):
         file.write_bytes(cut)
-        with pytest.raises(SystemExit, match="which is torn; give an older checkpoint") as end:
+        with pytest.raises(SystemExit, match="which is corrupt; give an older checkpoint") as end:
             inspect(tmp_path / "b.pt")
         assert str(file) in end.value.code
 
@@ -116,7 +116,7 @@ def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(tmp_path):
     mark = torch.full((64,), 7.5).numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
     inspect(path)
-    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes are not what was saved"):
+    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes differ from their checksums"):
         inspect(path, "--check")
     torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
     assert "not checked: a file from before" in inspect(path, "--check")

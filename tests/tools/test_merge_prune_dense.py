@@ -177,7 +177,7 @@ def test_convert_keeps_even_groups_of_experts(convert, tmp_path):
         ("merge", ("--groups", "0/1/2,3/4,5")),
         ("merge", ("--moe-expert-count", 3)),
     ):
-        with pytest.raises(SystemExit, match="has 2 groups of 3 neighbouring experts"):
+        with pytest.raises(SystemExit, match="has 2 groups of 3 neighboring experts"):
             convert(kind, *words)
 
 
@@ -189,7 +189,7 @@ def test_convert_prune_of_a_hash_gate_drops_the_last_alone(convert, tmp_path):
     stays = (a["decoder_0"] == b["decoder_0"]).all(dim=1)
     assert 0.3 < stays.float().mean() < 0.7  # tokens of the experts that stay have the same ones
     for kind, words in (("prune", ("--drop", 0)), ("merge", ("--moe-expert-count", 2))):
-        with pytest.raises(SystemExit, match=r"has a hash gate .* drop the last experts alone"):
+        with pytest.raises(SystemExit, match=r"has a hash gate .* drop only the last experts"):
             convert(kind, *words)
 
 
@@ -293,8 +293,8 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
 
 
 REFUSED = {
-    "torn": ({}, ("prune", "--drop", 0, "--input", "torn.pt"),
-             "torn.pt, which is torn or no checkpoint; give another file"),
+    "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"),
+             "cut.pt, which is corrupt or no checkpoint; give another file"),
     "output with a slash": ({}, ("prune", "--drop", 0, "--output", "new/"),
                             "--output is new/; give the name"),
     "dense": ({}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
@@ -309,21 +309,21 @@ REFUSED = {
     ),
     "output is input": ({}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
     "no such expert": ({}, ("prune", "--drop", "1,4"),
-                       "--drop names expert 4, but decoder_0 has 4; give ids from 0 to 3"),
+                       "--drop names expert 4, but decoder_0 has 4; give IDs from 0 to 3"),
     "no number": ({}, ("prune", "--drop", "x"),
-                  "--drop has x, where 'x' is no expert's id; give ids with commas between them, as 0,3."),
-    "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, where '' is no expert's id"),
+                  "--drop has x, where 'x' is no expert ID; give IDs with commas between them, as 0,3."),
+    "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, where '' is no expert ID"),
     "below zero": ({}, ("dense", "--experts", "-1"),
-                   "--experts has -1, where '-1' is no expert's id; give ids with commas between them, "
+                   "--experts has -1, where '-1' is no expert ID; give IDs with commas between them, "
                    "as 0,3, or all."),
     "no commas": ({}, ("merge", "--groups", "0 3/1 2"),
-                  "--groups has 0 3/1 2, where '0 3' is no expert's id; give ids with commas between "
+                  "--groups has 0 3/1 2, where '0 3' is no expert ID; give IDs with commas between "
                   "them, as 0,3, and / between groups, as 0,3/1,2."),
     "twice": ({}, ("prune", "--drop", "1,1"),
-              "--drop has 1,1, where expert 1 is there twice; name it once"),
+              "--drop has 1,1, where expert 1 is named twice; name it once"),
     "no such layer": ({}, ("prune", "--drop", "decoder_2=1"),
                       "no layer with experts; there are decoder_0, decoder_1"),
-    "two for all": ({}, ("prune", "--drop", "1", "2"), "give one for all layers, or LAYER="),
+    "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
     "too few left": ({}, ("prune", "--drop", "0,1,2"),
                      "decoder_0 would have 1 expert, but a token has 2 (--moe-top-k); keep more, or "
                      "give --moe-top-k 1."),
@@ -332,15 +332,15 @@ REFUSED = {
     "none left above a load": ({}, ("prune", "--below", 99, "--load", "1,1,1,1"),
                                "--below 99 leaves none of the 4 experts of decoder_0; keep one."),
     "ids and loads": ({}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
-                      "--drop names the experts, so that --log and --load have no use"),
+                      "--drop names the experts, so that --log and --load have no effect"),
     "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
                           "has only loads of 0 for decoder_0; give one above 0"),
     "records of no log": ({}, ("merge", "--moe-expert-count", 2, "--last-records", 5),
-                          "--last-records is 5, which is of a --log; add one, or leave it out."),
+                          "--last-records is 5, which needs --log; add it, or leave this out."),
     "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"),
                             "--load has nan,1,1,1, where 'nan' is no load; give a number of at least 0 "
                             "for each"),
-    "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but there are no loads to go by"),
+    "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but there are no loads; add"),
     "too few loads": ({}, ("prune", "--below", 0.1, "--load", "1,2"),
                       "has 2 loads for decoder_0, which has 4 experts; give one per expert"),
     "negative load": ({}, ("prune", "--below", 0.1, "--load", "1,2,-1,0"), "'-1' is no load"),
@@ -350,20 +350,20 @@ REFUSED = {
     "missing from groups": ({}, ("merge", "--groups", "0,1/3"),
                             "--groups names 3 of the 4 experts of decoder_0; name every one once"),
     "twice in groups": ({}, ("merge", "--groups", "0,3/3,2,1"),
-                        "where expert 3 is there twice; name it once."),
+                        "where expert 3 is named twice; name it once."),
     "more experts": ({}, ("merge", "--moe-expert-count", 5),
                      "--moe-expert-count is 5, but decoder_0 has 4 experts; give no more"),
     "no count": ({}, ("merge", "--moe-expert-count", "x"), "--moe-expert-count is 'x'; give"),
     "counts": ({}, ("merge", "--moe-expert-count", "2,2,2"), "3 numbers for 2 MoE layers"),
     "a gate of one's own": ({"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
-                            "has a gate of your own, custom_parts.CalmGate"),
+                            "has a custom gate, custom_parts.CalmGate"),
     "not every layer": ({}, ("dense", "--experts", "decoder_1=0"),
                         "--experts names none for decoder_0; add decoder_0=0"),
     "weight": ({}, ("dense", "--experts", 0, "--weight", -1), "--weight is -1; give a number"),
     "glu": ({"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
     "residual": ({"residual": True}, ("dense", "--experts", 0), "which no dense layer can"),
     "layer norm, two": ({"hidden_layer_norm": True}, ("dense", "--experts", "0,1"),
-                        "normalises each expert's hidden layer by itself (--scale-fc)"),
+                        "normalizes the hidden layer of each expert (--scale-fc)"),
 }  # fmt: skip
 
 
@@ -371,7 +371,7 @@ REFUSED = {
 def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_path):
     options, (kind, *words), sentence = REFUSED[case]
     whole = save(tmp_path / "a.pt", **options)
-    (tmp_path / "torn.pt").write_bytes(whole.read_bytes()[:2000])
+    (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:2000])
     save(tmp_path / "dense.pt", ("decoder.layers.0!",))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     words = [

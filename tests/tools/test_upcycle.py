@@ -1,8 +1,7 @@
-"""`convert upcycle`, layer by layer: what copies compute, what is drawn, what becomes of moments.
+"""`convert upcycle`, layer by layer: outputs of the copies, and what is initialized.
 
-Covered: that the tool says exactly of those options that the layer computes what the dense step did for
-which it does; gates as a training draws them; parts of a step; noise and units drawn anew; moments by
-parameter, in the model's order; what no copies can be.
+Covered: `differences` is empty for exactly those options with which the outputs stay the same; gates have a
+training run's initial values; parts of an FFN; noise and reinitialized units; what cannot be copied.
 """
 
 import dataclasses
@@ -10,22 +9,9 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from fairseq.criterions import CRITERION_REGISTRY
-from fairseq.optim import OPTIMIZER_REGISTRY
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.tools.convert.layers import layers_of
-from fairseq_tutel.tools.convert.upcycle import _upcycled, copied_state
-from fairseq_tutel.tools.convert.upcycle_layer import (
-    Variation,
-    copies,
-    differences,
-    moe_tensors,
-    trained_tensors,
-)
+from fairseq_tutel.convert.upcycle_layer import Variation, differences, moe_tensors
 
 D, H, E = 8, 24, 6
 PLAIN = {"model_dim": D, "hidden_dim": H, "num_experts": E, "activation": "gelu"}
@@ -188,9 +174,9 @@ def test_upcycle_keeps_the_dtype_of_the_weights(dtype):
 
 
 REFUSED = {
-    "glu": ({"expert_type": "glu"}, r"--moe-expert-type\) is 'glu', but a dense .* leave it out"),
-    "no part": ({"hidden_dim": 7}, r"--moe-expert-ffn-dim\) is 7, but the dense step is 24 wide"),
-    "wider": ({"hidden_dim": 48}, "is 48, but the dense step is 24 wide; give a whole part"),
+    "glu": ({"expert_type": "glu"}, r"--moe-expert-type\) is 'glu', but a dense FFN .* leave it out"),
+    "no part": ({"hidden_dim": 7}, r"--moe-expert-ffn-dim\) is 7, but the dense FFN is 24 wide"),
+    "wider": ({"hidden_dim": 48}, "is 48, but the dense FFN is 24 wide; give a divisor"),
     "experts": (
         {"hidden_dim": 12, "num_experts": 5},
         r"into 2 parts, but num_experts \(--moe-expert-count\) is 5; give a multiple of 2",
@@ -200,10 +186,10 @@ REFUSED = {
     "hash": ({"hidden_dim": 12, "gate_type": "hash"}, "gate-type.* hash would not keep together"),
     "residual": ({"hidden_dim": 12, "residual": True}, "residual.* would not keep together"),
     "choice": ({"hidden_dim": 12, "choice": "experts"}, "choice.* would not keep together"),
-    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "--scale-fc normalises the step"),
+    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "--scale-fc normalizes the FFN"),
     "gate": (
         {"gate_type": "cosine", "gate_scale": 0.5},
-        r"--gate-scale is 0.5, for which gate_type \(--moe-gate-type\) cosine has no use",
+        r"--gate-scale is 0.5, which has no effect on gate_type \(--moe-gate-type\) cosine",
     ),
 }  # fmt: skip
 
@@ -214,112 +200,3 @@ def test_upcycle_refuses_what_no_copies_can_be(name):
     config, how = case(options)
     with pytest.raises(ValueError, match=sentence):
         moe_tensors(dense_step(config.hidden_layer_norm), config, "a", how)
-
-
-CASES = ({}, {"gate_type": "linear,cosine", "gate_index": 1}, {"residual": True, "shared_experts": 1},
-         {"gate_type": "hash", "balance_bias": False}, {"hidden_layer_norm": True})  # fmt: skip
-
-
-@pytest.mark.parametrize("options", CASES)
-def test_upcycle_knows_the_parameters_that_a_training_has_and_their_order(options):
-    config = MoEConfig(**PLAIN, **options)
-    layer = MoEFeedForward(config, Topology(), 1, "decoder.layers.1.fc1")
-    expected = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
-    assert trained_tensors(config, "decoder.layers.1.fc1") == expected
-
-
-def dense_model():
-    """Return a state dict of two layers, its parameters' names, and Adam's state of them."""
-    model = {"decoder.version": torch.ones(1), "decoder.embed_tokens.weight": torch.randn(5, D)}
-    for i in range(2):
-        model |= {f"decoder.layers.{i}.{key}": t for key, t in dense_step(seed=i).items()}
-        model[f"decoder.layers.{i}.final_layer_norm.weight"] = torch.ones(D)
-    model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
-    names = [name for name in model if "version" not in name and "output" not in name]
-    state = {
-        i: {"step": 7, "exp_avg": torch.randn_like(model[name]), "fp32_master": model[name]}
-        for i, name in enumerate(names)
-    }
-    group = {"lr": 0.1, "params": list(range(len(names)))}
-    return model, names, {"state": state, "param_groups": [group], "loss_scale": 4.0}
-
-
-def test_upcycle_copies_moments_to_every_expert_and_leaves_what_is_new_without():
-    dense, names, optimizer = dense_model()
-    layer = layers_of(dense)[1]
-    config = MoEConfig(**{**PLAIN, "hidden_dim": H // 2})
-    moe = {}
-    for name, tensor in dense.items():
-        if name == f"{layer.name}.fc1.weight":
-            made = moe_tensors(dense_step(seed=1), config, layer.step, SAME)
-            moe |= {f"{layer.step}.{key}": value for key, value in made.items()}
-        elif name.removeprefix(f"{layer.name}.") not in dense_step():
-            moe[name] = tensor
-    found = copied_state(dense, optimizer, moe, {layer: config})
-    new_names = [name for name in moe if "version" not in name and "output" not in name]
-    assert found["loss_scale"] == 4
-    assert found["param_groups"] == [{"lr": 0.1, "params": list(range(len(new_names)))}]
-    for i, name in enumerate(new_names):
-        if name.endswith("gate.weight"):
-            assert i not in found["state"]
-        elif ".experts." not in name:
-            assert found["state"][i] == optimizer["state"][names.index(name)]
-        else:
-            assert set(found["state"][i]) == {"step", "exp_avg"}
-            assert found["state"][i]["step"] == 7
-    of_step = {
-        key: optimizer["state"][names.index(f"{layer.name}.{key}")]["exp_avg"]
-        for key in dense_step()
-    }
-    for key, moment in copies(of_step, config).items():
-        assert torch.equal(
-            found["state"][new_names.index(f"{layer.step}.{key}")]["exp_avg"], moment
-        )
-
-
-def test_upcycle_with_moments_names_the_moe_classes_and_leaves_averages_out():
-    register()
-    dense, _, optimizer = dense_model()
-    state = {
-        "args": None,
-        "cfg": {
-            "criterion": {"_name": "moe_cross_entropy"},
-            "optimizer": {"_name": "moe_adam"},
-        },
-        "model": dense,
-        "last_optimizer_state": optimizer,
-        "optimizer_history": [
-            {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam"}
-        ],
-        "extra_state": {"ema_fp32_params": {}, "epoch": 2},
-    }
-    layers = {layers_of(dense)[1]: MoEConfig(**PLAIN)}
-    made = _upcycled(state, layers, SAME, copies_optimizer=True)
-    assert made["extra_state"] == {"epoch": 2}
-    assert made["optimizer_history"] == [
-        {
-            "criterion_name": CRITERION_REGISTRY["moe_cross_entropy"].__name__,
-            "optimizer_name": OPTIMIZER_REGISTRY["moe_adam"].__name__,
-        }
-    ]
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda s: None, "--input holds no optimizer state; leave --copy-optimizer-state out"),
-        (lambda s: s | {"param_groups": s["param_groups"] * 2}, "several groups of parameters"),
-        (
-            lambda s: s | {"param_groups": [{"params": [0]}], "state": {}},
-            "it is of 1 tensors where the model has 11; leave --copy-optimizer-state out",
-        ),
-        (
-            lambda s: s | {"state": {0: {"exp_avg": torch.ones(3)}}},
-            r"exp_avg has the shape \(3,\) where its parameter has \(5, 8\)",
-        ),
-    ],
-)
-def test_upcycle_refuses_to_copy_a_state_that_is_not_by_parameter(change, sentence):
-    dense, _, optimizer = dense_model()
-    with pytest.raises(ValueError, match=sentence):
-        copied_state(dense, change(optimizer), dense, {})

@@ -14,7 +14,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf, gen_parser_f
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 
-from fairseq_tutel.checkpoint.files import TORN, is_whole, refused_class, unlike_a_file
+from fairseq_tutel.checkpoint.files import CORRUPT, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of, options_of
@@ -101,7 +101,7 @@ def _refuse_damaged(path: str) -> None:
     """Refuse a local file that differs from what was saved: its weights cannot be trusted."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
-            f"{path} is no checkpoint, or one that {TORN}; give another file, or set {OPEN_DAMAGED}=1 to "
+            f"{path} is no checkpoint, or one that {CORRUPT}; give another file, or set {OPEN_DAMAGED}=1 to "
             "use it as it is."
         )
 
@@ -168,7 +168,7 @@ def _replace_retired(state: Any) -> None:
 def _warn_of_quantized(state: Any, path: str) -> None:
     """Warn if a training run resumes from quantized experts."""
     tensors = (state.get("model") or {}).values()
-    packings = {t.packing for t in tensors if isinstance(t, ShardedTensor) and t.packing}
+    packings = {t.expert_dtype for t in tensors if isinstance(t, ShardedTensor) and t.expert_dtype}
     if packings:
         logger.warning(
             "%s has experts in %s: training continues from these rounded weights; resume from the "

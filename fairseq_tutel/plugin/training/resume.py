@@ -15,8 +15,8 @@ import torch
 from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint.files import (
+    CORRUPT,
     NOT_CHECKPOINTS,
-    TORN,
     has_an_end,
     identity,
     is_whole,
@@ -57,7 +57,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         others = _other_checkpoints(path)
         such_as = f", such as --restore-file {others[0]}" if others else ""
         raise ValueError(
-            f"{flag} is {path}, which {TORN}; remove it and give an older checkpoint{such_as}."
+            f"{flag} is {path}, which {CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
     if any(other != found[0] for other in found):
         raise ValueError(_several(flag, path, found))

@@ -1,7 +1,6 @@
-"""Which experts: options for all MoE layers, as 3,5, or for some, as decoder_1=3,5 encoder_3=0; loads.
+"""Reads options per MoE layer, as 3,5 for all or decoder_1=3,5 encoder_3=0 for some, and experts' loads.
 
-A load is in even shares: 1 is what every expert would get if all got the same. It is from a training's log,
-or from the command line.
+A load of 1 is that of an even distribution. Loads are read from a training log or the command line.
 """
 
 import argparse
@@ -11,29 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.tools.convert.layers import Layer
 from fairseq_tutel.tools.training_log import LOAD, find_log, join
 
 T = TypeVar("T")
 Loads = dict[Layer, list[float]]
-# Records of a log that the mean is taken over, by default.
+# Default number of log records for the mean.
 LAST = 20
 
 
 def by_layer(
     flag: str, words: Sequence[str], layers: Sequence[Layer], read: Callable[[str], T]
 ) -> dict[Layer, T]:
-    """Return what an option's words say for each layer that they name.
+    """Return the values of an option by layer.
 
     Args:
-        flag: of the option, for errors.
-        words: one without a layer's label, or some with one each.
-        layers: that the checkpoint has.
-        read: makes a value of a word; its ValueError says why it cannot, and how the word should be.
+        flag: the option, for errors.
+        words: one word without a layer's label, or several with labels.
+        layers: MoE layers of the checkpoint.
+        read: parses a word; its ValueError has the reason and the expected form.
 
     Raises:
-        ValueError: naming the flag, the word and the fix.
+        ValueError: a word is invalid.
     """
     named = {layer.label: layer for layer in layers}
     found: dict[Layer, T] = {}
@@ -41,7 +40,7 @@ def by_layer(
         label, equals, text = word.rpartition("=")
         if not equals and len(words) > 1:
             raise ValueError(
-                f"{flag} is {' '.join(words)}; give one for all layers, or LAYER=… for each."
+                f"{flag} is {' '.join(words)}; give one value for all layers, or LAYER=… for each."
             )
         if equals and (label not in named or named[label] in found):
             raise ValueError(
@@ -57,61 +56,55 @@ def by_layer(
 
 
 def ids(text: str) -> list[int]:
-    """Read expert ids, separated by commas, each of them once."""
+    """Read expert IDs, separated by commas, each once."""
     parts = text.split(",")
     for part in parts:
         if not re.fullmatch(r"\s*[0-9]+\s*", part):
-            raise ValueError(
-                f"{part!r} is no expert's id; give ids with commas between them, as 0,3"
-            )
+            raise ValueError(f"{part!r} is no expert ID; give IDs with commas between them, as 0,3")
     found = [int(part) for part in parts]
     refuse_twice(found)
     return found
 
 
 def refuse_twice(found: Sequence[int]) -> None:
-    """Refuse an id that is there twice."""
+    """Refuse a repeated ID."""
     for i in found:
         if found.count(i) > 1:
-            raise ValueError(f"expert {i} is there twice; name it once")
+            raise ValueError(f"expert {i} is named twice; name it once")
 
 
 def refuse_unknown(flag: str, layer: Layer, found: Sequence[int], num_experts: int) -> None:
-    """Refuse ids of experts that a layer does not have."""
+    """Refuse IDs of experts that a layer does not have."""
     for i in found:
         if not 0 <= i < num_experts:
             raise ValueError(
-                f"{flag} names expert {i}, but {layer.label} has {num_experts}; give ids from 0 to "
+                f"{flag} names expert {i}, but {layer.label} has {num_experts}; give IDs from 0 to "
                 f"{num_experts - 1}."
             )
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where loads are."""
+    """Add the options for loads."""
     source = parser.add_mutually_exclusive_group()
-    text = (
-        "take the loads from this log of a training with --log-format json, or from the one in this"
-    )
+    text = "read the loads from this training log with --log-format json, or from the one in this"
     source.add_argument("--log", metavar="PATH", help=f"{text} --save-dir")
     text = "the loads, one number per expert, as 0.5,2,1,0.5, or by layer, as decoder_1=0.5,1.5"
     source.add_argument("--load", nargs="+", metavar="LOADS", help=text)
-    text = f"of the log, take the mean over the last N records [{LAST}]"
+    text = f"number of the last log records for the mean [{LAST}]"
     parser.add_argument("--last-records", type=int, metavar="N", help=text)
 
 
 def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> Loads:
-    """Return the loads of the layers for which there are any; nothing where none are given.
+    """Return the given loads by layer.
 
     Raises:
-        ValueError: a log without them, or numbers that are not one per expert.
+        ValueError: a log lacks them, or has another number of experts.
     """
     last = arguments.last_records
     if last is not None and last < 1:
         raise ValueError(f"--last-records is {last}; give a number of at least 1.")
     if last is not None and arguments.log is None:
-        raise ValueError(
-            f"--last-records is {last}, which is of a --log; add one, or leave it out."
-        )
+        raise ValueError(f"--last-records is {last}, which needs --log; add it, or leave this out.")
     found: Loads = {}
     if arguments.log is not None:
         found = of_log(Path(arguments.log), list(layers), LAST if last is None else last)
@@ -131,10 +124,10 @@ def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> L
 
 
 def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
-    """Return the mean loads of all layers over the last records of a training.
+    """Return the mean loads of all layers over the last records of a training log.
 
     Raises:
-        ValueError: no log, or one without the loads of a layer.
+        ValueError: there is no log, or it lacks the loads of a layer.
     """
     records = join(find_log(path)[0]).training
     found: Loads = {}
@@ -143,7 +136,7 @@ def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
         lists = [record.lists[key] for record in records if key in record.lists]
         if not lists:
             raise ValueError(
-                f"--log names {path}, which has no {key}; give the log of a training of this "
+                f"--log names {path}, which has no {key}; give the log of a training run of this "
                 "model with a moe_ criterion and --log-format json."
             )
         if len({len(load) for load in lists[-last:]}) > 1:

@@ -1,9 +1,9 @@
-"""One dense feed-forward step made into a MoE layer of copies: the tensors, and what the copies compute.
+"""Makes the tensors of a MoE layer from a dense FFN, and describes how its outputs differ.
 
-E experts, D model_dim, H the dense step's hidden dimension, h = H / G an expert's. With G > 1 an expert
-is a G-th of the dense step, and experts g * G to g * G + G - 1 have the same gate row, so that a token
-that chooses one chooses all G parts (He et al. 2024, virtual groups); their fc2 is G times larger, since
-each gets a G-th of the token's weight.
+E experts, D model_dim, H the FFN's hidden dimension, h = H / G an expert's. With G > 1 an expert is a G-th
+of the FFN. Experts g * G to g * G + G - 1 have the same gate row, so that a token chooses all G parts
+together (He et al. 2024, virtual groups). Their fc2 is G times larger, since each gets a G-th of the
+token's weight.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """How copies are made to differ.
+    """How the copies of an FFN differ.
 
     Attributes:
-        seed: of all that is drawn.
-        perturb: standard deviation of gaussian noise on the experts' weights, in those of the matrix.
-        reinitialize: share of every expert's hidden units that are drawn anew, 0 to 1.
-        gate_scale: what a linear gate's drawn weights are multiplied with.
+        seed: seed of gates and of all differences.
+        perturb: standard deviation of Gaussian noise on weights, relative to that of the matrix.
+        reinitialize: fraction of every expert's hidden units that are initialized again, 0 to 1.
+        gate_scale: factor for the initial weights of a linear gate.
     """
 
     seed: int = 1
@@ -41,17 +41,17 @@ class Variation:
 
 
 def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
-    """Return G, how many experts make up the dense step; refuse what no copies of one can be."""
+    """Return G, the number of experts that make up the FFN, or refuse the configuration."""
     if config.expert_type != "ffn":
         raise ValueError(
-            f"{label_of('expert_type')} is {config.expert_type!r}, but a dense feed-forward step can be "
-            "copied to experts of type ffn alone; leave it out."
+            f"{label_of('expert_type')} is {config.expert_type!r}, but a dense FFN can be copied only to "
+            "experts of type ffn; leave it out."
         )
     parts, rest = divmod(hidden_dim, config.hidden_dim)
     if rest or parts < 1:
         raise ValueError(
-            f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense step is {hidden_dim} wide; "
-            "give a whole part of that, or 0."
+            f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense FFN is {hidden_dim} wide; "
+            "give a divisor of that, or 0."
         )
     if parts > 1:
         _refuse_parts(config, parts, hidden_dim)
@@ -59,9 +59,9 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
 
 
 def _refuse_parts(config: MoEConfig, parts: int, hidden_dim: int) -> None:
-    """Refuse what keeps a token from choosing all parts of a step together."""
+    """Refuse options with which a token would not choose all parts of an FFN together."""
     label = f"{label_of('hidden_dim')} {config.hidden_dim}"
-    cut = f"{label} cuts the dense step of {hidden_dim} into {parts} parts"
+    cut = f"{label} splits the dense FFN of {hidden_dim} into {parts} parts"
     for name, value in (
         ("num_experts", config.num_experts),
         ("top_k", config.top_k),
@@ -71,7 +71,7 @@ def _refuse_parts(config: MoEConfig, parts: int, hidden_dim: int) -> None:
             what = "leaves groups of" if name == "expert_groups" else "is"
             raise ValueError(
                 f"{cut}, but {label_of(name)} {what} {value}; give a multiple of {parts}, or experts as "
-                "wide as the step (--moe-expert-ffn-dim 0)."
+                "wide as the FFN (--moe-expert-ffn-dim 0)."
             )
     wrong = {
         "gate_type": not set(config.gate_types) <= set(GATE_TYPES) - {"hash"},
@@ -85,46 +85,35 @@ def _refuse_parts(config: MoEConfig, parts: int, hidden_dim: int) -> None:
         )
     if config.hidden_layer_norm:
         raise ValueError(
-            f"{cut}, but --scale-fc normalises the step as a whole; leave --moe-expert-ffn-dim out."
+            f"{cut}, but --scale-fc normalizes the FFN as a whole; leave --moe-expert-ffn-dim out."
         )
 
 
 def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Variation) -> Tensors:
-    """Return the state dict of a MoE layer that is made of a dense step.
+    """Return the state dict of a MoE layer made of a dense FFN.
 
     Args:
-        ffn: the dense step's tensors, as `dense_step` gives them.
-        config: of the layer.
+        ffn: tensors from `SavedModel.dense_ffn`.
+        config: the layer's configuration.
         name: its qualified name, part of its seeds.
-        how: copies are made to differ.
+        how: how the copies differ.
 
     Raises:
-        ValueError: experts that no copies can be, or a gate that cannot be scaled.
+        ValueError: experts that cannot be copies, or a gate that cannot be scaled.
     """
     parts = _parts_of(config, len(ffn["fc1.weight"]))
     layer = _without_experts(config, how.seed, name)
     _prepare_gates(layer, parts, how.gate_scale)
-    made = copies(ffn, config)
+    made = _copies(ffn, config)
     made["experts.fc2_weight"] *= parts
-    _draw_units_anew(made, name, how)
+    _reinitialize(made, name, how)
     _perturb(made, name, how)
     made |= _shared(ffn, layer)
     return {key: made.get(key, tensor) for key, tensor in layer.state_dict().items()}
 
 
-def trained_tensors(config: MoEConfig, name: str) -> list[str]:
-    """Return the names of a MoE layer's trained parameters, in the optimizer's order."""
-    layer = _without_experts(config, 0, name)
-    for i, gate in enumerate([layer.gate, *layer.other_gates]):
-        gate.requires_grad_(i == config.gate_index)
-    return [key for key, parameter in layer.named_parameters() if parameter.requires_grad]
-
-
-def copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
-    """Return the MoE layer's tensors that are copies of a dense step's, or of parts of it.
-
-    `ffn` may lack tensors, and hold others in their place, such as the optimizer's moments.
-    """
+def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
+    """Return the MoE layer's tensors that are copies of the FFN's, or of parts of them."""
     made: Tensors = {}
     for key, tensor in ffn.items():
         map_name, _, kind = key.replace("ffn_layernorm", "hidden_layer_norm").partition(".")
@@ -145,11 +134,11 @@ def copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
 
 
 def differences(config: MoEConfig, how: Variation) -> list[str]:
-    """Return why the layer's first output, in evaluation, is not the dense step's; nothing where it is."""
+    """Return why the layer's initial output, in evaluation, differs from the FFN's; [] if it does not."""
     found = []
     scale, several = config.routed_scaling_factor, config.top_k > 1
     if config.choice == "experts":
-        found.append("experts choose their tokens, and a token may get any number of them")
+        found.append("experts choose their tokens, and a token may have any number of them")
     elif not sums_to_1(config) and several:
         found.append(
             "the weights of a token's experts do not sum to 1 (--moe-normalize-gate before)"
@@ -173,7 +162,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
     if how.perturb:
         found.append(f"the experts' weights have noise (--perturb {how.perturb:g})")
     if how.reinitialize:
-        found.append(f"hidden units are drawn anew (--reinitialize {how.reinitialize:g})")
+        found.append(f"hidden units are initialized again (--reinitialize {how.reinitialize:g})")
     return found
 
 
@@ -187,7 +176,7 @@ def sums_to_1(config: MoEConfig) -> bool:
 
 
 def _without_experts(config: MoEConfig, seed: int, name: str) -> MoELayer:
-    """Return a layer drawn as a training draws it, whose experts have shapes and no values."""
+    """Return an initialized layer whose experts are meta tensors."""
     with torch.device("meta"):
         experts = Experts(config, Part(config.num_experts))
     return MoELayer(config, seed=seed, name=name, experts=experts)
@@ -195,12 +184,12 @@ def _without_experts(config: MoEConfig, seed: int, name: str) -> MoELayer:
 
 @torch.no_grad()
 def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
-    """Scale what was drawn for the gates, and let the experts of a virtual group have the same row."""
+    """Scale the gates' initial weights, and copy one row to all experts of a virtual group."""
     for gate in (layer.gate, *layer.other_gates):
         if scale != 1 and not isinstance(gate, LinearGate):
             raise ValueError(
-                f"--gate-scale is {scale:g}, for which {label_of('gate_type')} {layer.config.gate_type} "
-                "has no use; leave it out, or choose linear."
+                f"--gate-scale is {scale:g}, which has no effect on {label_of('gate_type')} "
+                f"{layer.config.gate_type}; leave it out, or choose linear."
             )
         if isinstance(gate, LinearGate):
             gate.weight.mul_(scale)
@@ -209,10 +198,10 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
             rows_ED.copy_(rows_ED[::parts].repeat_interleave(parts, dim=0))
 
 
-def _draw_units_anew(made: Tensors, name: str, how: Variation) -> None:
-    """Draw a share of every expert's hidden units anew, normal by the mean and deviation of the old ones.
+def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
+    """Initialize a fraction of every expert's hidden units again, normal with the old mean and deviation.
 
-    Source: Nakamura et al. 2025 (Drop-Upcycling), section 3, with biases drawn likewise.
+    Source: Nakamura et al. 2025 (Drop-Upcycling), section 3; biases are treated alike.
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape
@@ -239,7 +228,7 @@ def _perturb(made: Tensors, name: str, how: Variation) -> None:
 
 
 def _shared(ffn: Mapping[str, Tensor], layer: MoELayer) -> Tensors:
-    """Return shared experts that add nothing yet: their first map is copied, their second one is 0."""
+    """Return shared experts with an initial output of 0: fc1 is a copy, and fc2 is 0."""
     if not layer.config.shared_experts or layer.beside is None:
         return {}
     width = layer.config.shared_experts * layer.config.hidden_dim

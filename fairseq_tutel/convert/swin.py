@@ -1,15 +1,13 @@
-"""convert swin: write a released checkpoint of Swin V2 as one of fairseq.
+"""Converts released checkpoints of microsoft/Swin-Transformer: Swin V2, and SwinV2-MoE with its experts.
 
-It reads what microsoft/Swin-Transformer saves: Swin V2, and SwinV2-MoE, dense and with experts. For
-experts name X.pth, and keep X.pth.master and X.pth.rank0, X.pth.rank1, ... together. Second biases may be
-absent (MLP_FC2_BIAS: False). The tensors tell the model's sizes. The image size is derived from the windows
-of the last stage.
+The sizes of the model are those of the tensors. The image size follows from the windows of the last stage.
+Second biases may be absent (MLP_FC2_BIAS: False).
 """
 
-import argparse
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,83 +15,69 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import plugin
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert import swin_experts
+from fairseq_tutel.convert.names import SWIN, with_experts
+from fairseq_tutel.convert.tutel_names import Tensors
 from fairseq_tutel.files.small import content_of
 from fairseq_tutel.moe.options import options_in
-from fairseq_tutel.tools.arguments import add_conversion, refuse_output
-from fairseq_tutel.tools.convert import swin_experts
-from fairseq_tutel.tools.convert.files import begun_anew, write
-from fairseq_tutel.tools.convert.options import SWIN, model_options, name_of, with_experts
 from fairseq_tutel.vision.options import SwinConfig
 from fairseq_tutel.vision.position_bias import SPAN
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"
-# What the released code computes from sizes and keeps beside the weights.
+# Buffers that the released code computes from the sizes.
 COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_mask)")
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
 
 
-def add_to(kinds: Any) -> None:
-    """Add the conversion to the command line."""
-    text = "from a released Swin V2"
-    parser = add_conversion(kinds, "swin", convert, text, __doc__, "the released .pth file")
-    parser.add_argument(
-        "--classes",
-        type=int,
-        metavar="N",
-        help="begin a new head for N classes, of zeros, in place of the released one, to fine-tune",
-    )
-    parser.add_argument(
-        "--class-map",
-        type=Path,
-        metavar="FILE",
-        help="keep these classes of the head: a released class number per line, as map22kto1k.txt has",
-    )
+@dataclass(frozen=True)
+class Converted:
+    """A converted model, its sizes, and the values of its experts' options, empty without experts."""
+
+    saved: SavedModel
+    config: SwinConfig
+    image_size: int
+    expert_options: list[str]
 
 
-def convert(arguments: argparse.Namespace, path: Path, output: Path) -> None:
-    """Convert as the command line says, and say what the model is."""
-    if arguments.classes is not None and arguments.classes < 1:
-        raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
-    if arguments.classes is not None and arguments.class_map is not None:
-        raise ValueError("--classes and --class-map are both given; drop one.")
-    files = swin_experts.files_of(path)
-    refuse_output(output, [file for own in files for file in own], arguments.overwrite)
-    ranks, saved = swin_experts.open_ranks(files)
+def from_swin(
+    ranks: list[Tensors],
+    saved_options: Mapping[str, Any],
+    classes: int | None = None,
+    class_map: Path | None = None,
+) -> Converted:
+    """Convert the weights of a released model.
+
+    Args:
+        ranks: weights in each rank's files, from `swin_experts.open_ranks`.
+        saved_options: options of its experts, from there too.
+        classes: size of a new head of zeros, to fine-tune; None to keep the head.
+        class_map: file with the classes of the head to keep; None to keep all.
+
+    Raises:
+        ValueError: the weights are not those of a Swin V2 or SwinV2-MoE, or no options here fit them.
+    """
     theirs = swin_experts.joined(ranks)
     config, image_size = config_of(theirs)
-    model = _renamed(theirs)
-    if arguments.classes is not None:
-        width = model["norm.weight"].shape
-        model["head.weight"] = torch.zeros(arguments.classes, *width)
-        model["head.bias"] = torch.zeros(arguments.classes)
-    _check(model, config)
-    if arguments.class_map is not None:
-        kept = _class_map(arguments.class_map, len(model["head.weight"]))
-        model |= {name: model[name][kept].clone() for name in ("head.weight", "head.bias")}
-    options = list(swin_experts.words(model, config, saved))
-    state = _checkpoint(model, config, image_size, options)
-    write(state, output)
-    classes, channels = len(model["head.weight"]), model["patch_embed.proj.weight"].shape[1]
-    print(
-        f"wrote {output}: {name_of(state, 'model')}, form {config.form}, "
-        f"{sum(t.numel() for t in model.values()):,} parameters, {classes} classes, images of "
-        f"{channels} x {image_size} x {image_size}"
-    )
-    if options:
-        labels = ", ".join(layer.label for layer in swin_experts.moe_steps(model))
-        found = model_options(state)
-        print(
-            f"{found['moe_expert_count']} experts, top-{found['moe_top_k']}, "
-            f"{found['moe_gate_type']} gate, in {labels}"
-        )
+    weights = _renamed(theirs)
+    if classes is not None:
+        weights["head.weight"] = torch.zeros(classes, *weights["norm.weight"].shape)
+        weights["head.bias"] = torch.zeros(classes)
+    _check(weights, config)
+    if class_map is not None:
+        kept = _class_map(class_map, len(weights["head.weight"]))
+        weights |= {name: weights[name][kept].clone() for name in ("head.weight", "head.bias")}
+    expert_options = list(swin_experts.command_line(weights, config, saved_options))
+    saved = _checkpoint(weights, config, image_size, expert_options)
+    return Converted(saved, config, image_size, expert_options)
 
 
 def _class_map(path: Path, classes: int) -> list[int]:
     """Return the classes of the head that a file keeps.
 
     Raises:
-        ValueError: it cannot be read, or has something else than numbers of classes.
+        ValueError: it cannot be read, or holds something other than class numbers.
     """
     try:
         numbers = [int(line) for line in content_of(path).decode("ascii").split()]
@@ -103,17 +87,17 @@ def _class_map(path: Path, classes: int) -> list[int]:
         ) from error
     if not numbers or not all(0 <= number < classes for number in numbers):
         raise ValueError(
-            f"--class-map is {path}, whose numbers are not all from 0 to {classes - 1}, the head's; "
+            f"--class-map is {path}, whose numbers are not all from 0 to {classes - 1}, those of the head; "
             "give the map of this model."
         )
     return numbers
 
 
 def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
-    """Return what a released model is, by its tensors, and the side of its images.
+    """Return the configuration of a released model, from its tensors, and its image size.
 
     Raises:
-        ValueError: it says too little, or is another kind of Swin.
+        ValueError: tensors are missing, or it is another kind of Swin.
     """
     numbers = [
         (int(match[1]), int(match[2]))
@@ -157,7 +141,7 @@ def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
 
 
 def _trained_window(theirs: Mapping[str, Tensor], stage: int, window: int) -> int:
-    """Return the window that offsets are measured by; 0 where it is the window itself."""
+    """Return the window of the position offsets; 0 if it equals `window`."""
     table = theirs.get(f"layers.{stage}.blocks.0.attn.relative_coords_table")
     if table is None or window == 1:
         return 0
@@ -186,7 +170,7 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
-    """Refuse weights that are not those of the model which they say they are."""
+    """Compare names and shapes of the weights with those of the model."""
     head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
     with torch.device("meta"):
         swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))
@@ -195,44 +179,44 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
     for name in sorted(made.keys() ^ model.keys()):
         what = "lacks" if name in made else "has"
         raise ValueError(
-            f"--input {what} {name} (by the name here), unlike Swin V2 and SwinV2-MoE; give a "
+            f"--input {what} {name} (its name here), unlike Swin V2 and SwinV2-MoE; give a "
             "checkpoint of one of these."
         )
     for name, tensor in made.items():
         if model[name].shape != tensor.shape:
             raise ValueError(
-                f"--input has a {name} (by the name here) of shape {tuple(model[name].shape)}, where the "
-                f"others ask for {tuple(tensor.shape)}; give a whole checkpoint."
+                f"--input has a {name} (its name here) of shape {tuple(model[name].shape)}, but the other "
+                f"weights need {tuple(tensor.shape)}; give a whole checkpoint."
             )
 
 
 def _checkpoint(
-    model: dict[str, Tensor], config: SwinConfig, image_size: int, of_experts: list[str]
-) -> dict[str, Any]:
-    """Return a checkpoint of fairseq with these weights, whose options are those of a command line."""
+    weights: Tensors, config: SwinConfig, image_size: int, expert_options: list[str]
+) -> SavedModel:
+    """Return a checkpoint of fairseq with these weights, and options as parsed from a command line."""
     plugin.register()
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
 
-    task, arch = (with_experts(TASK), with_experts(SWIN)) if of_experts else (TASK, SWIN)
-    words = ["", "--task", task, "--arch", arch, "--image-size", str(image_size), *of_experts]
-    words += ["--criterion", task] if of_experts else []  # it adds the balance loss
+    task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
+    words = ["", "--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
+    words += ["--criterion", task] if expert_options else []  # it adds the balance loss
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]
     arguments = options.parse_args_and_arch(options.get_training_parser(), words)
-    channels, classes = model["patch_embed.proj.weight"].shape[1], len(model["head.weight"])
-    return begun_anew(
+    channels, classes = weights["patch_embed.proj.weight"].shape[1], len(weights["head.weight"])
+    images = {
+        "classes": [str(i) for i in range(classes)],
+        "shape": [channels, image_size, image_size],
+    }
+    saved = SavedModel(
         {
             "cfg": OmegaConf.to_container(convert_namespace_to_omegaconf(arguments)),
             "args": None,
-            "model": model,
-            "task_state": {
-                "images": {
-                    "classes": [str(i) for i in range(classes)],
-                    "shape": [channels, image_size, image_size],
-                }
-            },
+            "task_state": {"images": images},
         }
     )
+    saved.restart(weights)
+    return saved

@@ -1,7 +1,7 @@
-"""Released SwinV2-MoE models with experts: the files of the ranks, the MoE layers, and their options.
+"""Reads the files, MoE layers and options of released SwinV2-MoE models.
 
 Microsoft's training saves X.pth.rank0, X.pth.rank1, ... with the experts of each rank. X.pth.master holds
-all other weights; without it each rank's file holds these, too. X.pth.global is a whole model in one file.
+all other weights; without it each rank's file holds them too. X.pth.global is a whole model in one file.
 """
 
 import re
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.saved import Layer, layers_of
+from fairseq_tutel.convert.configs import ROWS, counts_text
+from fairseq_tutel.convert.tutel import COUNT, our_layer
+from fairseq_tutel.convert.tutel_names import Tensors, our_gates
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.plugin.feed_forward import chosen_layers
-from fairseq_tutel.tools.convert.files import load_any
-from fairseq_tutel.tools.convert.layers import ROWS, Layer, counts_text, layers_of
-from fairseq_tutel.tools.convert.tutel import COUNT, our_layer
-from fairseq_tutel.tools.convert.tutel_names import Tensors, our_gates
 from fairseq_tutel.vision.options import SwinConfig, numbers
 
 PART = re.compile(r"(.+)\.(?:master|rank\d+)")
@@ -31,7 +32,7 @@ SAVED = {
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# Switches there: (value, option here, its value).
+# Its switches: (value, option here, value here).
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),
@@ -83,7 +84,7 @@ def open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any
     # The configuration is read as a plain dictionary.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
         for path in {path: None for own in files for path in own}:
-            contents[path] = load_any(path, "--input")
+            contents[path] = read_file(path, "--input")
     for own in files:
         weights: Tensors = {}
         for path in own:
@@ -107,7 +108,7 @@ def open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any
 
 
 def joined(ranks: list[Tensors]) -> Tensors:
-    """Return the weights of a whole model; MoE layers have our names, below `mlp.fc1`.
+    """Return the weights of the whole model; MoE layers have our names, in `mlp.fc1`.
 
     Raises:
         ValueError: the ranks do not hold all experts, or a layer is of another kind.
@@ -129,7 +130,7 @@ def joined(ranks: list[Tensors]) -> Tensors:
 
 
 def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
-    """Return a MoE layer's weights by our names; the gate tells the number of experts."""
+    """Return a MoE layer's weights by our names; the number of experts is the gate's."""
     label = prefix.rstrip(".")
     own = {n.removeprefix(prefix): t for n, t in ranks[0].items() if n.startswith(prefix)}
     experts = len(_gate(our_gates(own), "", label)[1])
@@ -147,16 +148,16 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
         ) from error
 
 
-def moe_steps(model: Mapping[str, Tensor]) -> list[Layer]:
-    """Return the layers with experts, by our names, in order."""
-    return [layer for layer in layers_of(model) if layer.has_experts]
+def moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
+    """Return the layers with experts, in order."""
+    return [layer for layer in layers_of(weights) if layer.has_experts]
 
 
 def install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
-    """Give a dense Swin the MoE layers that a model's weights are of, in place."""
-    for layer in moe_steps(model):
+    """Add the MoE layers of a model's weights to a dense Swin, in place."""
+    for layer in moe_layers(model):
         block: Any = made.get_submodule(layer.name)
-        kind, rows = _gate(model, f"{layer.step}.", layer.label)
+        kind, rows = _gate(model, f"{layer.moe}.", layer.label)
         config = MoEConfig(
             model_dim=block.fc1.in_features,
             hidden_dim=block.fc1.out_features,
@@ -172,7 +173,7 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
     """Return the type of a layer's gate, and its tensor with a row per expert.
 
     Raises:
-        ValueError: it is another gate.
+        ValueError: it has another type.
     """
     for kind, key in ROWS.items():
         rows = weights.get(f"{prefix}gate.{key}")
@@ -184,23 +185,23 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
     )
 
 
-def words(
+def command_line(
     model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the options of experts as on a command line; none for a dense model.
+    """Yield the options of experts as words of a command line; none for a dense model.
 
     Args:
         model: the weights by our names.
         config: the sizes of the model.
-        saved: the options that `open_ranks` found; the architecture has defaults for all.
+        saved: the options from `open_ranks`; missing ones have the architecture's defaults.
 
     Raises:
         ValueError: no options here give this model.
     """
-    layers = moe_steps(model)
+    layers = moe_layers(model)
     if not layers:
         return
-    gates = [_gate(model, f"{layer.step}.", layer.label) for layer in layers]
+    gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
     kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
     if len(kinds) > 1:
         raise ValueError(
@@ -212,19 +213,19 @@ def words(
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if projection_dim:
         yield from ("--moe-gate-projection-dim", str(projection_dim))
-    depths, blocks = numbers(config.depths), {(layer.place, layer.index) for layer in layers}
-    yield from _places(depths, blocks)
+    depths, blocks = numbers(config.depths), {(layer.stack, layer.index) for layer in layers}
+    yield from _blocks(depths, blocks)
     for key, flag in SAVED.items():
         if isinstance(saved.get(key), int | float):
             yield from (flag, str(saved[key]))
     for key, (value, flag, text) in SWITCHES.items():
-        # Normalisation has no effect on a single expert.
+        # Normalization has no effect on a single expert.
         if saved.get(key) is value and (key != "NORMALIZE_GATE" or saved.get("TOP_VALUE") != 1):
             yield from (flag, text)
 
 
-def _places(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
-    """Return the options that give experts to these blocks (stage, index)."""
+def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
+    """Return the options that select these blocks (stage, index) for experts."""
     first = min(stage for stage, _ in blocks)
     for freq in range(1, max(depths) + 1):
         stages = range(first, len(depths))

@@ -1,19 +1,15 @@
-"""Checkpoints of Tutel's fairseq example (examples/fairseq_moe): names and options, theirs and ours.
+"""Names and options of checkpoints of Tutel's fairseq example (examples/fairseq_moe).
 
-Its decoder layers have a `moe_ffn`: top-2 with an fp32 gate and noise, nothing dropped, one expert on each
-rank, no activation between an expert's maps. It has no options: all is fixed, or in the environment.
+Its decoder layers have a `moe_ffn`: top-2 with an fp32 gate and noise, no dropping, one expert per rank, no
+activation in an expert. It has no options: everything is fixed, or set in the environment.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from fairseq_tutel.tools.convert.options import (
-    is_language_model,
-    model_options,
-    name_of,
-    rename_to_ours,
-)
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.names import is_language_model, use_moe_names
 
 OPTIMIZER = "last_optimizer_state"
 FIXED = {
@@ -29,16 +25,16 @@ FIXED = {
 }
 
 
-def to_ours(state: dict[str, Any], layers: dict[str, int], activation: str) -> list[str]:
-    """Give a checkpoint of the example our names and options, in place; return what is different.
+def to_ours(saved: SavedModel, layers: dict[str, int], activation: str) -> list[str]:
+    """Set our names and options in a checkpoint of the example, in place; return notes.
 
     Args:
-        state: rank 0's, with all experts, and names within layers that are ours.
-        layers: prefix of every layer of Tutel's, and its experts.
-        activation: of the experts.
+        saved: rank 0's checkpoint with all experts, and our names within layers.
+        layers: number of experts of each of Tutel's layers, by its prefix.
+        activation: activation of the experts.
 
     Raises:
-        ValueError: no model of ours computes the same.
+        ValueError: no model here computes the same.
     """
     for prefix in layers:
         if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):
@@ -48,14 +44,14 @@ def to_ours(state: dict[str, Any], layers: dict[str, int], activation: str) -> l
                 "and give that."
             )
     model: dict[str, Any] = {}
-    for name, tensor in state["model"].items():
+    for name, tensor in saved.weights.items():
         layer, _, norm = name.partition("ffn_layernorm.")
-        if f"{layer}moe_ffn." in layers:  # the norm within experts is theirs here
+        if f"{layer}moe_ffn." in layers:  # here the norm belongs to the experts
             name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
         model[name.replace(".moe_ffn.", ".fc1.")] = tensor
-    state["model"] = model
-    arch, options = name_of(state, "model"), model_options(state)
-    rename_to_ours(state, "--input-prefix")
+    saved.state["model"] = model
+    arch, options = saved.name("model"), saved.options
+    use_moe_names(saved)
     freq = _frequency(layers, options)
     if len(set(layers.values())) > 1:
         raise ValueError(
@@ -65,33 +61,33 @@ def to_ours(state: dict[str, Any], layers: dict[str, int], activation: str) -> l
     dense = options.get("activation_fn", "relu")
     if has_dense and dense != activation:
         raise ValueError(
-            f"--expert-activation is {activation}, as Tutel's example leaves its experts, but the dense "
-            f"layers have {dense}, and here all have one; give --expert-activation {dense} if the experts "
-            "were trained with it."
+            f"--expert-activation is {activation}, as in Tutel's example, but the dense layers have "
+            f"{dense}, and here all layers have one activation; give --expert-activation {dense} if the "
+            "experts were trained with it."
         )
     sides = {} if is_language_model(arch) else {"encoder_moe_freq": 0, "decoder_moe_freq": freq}
     count = str(next(iter(layers.values())))
     options.update(FIXED, activation_fn=activation, moe_freq=freq, moe_expert_count=count, **sides)
     notes = [
-        "the weight of the balance loss stood in the environment (L_AUX_WT); give a training "
+        "the weight of the balance loss was in the environment (L_AUX_WT); give a training run "
         "--moe-gate-loss-wt, with --moe-gate-loss-combine-method sum."
     ]
-    if state.pop(OPTIMIZER, None):
+    if saved.state.pop(OPTIMIZER, None):
         notes.append(
-            "the optimizer state is left out: it is rank 0's alone; start from the file by "
+            "the optimizer state is left out: it is that of rank 0; start from the file by "
             "--finetune-from-model, or by --restore-file with --reset-optimizer."
         )
     return notes
 
 
 def _frequency(layers: Iterable[str], options: dict[str, Any]) -> int:
-    """Return the n of every n-th decoder layer being a MoE layer."""
+    """Return n, where every n-th decoder layer is a MoE layer."""
     found = sorted(int(prefix.split(".")[2]) for prefix in layers)
     count = int(options.get("decoder_layers") or found[-1] + 1)
     freq = found[0] + 1
     if found != [i for i in range(count) if (i + 1) % freq == 0]:
         raise ValueError(
             f"--input-prefix has experts in the decoder layers {found} of {count}, which no --moe-freq "
-            "gives; give the files of one training of Tutel's example."
+            "gives; give the files of one training run of Tutel's example."
         )
     return freq

@@ -1,7 +1,7 @@
-"""What Tutel's MoE layer calls what ours has, and how the parts of it that ranks hold are put together.
+"""Maps the names of weights in Tutel's MoE layer to ours, and joins the ranks' experts.
 
-E experts, N ranks, s = N / E ranks of an expert where there are more ranks; D model_dim, H hidden_dim. A
-rank's part is [e, …] of e experts, or [1, …] with 1/s of dimension 1, padded with zeros.
+E experts, N ranks, s = N / E ranks per expert if there are more ranks; D model_dim, H hidden_dim. A rank
+holds [e, …] for e experts, or [1, …] with 1/s of dimension 1, padded with zeros.
 """
 
 import re
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-# Tutel's name of a tensor -> ours, and whether its last two dimensions change places.
+# Tutel's name of a tensor -> ours, and whether its last two dimensions are transposed.
 Table = dict[str, tuple[str, bool]]
 
 GATES: Table = {
@@ -27,7 +27,7 @@ FFN: Table = {
     "batched_fc1_bias": ("fc1_bias", False),
     "batched_fc2_bias": ("fc2_bias", False),
 }
-LLAMA: Table = {  # held flat by a rank
+LLAMA: Table = {  # flat on each rank
     "W_fc1": ("fc1_weight", True),
     "W_fc2": ("fc3_weight", True),
     "W_fc3": ("fc2_weight", True),
@@ -58,10 +58,10 @@ def our_experts(
     Args:
         parts: by Tutel's name, one tensor of each rank.
         experts: E.
-        model_dim: D, which Tutel's llama_ffn does not tell; None where the gate does not, either.
+        model_dim: D, which llama_ffn's shapes lack; None if the gate's lack it too.
 
     Raises:
-        ValueError: parts do not make E experts; the text goes on from the name of the layer.
+        ValueError: the parts are not E experts; the text continues the name of the layer.
     """
     if "W_fc1" in parts:
         return {
@@ -69,18 +69,16 @@ def our_experts(
         }
     if not FFN.keys() & parts.keys():
         if any(len(own) > experts for own in parts.values()):
-            raise ValueError(
-                "has experts of a custom class in slices, and how those are cut is not known"
-            )
+            raise ValueError("has custom experts split over ranks, and their split is unknown")
         return {name.replace(".", "__"): _joined(name, own, experts) for name, own in parts.items()}
     for name in ("batched_fc1_w", "batched_fc2_w"):
         if name not in parts:
             raise ValueError(f"lacks experts.{name}")
     if unknown := parts.keys() - FFN.keys():
-        raise ValueError(f"has experts.{min(unknown)}, which ffn experts have not")
+        raise ValueError(f"has experts.{min(unknown)}, which ffn experts do not have")
     whole = {name: _joined(name, own, experts) for name, own in parts.items()}
     hidden_dim, out_dim = whole["batched_fc1_w"].shape[1], whole["batched_fc2_w"].shape[2]
-    if "batched_fc2_bias" in whole:  # in s parts it is padded to whole ones
+    if "batched_fc2_bias" in whole:  # s parts are padded to a whole one each
         whole["batched_fc2_bias"] = whole["batched_fc2_bias"][:, :out_dim].contiguous()
     expected = {
         "batched_fc2_w": (experts, hidden_dim, out_dim),
@@ -96,17 +94,17 @@ def our_experts(
 
 
 def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
-    """Return [E, …] from the ranks' parts, of whole experts or of slices of one: the same memory."""
+    """Return [E, …] from the ranks' parts, whole experts or slices: their memory in order."""
     shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
     if len(shapes) > 1:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
     (shape,) = shapes
     if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
-        # Of Tutel's scatter: equal pieces of an expert's memory, by another shape of as many numbers.
+        # From Tutel's scatter: equal pieces of an expert's memory, in another shape.
         own = (*shape[:-1], shape[-1] * share)
     elif shape[:1] != (max(1, experts // len(parts)),) or (share > 1 and len(shape) < 2):
         raise ValueError(
-            f"has experts.{name} of shape {shape} on each of {len(parts)} ranks, which are not {experts} "
+            f"has experts.{name} of shape {shape} on each of {len(parts)} ranks, which is not {experts} "
             "experts"
         )
     else:
@@ -117,10 +115,10 @@ def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
 def _our_llama(
     parts: Mapping[str, Sequence[Tensor]], name: str, experts: int, model_dim: int | None
 ) -> Tensor:
-    """Return a tensor of llama_ffn, which a rank holds flat; padded where ranks share an expert."""
+    """Return a tensor of llama_ffn; ranks hold it flat, padded if they share an expert."""
     if model_dim is None:
         raise ValueError(
-            "has llama_ffn behind a custom gate, so that nothing says the width of a token"
+            "has llama_ffn behind a custom gate, so that the width of a token is unknown"
         )
     if name not in parts:
         raise ValueError(f"lacks experts.{name}")
@@ -130,7 +128,7 @@ def _our_llama(
     share = max(1, len(own) // experts)
     if len(sizes) > 1 or own[0].dim() != 1 or left >= share or hidden_dim == 0:
         raise ValueError(
-            f"has experts.{name} of the shapes {sorted(sizes)} on {len(own)} ranks, which are not "
+            f"has experts.{name} of the shapes {sorted(sizes)} on {len(own)} ranks, which is not "
             f"{experts} experts for tokens of {model_dim}"
         )
     flat = torch.cat(list(own)).view(experts, numbers)[:, : hidden_dim * model_dim]

@@ -1,0 +1,86 @@
+"""Averages the weights of several checkpoints."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.zero.state import MASTER
+
+
+def average(paths: list[Path]) -> SavedModel:
+    """Return the first checkpoint with the mean of all checkpoints' weights.
+
+    Files are read tensor by tensor. One averaged copy of the weights is in memory, and of sharded
+    checkpoints one tensor of each. Tied tensors stay tied.
+
+    Raises:
+        ValueError: a bad file, or two with weights of different names or shapes.
+    """
+    opened = [SavedModel.open(path, "--inputs", keep_shards=True) for path in paths]
+    models: list[dict[str, Any]] = [saved.weights for saved in opened]
+    for path, model in zip(paths[1:], models[1:], strict=True):
+        _refuse_other_weights(paths[0], models[0], path, model)
+    averaged: OrderedDict[str, Any] = OrderedDict()
+    done: dict[tuple, Tensor] = {}
+    for key in models[0]:
+        tensors = [model[key] for model in models]
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
+            averaged[key] = mean(
+                [t.whole() if isinstance(t, ShardedTensor) else t for t in tensors]
+            )
+            continue
+        if not isinstance(tensors[0], Tensor):
+            averaged[key] = tensors[0]
+            continue
+        identity = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+        if identity not in done:
+            done[identity] = mean(tensors)
+        averaged[key] = done[identity]
+    # Resuming would restore the first file's weights from the masters.
+    first = opened[0].state
+    kept = {key: _without(MASTER, part) for key, part in first.items() if key != "model"}
+    unbind(kept)
+    return SavedModel({**kept, "model": averaged})
+
+
+def _without(name: str, tree: Any) -> Any:
+    """Return nested dictionaries without the entries of a key."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without(name, part) for key, part in tree.items() if key != name}
+
+
+def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict) -> None:
+    for key in (*expected, *found):
+        if key not in expected or key not in found:
+            holder, lacking = (first, other) if key in expected else (other, first)
+            raise ValueError(
+                f"{holder} holds the weight {key} and {lacking} does not; average checkpoints of one "
+                "model."
+            )
+        shapes = [tuple(getattr(model[key], "shape", ())) for model in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the weight {key} has the shape {shapes[0]} in {first} and {shapes[1]} in {other}; "
+                "average checkpoints of one model."
+            )
+
+
+def mean(tensors: list[Tensor]) -> Tensor:
+    """Return the mean of tensors of one shape, in the first one's dtype.
+
+    The sum has a wider dtype, so that the mean of equal tensors has their bits. Integers round down, as in
+    fairseq.
+    """
+    dtype = tensors[0].dtype
+    wider = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    total = torch.zeros_like(tensors[0], dtype=wider if dtype.is_floating_point else torch.int64)
+    for tensor in tensors:
+        total += tensor
+    rounding = None if total.is_floating_point() else "floor"
+    return torch.div(total, len(tensors), rounding_mode=rounding).to(dtype)

@@ -1,0 +1,225 @@
+"""Describes the content of a checkpoint, ours or another system's, as plain dictionaries and lists."""
+
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.files import is_whole
+from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
+from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.options import flag_of, plain
+
+OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
+# Other systems, by a part of a tensor's name.
+SIGNS = {
+    "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
+    "Meta's moe branch, what all ranks share": ".moe_layer.",
+    "Tutel, one rank's part": "_num_global_experts",
+    "Tutel, one rank's part or a layer": "batched_fc1_w",
+    "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
+}
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # in names of any system
+Facts = dict[str, Any]
+
+
+def moe_layers(state: Any) -> list[Layer]:
+    """Return the MoE layers of a file, at any depth of a model."""
+    weights = dict(_tensors(state["model"] if _is_checkpoint(state) else state))
+    return [layer for layer in layers_of(weights, within=True) if layer.has_experts]
+
+
+def _is_checkpoint(state: Any) -> bool:
+    return isinstance(state, dict) and isinstance(state.get("model"), dict)
+
+
+def describe(state: Any, path: Path, check: bool = False) -> Facts:
+    """Return the facts about a file.
+
+    Args:
+        state: its content.
+        path: the file.
+        check: read everything, and compare it with the checksums.
+
+    Raises:
+        ValueError: it holds no tensors, or is corrupt.
+    """
+    is_checkpoint = _is_checkpoint(state)
+    if is_checkpoint:
+        bind(state, path)
+    shards = [tensor for _, tensor in _tensors(state) if isinstance(tensor, ShardedTensor)]
+    weights = dict(_tensors(state["model"] if is_checkpoint else state))
+    if not weights:
+        raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
+    layers = moe_layers(state)
+    facts: Facts = {"file": str(path), "bytes_of_file": path.stat().st_size}
+    facts["kind"] = _kind(weights, layers, is_checkpoint)
+    if shards:
+        facts["shards"] = _described_shards(shards)
+    if check:
+        for tensor in shards:
+            for expert in range(tensor.shape[0]):
+                tensor.read(expert, 1)  # compares the digest
+        if not is_whole(str(path)):
+            raise ValueError(
+                f"FILE names {path}, whose bytes differ from their checksums; give an older checkpoint."
+            )
+        facts["checked"] = zipfile.is_zipfile(path)  # others have no checksums
+    experts = {key for key in weights if EXPERTS.search(key)}
+    facts["bytes"] = {
+        "experts": _bytes(weights[key] for key in experts),
+        "other weights": _bytes(weights[key] for key in weights if key not in experts),
+    }
+    if is_checkpoint:
+        facts["bytes"]["optimizer state"] = _bytes(
+            tensor for _, tensor in _tensors(state.get("last_optimizer_state"))
+        )
+        facts |= _of_training(state)
+    if layers:
+        facts["layers"] = [_layer(weights, layer) for layer in layers]
+    options = _options(state) if layers and is_checkpoint else {}
+    defaults = {option.key: option.default for option in options_of("model")}
+    if options.keys() & defaults.keys():
+        facts["options"] = {
+            flag_of(key): plain(options[key])
+            for key, default in defaults.items()
+            if key in options and plain(options[key]) not in (None, default)
+        }
+    facts["tensors"] = _grouped(weights)
+    return facts
+
+
+def _options(state: dict[str, Any]) -> Facts:
+    """Return the model's options, or those of a pretrained model inside it."""
+    options = SavedModel(state).options
+    around = options.get("w2v_args")
+    return around.get("model", options) if isinstance(around, dict) else options
+
+
+def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) of nested dictionaries and lists, each container once."""
+    seen, open_trees = set(), [("", tree)]
+    while open_trees:
+        prefix, node = open_trees.pop()
+        if isinstance(node, (Tensor, ShardedTensor)):
+            yield prefix, node
+        elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:
+            seen.add(id(node))
+            items = list(node.items() if isinstance(node, dict) else enumerate(node))
+            named = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in items)
+            open_trees.extend(reversed(list(named)))
+
+
+def _kind(weights: Mapping[str, Any], layers: list[Layer], is_checkpoint: bool) -> str:
+    if layers and is_checkpoint:
+        return OURS
+    for kind, sign in SIGNS.items():
+        if any(sign in key for key in weights):
+            return kind
+    return DENSE if is_checkpoint else "tensors"
+
+
+def _bytes(tensors: Any) -> int:
+    """Return the bytes of tensors, each storage once."""
+    total, seen = 0, set()
+    for tensor in tensors:
+        identity = (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) else id(tensor)
+        if identity not in seen:
+            total += tensor.nbytes if isinstance(tensor, Tensor) else tensor.stored_bytes
+            seen.add(identity)
+    return total
+
+
+def _of_training(state: Mapping[str, Any]) -> Facts:
+    saved = SavedModel(dict(state))
+    names = {part: saved.name(part) for part in PARTS}
+    history = state.get("optimizer_history") or [{}]
+    place = (state.get("extra_state") or {}).get("train_iterator") or {}
+    return {
+        "names": {part: name for part, name in names.items() if name},
+        "updates": history[-1].get("num_updates"),
+        "epoch": place.get("epoch"),
+        "batches_in_epoch": place.get("iterations_in_epoch"),
+    }
+
+
+def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
+    prefix = f"{layer.moe}.experts."
+    stacks = {key.removeprefix(prefix): t for key, t in weights.items() if key.startswith(prefix)}
+    own = {name: tensor for name, tensor in stacks.items() if "." not in name}
+    first = next(iter(own.values()))
+    rest = f"{layer.moe}."
+    return {
+        "layer": layer.label,
+        "experts": first.shape[0],
+        "shapes": {name: list(tensor.shape[1:]) for name, tensor in own.items()},
+        "dtype": _dtype(first),
+        **_quantization(own),
+        "bytes": _bytes(stacks.values()),
+        "beside": {
+            key.removeprefix(rest): list(tensor.shape)
+            for key, tensor in weights.items()
+            if key.startswith(rest) and not key.startswith(prefix)
+        },
+    }
+
+
+def _quantization(stacks: Mapping[str, Any]) -> Facts:
+    """Return the stored dtype of quantized experts and their quantization errors."""
+    found = {n: t for n, t in stacks.items() if isinstance(t, ShardedTensor) and t.expert_dtype}
+    if not found:
+        return {}
+    return {
+        "stored": ", ".join(sorted({tensor.expert_dtype for tensor in found.values()})),
+        "relative_error": {name: tensor.error[0] for name, tensor in found.items()},
+        "worst_row_error": {name: tensor.error[1] for name, tensor in found.items()},
+    }
+
+
+def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
+    """Return the tensors by name, shape and dtype; names that differ only in numbers are one group."""
+    groups: dict[tuple[str, tuple[int, ...], str], int] = {}
+    for key, tensor in weights.items():
+        group = (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
+        groups[group] = groups.get(group, 0) + 1
+    return [
+        {"name": name, "shape": list(shape), "dtype": dtype, "number": number}
+        for (name, shape, dtype), number in groups.items()
+    ]
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
+    """Return the folders, number and size of shard files, and check their headers."""
+    keys: dict[Path, set[str]] = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            keys.setdefault(tensor.root / tensor.folder / piece.file, set()).add(piece.key)
+    from safetensors import (  # imported on demand, since few files need it
+        SafetensorError,
+        safe_open,
+    )
+
+    for path, wanted in keys.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                whole = wanted <= set(file.keys())
+        except (OSError, SafetensorError):
+            whole = False
+        if not whole:
+            raise ValueError(
+                f"FILE keeps experts in {path}, which is corrupt; give an older checkpoint, or put the "
+                "folder back that belongs to this one."
+            )
+    return {
+        "folders": sorted({str(path.parent) for path in keys}),
+        "files": len(keys),
+        "bytes": sum(path.stat().st_size for path in keys),
+    }

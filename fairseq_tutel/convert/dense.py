@@ -1,0 +1,196 @@
+"""Makes a dense checkpoint of one with experts."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.saved import DENSE, PARTS, Layer, SavedModel
+from fairseq_tutel.convert.configs import ROWS, configs_of
+from fairseq_tutel.convert.names import without_experts
+from fairseq_tutel.convert.upcycle_layer import sums_to_1
+from fairseq_tutel.moe.config import BY_OWNER, MoEConfig, label_of, options_of
+from fairseq_tutel.moe.options import options_in
+from fairseq_tutel.moe.slots import capacity_of
+from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.vision.options import SwinExpertsConfig
+
+Tensors = dict[str, Tensor]
+
+
+def to_dense(
+    saved: SavedModel, chosen: Mapping[Layer, Sequence[int]], weight: float | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """Replace the experts of every MoE layer by one dense FFN, in place.
+
+    Args:
+        saved: a checkpoint with experts.
+        chosen: IDs of the experts that become the FFN of each MoE layer, side by side.
+        weight: total weight of the chosen experts. By default it is the sum of a token's weights where
+            this is constant, else 1.
+
+    Returns:
+        The labels of layers that got padding, with their width, and of those whose outputs change.
+
+    Raises:
+        ValueError: experts that no dense FFN can represent.
+    """
+    made: dict[Layer, Tensors] = {}
+    changed = []
+    for layer, config in configs_of(saved).items():
+        usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
+        total = usual if weight is None else weight
+        made[layer] = _dense_ffn(saved, layer, config, chosen[layer], total)
+        if total != usual or not _is_exact(saved, layer, config, chosen[layer]):
+            changed.append(layer.label)
+    made |= {layer: saved.dense_ffn(layer) for layer in saved.layers if not layer.has_experts}
+    widths, padded = _pad(made)
+    _use_dense_options(saved, widths)
+    saved.restart(_weights(saved, made))
+    return padded, changed
+
+
+def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
+    """Pad the FFNs of each side to one width; return the sides' widths and the padded layers."""
+    widths: dict[str, int] = {}
+    for layer, ffn in made.items():
+        widths[layer.side] = max(widths.get(layer.side, 0), len(ffn["fc1.bias"]))
+    padded = {}
+    for layer, ffn in made.items():
+        width = widths[layer.side]
+        if len(ffn["fc1.bias"]) < width:
+            made[layer], padded[layer.label] = _padded(ffn, width), width
+    return widths, padded
+
+
+def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
+    """Set the options and names of a dense fairseq model."""
+    for part in PARTS:
+        saved.rename(part, without_experts(saved.name(part)))
+    saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
+    saved.drop([option.key for option in options_in(SwinExpertsConfig)])
+    options = saved.options
+    for side, width in widths.items():
+        if side in SIDES:
+            options[f"{side}_ffn_embed_dim"] = width
+            continue
+        dim, ratio = options["swin_embed_dim"], options["swin_mlp_ratio"]
+        if width != int(dim * 2 ** int(side.partition(".")[2]) * ratio):
+            raise ValueError(
+                f"--experts makes the FFNs of {side} {width} wide, but a Swin's are {ratio:g} times as "
+                "wide as its tokens (--swin-mlp-ratio); choose one expert of that width."
+            )
+
+
+def _weights(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
+    """Return the dense model's state dict in its order."""
+    weights: Tensors = {}
+    done: set[Layer] = set()
+    by_prefix = {f"{layer.name}.": layer for layer in made}
+    for key, tensor in saved.weights.items():
+        prefix = next((name for name in by_prefix if key.startswith(name)), "")
+        module = key.removeprefix(prefix).partition(".")[0]
+        if not prefix or module not in ("fc1", "fc2", "ffn_layernorm"):
+            weights[key] = tensor
+        elif (layer := by_prefix[prefix]) not in done:
+            done.add(layer)
+            weights |= {f"{layer.name}.{name}": value for name, value in made[layer].items()}
+    return weights
+
+
+def _dense_ffn(
+    saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int], weight: float
+) -> Tensors:
+    """Return the tensors of the dense FFN; each expert's fc2 has an even share of the weight."""
+    _refuse(config, layer, len(chosen))
+    scale = weight / len(chosen)
+    experts = [saved.expert(layer, i) for i in chosen]
+    made = {}
+    for name in DENSE:
+        parts = [expert[name.replace(".", "_")] for expert in experts]
+        if name.startswith("fc2") and scale != 1:
+            parts = [part * scale for part in parts]
+        if config.shared_experts:
+            parts.append(saved.weights[f"{layer.moe}.beside.shared.{name}"])
+        if name == "fc2.bias":
+            made[name] = torch.stack(parts).sum(dim=0)
+        else:
+            made[name] = torch.cat(parts, dim=1 if name == "fc2.weight" else 0)
+    for kind in ("weight", "bias") if config.hidden_layer_norm else ():
+        norm = saved.weights[f"{layer.moe}.experts.hidden_layer_norm.{kind}"]
+        made[f"ffn_layernorm.{kind}"] = norm
+    return made
+
+
+def _refuse(config: MoEConfig, layer: Layer, number: int) -> None:
+    if config.expert_type != "ffn":
+        raise ValueError(
+            f"{layer.label} has experts of the type {config.expert_type} ({label_of('expert_type')}), for "
+            "which fairseq has no dense layer; convert dense takes ffn."
+        )
+    if config.residual:
+        raise ValueError(
+            f"{layer.label} mixes experts and a dense network per token ({label_of('residual')}), which no "
+            "dense layer can do; convert dense takes models without it."
+        )
+    if config.hidden_layer_norm and (number > 1 or config.shared_experts):
+        raise ValueError(
+            f"{layer.label} normalizes the hidden layer of each expert (--scale-fc), which a dense layer "
+            "of several experts cannot do; choose one in --experts, of a model without shared experts."
+        )
+
+
+def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int]) -> bool:
+    """Whether the dense FFN with the usual weight computes the outputs of the layer, in evaluation.
+
+    It does if a token's weights sum to 1 and the experts repeat with a period p: each token gets all p
+    kinds with equal weight, since p is 1 or the gate scores them alike. The dense FFN does the same.
+    """
+    drops = capacity_of(config, training=False).is_limited
+    if not sums_to_1(config) or config.choice == "experts" or config.prescore or drops:
+        return False
+    return any(
+        _repeats(saved, layer, config, p)
+        for p in range(1, len(chosen) + 1)
+        if len(counts := Counter(i % p for i in chosen)) == p and len(set(counts.values())) == 1
+    )
+
+
+def _repeats(saved: SavedModel, layer: Layer, config: MoEConfig, p: int) -> bool:
+    """Whether experts repeat with period p, and a token always chooses p neighbors of equal weight."""
+    if config.num_experts % p or config.top_k % p:
+        return False
+    return (p == 1 or _scores_neighbors_alike(saved, layer, config, p)) and all(
+        torch.equal(stack[i], stack[i % p])
+        for stack in saved.stacks(layer).values()
+        for i in range(p, config.num_experts)
+    )
+
+
+def _scores_neighbors_alike(saved: SavedModel, layer: Layer, config: MoEConfig, p: int) -> bool:
+    kind = config.gate_types[config.gate_index]
+    if kind == "hash":
+        return p == config.num_experts
+    if kind not in ROWS or config.balance_bias:
+        return False
+    gate = "gate" if config.gate_index == 0 else f"other_gates.{config.gate_index - 1}"
+    rows_ED = saved.weights[f"{layer.moe}.{gate}.{ROWS[kind]}"]
+    return torch.equal(rows_ED, rows_ED[::p].repeat_interleave(p, dim=0))
+
+
+def _padded(ffn: Tensors, width: int) -> Tensors:
+    """Return an FFN with hidden units of zeros added; they stay 0."""
+    if "ffn_layernorm.weight" in ffn:
+        raise ValueError(
+            "--input normalizes hidden layers (--scale-fc) of several widths, but those of a dense model "
+            "have one width; choose --experts of one width."
+        )
+    more = width - len(ffn["fc1.bias"])
+    return {
+        **ffn,
+        "fc1.weight": F.pad(ffn["fc1.weight"], (0, 0, 0, more)),
+        "fc1.bias": F.pad(ffn["fc1.bias"], (0, more)),
+        "fc2.weight": F.pad(ffn["fc2.weight"], (0, more)),
+    }

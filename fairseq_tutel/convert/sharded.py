@@ -1,0 +1,190 @@
+"""Converts between a sharded checkpoint and one file; int8 and int4 have a scale per row.
+
+A training run reads both. At most one expert's tensor is in memory. The conversion to one file needs free
+disk space for about twice its size.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.checkpoint import folders
+from fairseq_tutel.checkpoint.files import TEMPORARY
+from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError, quantized_form
+from fairseq_tutel.checkpoint.saved import SavedModel, not_written
+from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
+from fairseq_tutel.ranks.groups import Slice
+
+EXPERTS = ".experts"
+# Layer, tensor name, and the dictionary and key that hold the stack.
+Stacks = list[tuple[str, str, dict, Any]]
+
+
+def to_full(saved: SavedModel, target: Path) -> None:
+    """Write a checkpoint with all experts in one file.
+
+    Raises:
+        ValueError: a shard is missing or corrupt, or the file could not be written.
+    """
+    try:
+        unbind(saved.state, lambda tensor: _in_a_file(tensor, target.parent))
+    except OSError as error:
+        raise not_written(target, error) from error
+    saved.write(target)
+
+
+def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
+    """Copy a stack to an unnamed file in the folder, since torch.save needs all tensors at once."""
+    count = math.prod(sharded.shape)
+    if count == 0:
+        return sharded.whole()
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=TEMPORARY) as file:
+        # Without reserved space a write to the mapping would crash.
+        os.posix_fallocate(file.fileno(), 0, count * sharded.dtype.itemsize)
+        stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
+    stack = stack.view(sharded.shape)
+    for expert in range(len(stack)):
+        sharded.read_into(stack[expert], expert)
+    return stack
+
+
+def to_sharded(
+    saved: SavedModel, target: Path, expert_dtype: str = ""
+) -> dict[str, tuple[float, float]]:
+    """Write a checkpoint with experts, and optimizer state of their shapes, in shard files next to it.
+
+    Args:
+        saved: a checkpoint; its experts are replaced by records.
+        target: the checkpoint's file.
+        expert_dtype: one of EXPERT_DTYPES to quantize the experts' matrices, or "".
+
+    Returns:
+        The quantization errors by weight: relative, and of the worst row.
+
+    Raises:
+        ValueError: there are no experts, some cannot be quantized, or a file could not be written.
+    """
+    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # one file per layer
+    if not found:
+        raise ValueError("--input names a checkpoint without experts, which has nothing to shard.")
+    experts = target.parent / folders.PARENT
+    before, committed = set(experts.glob("*")), None
+    errors = {}
+    try:
+        committed, written = _write_shards(found, target, expert_dtype)
+        for (_, _, holder, key), tensor in zip(found, written, strict=True):
+            holder[key] = replace(tensor, folder=committed).record()
+            if tensor.expert_dtype:
+                errors[key] = tensor.error
+        saved.write(target)
+    except BaseException:  # Ctrl-C too: remove what no checkpoint names
+        if committed is not None and target.parent / committed not in before:
+            shutil.rmtree(target.parent / committed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            experts.rmdir()  # unless it has other folders
+        raise
+    return errors
+
+
+def _write_shards(
+    found: Stacks, target: Path, expert_dtype: str
+) -> tuple[str, list[ShardedTensor]]:
+    """Write all stacks, one file per layer; return the committed folder and the stacks."""
+    folder, written = None, []
+    try:
+        folder = folders.begin(target.parent, "convert")
+        for layer, stacks in itertools.groupby(found, lambda stack: stack[0]):
+            written += _write_layer(layer, list(stacks), folder, target.parent, expert_dtype)
+        names = [f"{p.file} {p.key} {p.digest}" for each in written for p in each.pieces]
+        return folders.commit(folder, names), written
+    except OSError as error:
+        raise not_written(target, error) from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # renamed by now, or failed
+
+
+def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
+    """Yield all stacks of experts and of their optimizer state."""
+    shapes = set()
+    for key, value in state["model"].items():
+        layer, _, name = key.rpartition(".")
+        if layer.endswith(EXPERTS):
+            shapes.add(tuple(value.shape))
+            yield layer, name, state["model"], key
+    # Optimizer state has no names of parameters. That of experts has their shapes.
+    for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(value, Tensor | ShardedTensor) and tuple(value.shape) in shapes:
+                yield f"optimizer.{index}", key, entry, key
+
+
+def _write_layer(
+    layer: str, stacks: Stacks, folder: Path, root: Path, expert_dtype: str
+) -> list[ShardedTensor]:
+    """Write the stacks of a layer into one file, with one expert's tensor in memory at a time."""
+    made: list[ShardedTensor] = []
+    # By key in the file: the stack, the expert's ID, its format, and the stack's error and name.
+    sources: dict[str, tuple[Any, int, Quantized | None, RoundingError, str]] = {}
+    for _, name, holder, key in stacks:
+        stack: Tensor | ShardedTensor = holder[key]
+        form = quantized_form(expert_dtype, tuple(stack.shape[1:]), stack.dtype)
+        form = form if layer.endswith(EXPERTS) else None
+        error = RoundingError()
+        pieces = [f"{expert}.{name}" for expert in range(stack.shape[0])]
+        sources |= {piece: (stack, i, form, error, key) for i, piece in enumerate(pieces)}
+        made.append(
+            ShardedTensor(
+                root=root,
+                folder=folder.name,
+                shape=tuple(stack.shape),
+                dtype=stack.dtype,
+                slicing=Slice(),
+                pieces=tuple(Piece(f"{layer}.safetensors", piece, "") for piece in pieces),
+                expert_dtype=expert_dtype if form else "",
+            )
+        )
+    layout = {piece.key: tensor.stored for tensor in made for piece in tensor.pieces}
+    digests = {}
+
+    def value(piece: str) -> Tensor:
+        stack, expert, form, error, key = sources[piece]
+        found = _stored(stack[expert], form, error, f"expert {expert} of {key}")
+        digests[piece] = digest(found)
+        return found
+
+    write_pieces(layout, value, folder / f"{layer}.safetensors")
+    done = []
+    for tensor in made:
+        own = tuple(replace(piece, digest=digests[piece.key]) for piece in tensor.pieces)
+        error = sources[own[0].key][3] if own else RoundingError()
+        done.append(replace(tensor, pieces=own, error=(error.relative, error.worst_row)))
+    return done
+
+
+def _stored(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
+    """Return the stored form of an expert's tensor, and add its quantization error to `error`.
+
+    Raises:
+        ValueError: it cannot be quantized.
+    """
+    if form is None:
+        return expert.contiguous()
+    try:
+        stored = form.quantize(expert)
+    except ValueError as reason:
+        raise ValueError(
+            f"--expert-dtype {form.expert_dtype} cannot store {name}: {reason}; leave the option out."
+        ) from reason
+    error.add(expert, form.dequantize(stored))
+    return stored
