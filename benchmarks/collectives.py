@@ -30,10 +30,10 @@ from benchmarks.command import parser_of, run, shown
 from benchmarks.machine import facts
 from benchmarks.output import Report, Row
 from benchmarks.timing import against
-from fairseq_tutel.comm.plan_p2p import TwoSided
-from fairseq_tutel.comm.plan_shm import OneSided
-from fairseq_tutel.planning.plan import KINDS, Plan
-from fairseq_tutel.planning.schedule import GENERATORS, make, usual
+from fairseq_tutel.plans.executors.one_sided import OneSided
+from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.format import KINDS, Plan
+from fairseq_tutel.plans.generators import GENERATORS, make, usual
 
 BASE = "gloo"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

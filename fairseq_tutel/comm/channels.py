@@ -20,19 +20,23 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import Started, start_receive, start_send
-from fairseq_tutel.comm.shared_memory import Backoff, SharedMemory
+from fairseq_tutel.plans.executors.shared_memory import (
+    Backoff,
+    Bytes,
+    SharedMemory,
+    are_there,
+    cells,
+    pack,
+    unpack,
+)
 from fairseq_tutel.ranks.guard import CommunicationError
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Cells = np.ndarray[Any, np.dtype[np.uint32]]
-CELL_BYTES = 8  # of a packet, of which four are data
 FIFO_SIZE = 512
 # Bits of a trigger: put, signal, and somebody waits for it.
 DATA, FLAG, SYNC = 1, 2, 4
@@ -114,39 +118,6 @@ class MemoryChannel:
         while not are_there(packets, flag):
             backoff.pause([self.peer])
         unpack(packets, self.own[target : target + size])
-
-
-def packet_bytes(size: int) -> int:
-    """Return how many bytes the packets of so many bytes take."""
-    return -(-size // 4) * CELL_BYTES
-
-
-def cells(region: Bytes, start: int, size: int) -> Cells:
-    """Return the packets [cells, 2] of `size` bytes of data: data first, then its flag."""
-    return region[start : start + packet_bytes(size)].view(np.uint32).reshape(-1, 2)
-
-
-def pack(packets: Cells, data: Bytes, flag: int) -> None:
-    """Write bytes to packets: data before flags, and x86 shows them in this order."""
-    whole = data.size // 4
-    packets[:whole, 0] = data[: 4 * whole].view(np.uint32)
-    if data.size % 4:
-        packets[whole, 0] = int.from_bytes(data[4 * whole :].tobytes(), "little")
-    packets[:, 1] = flag
-
-
-def are_there(packets: Cells, flag: int) -> bool:
-    """Whether all packets of a flag have come."""
-    return bool(packets[-1, 1] == flag and (packets[:, 1] == flag).all()) if len(packets) else True
-
-
-def unpack(packets: Cells, data: Bytes) -> None:
-    """Read bytes from packets that are there."""
-    whole = data.size // 4
-    data[: 4 * whole].view(np.uint32)[...] = packets[:whole, 0]
-    if data.size % 4:
-        last = int(packets[whole, 0]).to_bytes(4, "little")
-        data[4 * whole :] = np.frombuffer(last, np.uint8, data.size % 4)
 
 
 class MessageChannel:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm import plan_choice
+from fairseq_tutel.plans.executors import backend
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
@@ -67,7 +67,7 @@ def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[
     That is `own` itself, or a tensor of its shape.
     """
     with guarded(operation, group):
-        program = plan_choice.chosen("all_reduce", own, operation, group)
+        program = backend.chosen("all_reduce", own, operation, group)
         if program is None:
             return Started(dist.all_reduce(own, group=group, async_op=True), operation, group), own
         total = torch.empty_like(own)
@@ -97,7 +97,7 @@ def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
 def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = None) -> Started:
     """Begin to bring every rank's `own` [m] to `whole` [G * m], by a plan or torch."""
     with guarded(operation, group):
-        program = plan_choice.chosen("all_gather", own, operation, group)
+        program = backend.chosen("all_gather", own, operation, group)
         if program is not None:
             return Started(program.start(own, whole, own.numel()), operation, group)
         return Started(_all_gather(whole, own, group=group, async_op=True), operation, group)
@@ -117,7 +117,7 @@ def start_reduce_scatter(
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
-        program = plan_choice.chosen("reduce_scatter", whole, operation, group)
+        program = backend.chosen("reduce_scatter", whole, operation, group)
         if program is not None:
             work: Work = program.start(whole, own, own.numel())
         elif as_list:
@@ -189,7 +189,7 @@ def all_to_all_by(
     """As `all_to_all`, by the plan of a name.
 
     Args:
-        plan: that `plan_choice.use` was given.
+        plan: that `backend.use` was given.
         rows: contiguous; G blocks.
         operation: see above.
         group: the ranks.
@@ -198,7 +198,7 @@ def all_to_all_by(
     rank = dist.get_rank(group)
     out = rows.new_empty(sum(row[rank] for row in sizes_GG), *rows.shape[1:])
     with guarded(operation, group):
-        plan_choice.named(plan, rows, group).start(rows, out, sizes_GG).wait()
+        backend.named(plan, rows, group).start(rows, out, sizes_GG).wait()
     return out
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from heapq import heappop, heappush
 
 from fairseq_tutel.planning.network import Network
-from fairseq_tutel.planning.plan import Plan
+from fairseq_tutel.plans.format import Plan
 
 # By (source, target): of ranks, what one sends another; of vertices, what a link has to carry.
 Load = Mapping[tuple[int, int], Fraction | int]

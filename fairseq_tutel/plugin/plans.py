@@ -6,16 +6,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fairseq_tutel.comm import plan_choice
 from fairseq_tutel.moe.config import MoEConfig, TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.options import read
-from fairseq_tutel.planning import placed_plans
 from fairseq_tutel.planning.links import exchange_seconds, plan_seconds
 from fairseq_tutel.planning.machine import Machine
-from fairseq_tutel.planning.placed_plans import PlacedPlan
 from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.planning.tuner import HOPELESS
+from fairseq_tutel.plans import placed
+from fairseq_tutel.plans.executors import backend
+from fairseq_tutel.plans.placed import PlacedPlan
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
@@ -37,7 +37,7 @@ def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
         ValueError: one cannot be read, or is not right.
     """
     path = read(TaskConfig, task_cfg).moe_collective_plans
-    return placed_plans.read(path, _State.proved) if path else ()
+    return placed.read(path, _State.proved) if path else ()
 
 
 def prove_once_a_host(task_cfg: Any) -> None:
@@ -87,7 +87,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     """
     plans = plans_of(task_cfg) if topology.world_size > 1 else ()
     local = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
-    placed_plans.refuse_unused(plans, _groups(topology), local)
+    placed.refuse_unused(plans, _groups(topology), local)
     name = config.a2a_algorithm.removeprefix(PLAN)
     size = topology.expert_parallel_size
     known = [each.name for each in _all_to_alls(plans, topology, local)]
@@ -100,7 +100,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     elif known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
         asking = " or ".join(PLAN + each for each in known)
         logger.info("the exchange of rows runs by no plan; --moe-a2a-algorithm %s lets it", asking)
-    plan_choice.use(plans, local)
+    backend.use(plans, local)
 
 
 def tuned_algorithms(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-from fairseq_tutel.planning.plan import Place, Plan, Step, Writer
+from fairseq_tutel.plans.format import Place, Plan, Step, Writer
 
 
 def two_lanes() -> Plan:

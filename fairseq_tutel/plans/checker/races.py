@@ -1,0 +1,158 @@
+"""Refuses plans whose accesses to the same chunks are not ordered, by vector clocks.
+
+A lane's clock counts of every lane how many steps are over for sure. The array changes only where the lane
+waits; signals share it and add the count of their own lane. A put accesses twice, at any time after it is
+asked for: its source until the wait for the next signal or the next flush is over, its destination until
+that wait is. Two accesses to a chunk, one of them a write, must have one order.
+
+Calls follow on each other without a pause, so three in a row are looked at, and `tmp` is another one in the
+second. Between calls a rank's `in` and `out` are the caller's, who may write them: one step at the start of
+each call, after all lanes of the rank's call before, stands for that. Three are enough: all that comes to a
+rank is waited for in the same call, and what holds between two calls holds between all such.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fairseq_tutel.plans.checker.order import Order
+from fairseq_tutel.plans.checker.shape import size_on
+from fairseq_tutel.plans.format import Plan, PlanError
+
+# The calls in which a buffer is the same; others of the three add nothing.
+CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
+Counts = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Clock(NamedTuple):
+    """How far lanes have come for sure.
+
+    Attributes:
+        lane: whose clock it is.
+        taken: how far that one has come.
+        others: of every lane as of the last wait, never written.
+    """
+
+    lane: int
+    taken: int
+    others: Counts
+
+    def has(self, lane: int, count: int) -> bool:
+        """Return whether so many steps of a lane are over."""
+        return bool((self.taken if lane == self.lane else self.others.item(lane)) >= count)
+
+    def joined(self, other: "Clock") -> Counts:
+        """Return the counts of what either has."""
+        if self.has(other.lane, other.taken):
+            return self.others
+        counts = np.maximum(self.others, other.others)
+        counts[other.lane] = other.taken
+        return counts
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """Of one step to chunks.
+
+    Attributes:
+        ends: it is over when any of these lanes has taken so many steps.
+        number: the step; None: the caller's.
+        call: in which.
+    """
+
+    ends: tuple[tuple[int, int], ...]
+    number: int | None
+    call: int
+
+
+def check_races(plan: Plan, order: Order) -> None:
+    """Refuse accesses to the same chunks that nothing orders.
+
+    Raises:
+        PlanError: naming the two steps.
+    """
+    last_write: dict[tuple[int, str, int], Access] = {}
+    reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
+    for rank, buffer, first, n, writes, access, clock in _accesses(plan, order):
+        for chunk in range(first, first + n):
+            cell = (rank, buffer, chunk)
+            before = [last_write[cell]] if cell in last_write else []
+            if writes:
+                before += reads.pop(cell, ())
+                last_write[cell] = access
+            else:
+                reads[cell].append(access)
+            for each in before:
+                if not any(clock.has(lane, count) for lane, count in each.ends):
+                    _refuse(plan, order, (each, access), f"{buffer}[{chunk}] of rank {rank}")
+
+
+def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bool, Access, Clock]]:
+    """Yield (rank, buffer, first chunk, chunks, whether it writes, access, the clock when it begins).
+
+    They come in an order that can happen. A beginning is a step in each of its rank's lanes. A clock counts
+    the step itself, too; it goes on after that.
+    """
+    length = [1] * sum(map(len, order.rank_lanes))
+    for lane in order.lanes:
+        length[lane] += 1
+    causes = set(order.cause.values())
+    counts = [0] * len(length)
+    known: list[Counts] = [np.zeros(len(length), np.int32)] * len(length)
+
+    def end(number: int, call: int) -> tuple[int, int]:
+        lane = order.lanes[number]
+        return lane, call * length[lane] + 2 + order.sites[number][2]
+
+    for call in range(3):
+        for rank, own in enumerate(order.rank_lanes):
+            joined = np.maximum.reduce([known[lane] for lane in own])
+            for lane in own:
+                counts[lane] += 1
+                joined[lane] = counts[lane]
+            begun = Clock(own[0], counts[own[0]], joined)
+            access = Access(((own[0], counts[own[0]]),), None, call)
+            for buffer in ("in", "out"):
+                if call in CALLS[buffer]:
+                    yield rank, buffer, 0, size_on(plan, rank, buffer), True, access, begun
+            for lane in own:
+                known[lane] = joined
+        told: dict[int, Clock] = {}  # by signal or post, the clock behind it
+        for number in order.run:
+            step, rank, lane = order.steps[number], order.ranks[number], order.lanes[number]
+            if number in order.cause:
+                clock = Clock(lane, counts[lane], known[lane])
+                known[lane] = clock.joined(told.pop(order.cause[number]))
+            counts[lane] += 1
+            clock = Clock(lane, counts[lane], known[lane])
+            if step.dst is not None and step.n is not None:
+                ends: tuple[tuple[int, int], ...] = (end(number, call),)
+                read_ends, target = ends, rank
+                if step.channel is not None:
+                    target = plan.channels[step.channel].target
+                    ends = read_ends = (end(order.arrival[number], call),)
+                    if number in order.release:
+                        read_ends = (*ends, end(order.release[number], call))
+                read, write = Access(read_ends, number, call), Access(ends, number, call)
+                for place in step.src:
+                    if call in CALLS[place.buffer]:
+                        yield rank, place.buffer, place.chunk, step.n, False, read, clock
+                if call in CALLS[step.dst.buffer]:
+                    yield target, step.dst.buffer, step.dst.chunk, step.n, True, write, clock
+            if number in causes:
+                told[number] = clock
+
+
+def _refuse(plan: Plan, order: Order, pair: tuple[Access, Access], what: str) -> None:
+    def name(access: Access) -> str:
+        if access.number is not None:
+            return order.name(access.number)
+        return "the caller, before the call,"
+
+    text = f"{name(pair[0])} and {name(pair[1])} access {what}, one writes, and nothing orders them"
+    later = pair[1].call - pair[0].call
+    when = ("", "; the second is of the next call", "; the second is of the call after the next")
+    raise PlanError(f"Plan {plan.name!r} has a race: {text}{when[later]}.")

@@ -1,0 +1,343 @@
+"""Shared memory of ranks on one host: a file that all of them have mapped, and how they wait in it.
+
+N ranks. The file has words (int64, a cache line each, so that no two writers share one), each written by
+one rank, and a region of bytes for every rank, into which the others put. It has a name only until all have
+opened it, while it is empty, so that a rank that is killed leaves no memory. Rank 0 may leave an empty file
+then, which a later start removes. It is mapped as long as it may ever become; what is in use of it is
+allocated first, since a write to memory that is not there would end the process.
+
+Words need no lock, since x86 shows one processor's writes to the others in their order; elsewhere there is
+no shared memory. A rank holds a lock on its byte of the file, which the kernel takes from it when it ends:
+so those that wait for it learn that at once, and of one that is stopped after the time-out of groups.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import struct
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
+
+FOLDER = "/dev/shm"
+# Not i686: there a word of 64 bits is two stores.
+ORDERED = ("x86_64", "AMD64")
+PREFIX = "fairseq_tutel-"
+# An empty file that is older, and that no process has locked, is of a rank that was killed.
+ABANDONED_SECONDS = 60
+WORDS_OF_LINE = 8
+# How a wait goes on: it gives others the processor, each time it has looked, and then sleeps. Looking
+# more often first makes small collectives 2 to 4 times as slow where there are more ranks than cores.
+YIELD_SECONDS = 0.001
+SLEEP_SECONDS = (0.00005, 0.005)
+# A sleep is this part of what was waited before it: so much may a wait come to know too late.
+SLEEP_PART = 1 / 50
+# struct flock: type, whence, start, length, process.
+FLOCK = "hhqqi4x"
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Cells = np.ndarray[Any, np.dtype[np.uint32]]
+CELL_BYTES = 8  # of a packet, of which four are data
+
+
+class SharedMemoryError(OSError):
+    """Ranks cannot share memory; the sentence is the same on all of them."""
+
+
+class SharedMemory:
+    """What the ranks of a group share. Made by `meet`.
+
+    Attributes:
+        words: int64; word `line(i)` is the first of the i-th line of the caller's.
+        rank: of this process in the group.
+        ranks: N.
+        size: bytes in use of each region.
+    """
+
+    def __init__(
+        self, descriptor: int, group: dist.ProcessGroup | None, lines: int, region: int, size: int
+    ) -> None:
+        self.group, self.size = group, size
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._descriptor, self._region = descriptor, _whole_pages(region)
+        self._first, self._start, total = _measures(self.ranks, lines, region)
+        self._mapped = mmap.mmap(descriptor, total)
+        self.words = memoryview(self._mapped)[: self._start].cast("q")
+        self._meetings = self._generation = 0
+        # Not before the end: closing any descriptor of a file gives up a process's locks on it.
+        weakref.finalize(self, os.close, descriptor)
+
+    def line(self, index: int) -> int:
+        """Return which word begins a line of the caller's."""
+        return (self._first + index) * WORDS_OF_LINE
+
+    def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a rank's bytes, of which the first `size` are there."""
+        start = self._start + rank * self._region
+        return np.frombuffer(self._mapped, np.uint8, self._region, start)
+
+    def wait(self, word: int, least: int, source: int) -> None:
+        """Wait until a word that a rank writes is at least so much.
+
+        Raises:
+            DistBackendError: the rank has ended, or did not write within the time-out of groups.
+        """
+        if self.words[word] < least:
+            backoff = Backoff(self)
+            while self.words[word] < least:
+                backoff.pause([source])
+
+    def meet(self) -> None:
+        """Wait until all ranks have come. Collective, as all below."""
+        self._meetings += 1
+        self.words[self.rank * WORDS_OF_LINE] = self._meetings
+        for rank in range(self.ranks):
+            self.wait(rank * WORDS_OF_LINE, self._meetings, rank)
+
+    def grow(self, size: int) -> bool:
+        """Let regions have more bytes; return whether there were as many. Their contents are lost.
+
+        At least half of what the folder holds is left to others, such as the loaders of data.
+        """
+        self.meet()
+        self._generation += 1
+        word = self.ranks * WORDS_OF_LINE
+        if self.rank == 0:
+            state = os.fstatvfs(self._descriptor)
+            left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
+            is_spare = left >= state.f_blocks * state.f_frsize / 2
+            starts = [self._start + rank * self._region for rank in range(self.ranks)]
+            ranges = [(start, size) for start in starts]
+            grown = is_spare and not _allocate(self._descriptor, ranges)
+            self.words[word] = 2 * self._generation + grown
+        self.wait(word, 2 * self._generation, 0)
+        grown = self.words[word] == 2 * self._generation + 1
+        self.size = size if grown else self.size
+        return grown
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process, another one than this, is no more."""
+        return not _locked(self._descriptor, rank, 1)
+
+
+class Backoff:
+    """One wait: lets others run between looks, then sleeps, and ends when it must.
+
+    Args:
+        memory: whose ranks are waited for.
+    """
+
+    __slots__ = ("_ended", "_memory", "_start")
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory, self._start = memory, 0.0
+        self._ended: set[int] = set()
+
+    def pause(self, sources: Iterable[int]) -> None:
+        """Call between two looks.
+
+        Args:
+            sources: ranks of the group, without any of which this cannot go on.
+
+        Raises:
+            DistBackendError: one of them has ended, or the time-out of groups is over.
+        """
+        now = time.perf_counter()
+        self._start = self._start or now
+        waited = now - self._start
+        if waited < YIELD_SECONDS:
+            os.sched_yield()
+            return
+        sources = [rank for rank in set(sources) if rank != self._memory.rank]
+        # Another look comes after a rank was seen to have ended: it may have written before.
+        if gone := self._ended.intersection(sources):
+            raise dist.DistBackendError(f"{self._names(gone)} ended")
+        self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
+        timeout = timeout_of_groups() or timeout_of(self._memory.group)
+        if waited > timeout.total_seconds():
+            raise dist.DistBackendError(f"{self._names(sources)} did not write for {waited:.1f} s")
+        if not self._ended:
+            time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        group = self._memory.group
+        return name_ranks(sorted(world.rank_in_job(rank, group) for rank in ranks))
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the time-out of a group on CPUs; None: of the default group."""
+    found = group or dist.group.WORLD
+    assert found is not None
+    return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
+
+
+def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
+    """Let a group's ranks share memory. Collective.
+
+    Args:
+        group: None for all ranks.
+        lines: words of the caller's, a cache line each.
+        region: the most bytes that a rank's region may ever have.
+        size: bytes that it has from the first.
+
+    Raises:
+        SharedMemoryError: they cannot, for the reason that it gives.
+        CommunicationError: a rank did not come.
+    """
+    operation = "the opening of shared memory"
+    ranks, path, problem, descriptor = dist.get_world_size(group), "", "", -1
+    if dist.get_rank(group) == 0:
+        path, descriptor, problem = _create()
+    try:
+        name = world.told_by_first(path, operation, group)
+        if name and not path:
+            descriptor, problem = _open(name)
+        if descriptor >= 0:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
+        problems = world.told_by_all(problem, operation, group)  # everyone's lock is there
+    finally:
+        if path:
+            os.unlink(path)
+    problem = next(
+        (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each), ""
+    )
+    if path and not problem:
+        _, start, total = _measures(ranks, lines, region)
+        os.ftruncate(descriptor, total)
+        starts = [start + rank * _whole_pages(region) for rank in range(ranks)]
+        problem = _allocate(descriptor, [(0, start), *((each, size) for each in starts)])
+    problem = world.told_by_first(problem, operation, group)
+    if problem:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise SharedMemoryError(f"The ranks cannot share memory: {problem}.")
+    return SharedMemory(descriptor, group, lines, region, size)
+
+
+def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
+    """Return the caller's first line, the first byte of the regions, and all bytes."""
+    first = ranks + 1  # a line for each rank's meetings, and one for what rank 0 allocated
+    start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
+    return first, start, start + ranks * _whole_pages(region)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _create() -> tuple[str, int, str]:
+    """Return the path of a new and empty file, its descriptor, and what is wrong."""
+    if problem := _unordered():
+        return "", -1, problem
+    _remove_abandoned()
+    path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        return "", -1, f"{FOLDER} takes no file ({error.strerror})"
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+    return path, descriptor, ""
+
+
+def _remove_abandoned() -> None:
+    """Remove empty files of this user that a rank 0 left which was killed before all had opened them."""
+    for file in Path(FOLDER).glob(f"{PREFIX}*"):
+        # Another start may remove it at the same time.
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            age = time.time() - status.st_mtime
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and status.st_size == 0 and age > ABANDONED_SECONDS and not _is_locked(file):
+                file.unlink()
+
+
+def _is_locked(file: Path) -> bool:
+    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return _locked(descriptor, 0, 0)  # a length of 0: all of the file
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, start: int, length: int) -> bool:
+    """Whether another process has locked bytes of a file."""
+    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    told = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+    return struct.unpack(FLOCK, told)[0] != fcntl.F_UNLCK
+
+
+def _open(path: str) -> tuple[int, str]:
+    if problem := _unordered():
+        return -1, problem
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW), ""
+    except FileNotFoundError:
+        return -1, f"{path} is not there, as on another host or in another container"
+    except OSError as error:
+        return -1, f"{path} cannot be opened ({error.strerror})"
+
+
+def _unordered() -> str:
+    machine = platform.machine()
+    return "" if machine in ORDERED else f"a {machine} does not show writes in their order"
+
+
+def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
+    """Let there be memory for (start, size) of a file; return what is wrong."""
+    state = os.fstatvfs(descriptor)
+    try:
+        for start, size in ranges:
+            if size:
+                os.posix_fallocate(descriptor, start, size)
+    except OSError as error:
+        needed = sum(size for _, size in ranges) // 1024
+        free = state.f_bavail * state.f_frsize // 1024
+        return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
+    return ""
+
+
+def packet_bytes(size: int) -> int:
+    """Return how many bytes the packets of so many bytes take."""
+    return -(-size // 4) * CELL_BYTES
+
+
+def cells(region: Bytes, start: int, size: int) -> Cells:
+    """Return the packets [cells, 2] of `size` bytes of data: data first, then its flag."""
+    return region[start : start + packet_bytes(size)].view(np.uint32).reshape(-1, 2)
+
+
+def pack(packets: Cells, data: Bytes, flag: int) -> None:
+    """Write bytes to packets: data before flags, and x86 shows them in this order."""
+    whole = data.size // 4
+    packets[:whole, 0] = data[: 4 * whole].view(np.uint32)
+    if data.size % 4:
+        packets[whole, 0] = int.from_bytes(data[4 * whole :].tobytes(), "little")
+    packets[:, 1] = flag
+
+
+def are_there(packets: Cells, flag: int) -> bool:
+    """Whether all packets of a flag have come."""
+    return bool(packets[-1, 1] == flag and (packets[:, 1] == flag).all()) if len(packets) else True
+
+
+def unpack(packets: Cells, data: Bytes) -> None:
+    """Read bytes from packets that are there."""
+    whole = data.size // 4
+    data[: 4 * whole].view(np.uint32)[...] = packets[:whole, 0]
+    if data.size % 4:
+        last = int(packets[whole, 0]).to_bytes(4, "little")
+        data[4 * whole :] = np.frombuffer(last, np.uint8, data.size % 4)
