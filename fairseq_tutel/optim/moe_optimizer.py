@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import gather_to_first
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.comm.collectives import is_replaced
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
@@ -26,7 +27,6 @@ from fairseq_tutel.comm.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
-from fairseq_tutel.plans.executors import backend
 from fairseq_tutel.ranks import groups
 from fairseq_tutel.ranks.groups import Slice, Topology, cut, slice_of
 from fairseq_tutel.zero.state import MASTER
@@ -192,7 +192,7 @@ def _reduces_here(module: Any) -> bool:
         module = getattr(module, "module", None)  # in fairseq's other wrappers
         if module is None:
             return False
-    return not module.accumulate_grads and backend.has("all_reduce", None)
+    return not module.accumulate_grads and is_replaced("all_reduce", None)
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:

@@ -41,8 +41,10 @@ Source: MSCCL++ (Shah et al. 2025), its channels and its plans; here they are sm
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -161,6 +163,16 @@ class Plan:
         """What two plans of the same steps have in common: 16 hexadecimal digits."""
         text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def bytes_sent(self) -> dict[tuple[int, int], Fraction]:
+        """By (source, target), the bytes sent, as a fraction of a rank's `in`."""
+        total: Counter[tuple[int, int]] = Counter()
+        for *_, step in self.steps():
+            if step.op == "put" and step.channel is not None and step.n is not None:
+                channel = self.channels[step.channel]
+                total[channel.source, channel.target] += step.n
+        return {pair: Fraction(n, self.in_chunks) for pair, n in total.items()}
 
     def steps(self) -> Iterator[tuple[int, int, int, Step]]:
         """Yield (rank, lane, index, step) of every step."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fairseq_tutel.comm import collectives
 from fairseq_tutel.moe.config import MoEConfig, TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.options import read
@@ -14,7 +15,7 @@ from fairseq_tutel.planning.machine import Machine
 from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.planning.tuner import HOPELESS
 from fairseq_tutel.plans import placed
-from fairseq_tutel.plans.executors import backend
+from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.placed import PlacedPlan
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
@@ -100,7 +101,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     elif known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
         asking = " or ".join(PLAN + each for each in known)
         logger.info("the exchange of rows runs by no plan; --moe-a2a-algorithm %s lets it", asking)
-    backend.use(plans, local)
+    collectives.use(PlanBackend(plans, local) if plans else None)
 
 
 def tuned_algorithms(

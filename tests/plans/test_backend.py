@@ -12,13 +12,16 @@ from fairseq_tutel.plans.executors import backend
 def plans(monkeypatch):
     """Let one plan run 8 to 16 bytes and another 32 or more."""
     bounds = {"small": (8, 16), "large": (32, None)}
-    placed = [
-        SimpleNamespace(name=name, plan=SimpleNamespace(min_bytes=least, max_bytes=most))
+    found = backend.PlanBackend(
+        SimpleNamespace(
+            name=name,
+            plan=SimpleNamespace(min_bytes=least, max_bytes=most),
+        )
         for name, (least, most) in bounds.items()
-    ]
-    monkeypatch.setattr(backend._State, "plans", tuple(placed))
-    monkeypatch.setattr(backend, "_fitting", lambda *_: placed)
-    monkeypatch.setattr(backend, "_program", lambda placed, *_: placed.name)
+    )
+    monkeypatch.setattr(found, "_fitting", lambda *_: found.plans)
+    monkeypatch.setattr(found, "_program", lambda placed, *_: placed.name)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def plans(monkeypatch):
 )
 def test_a_plan_runs_the_bytes_it_is_meant_for(plans, elements, name):
     own = torch.zeros(elements, dtype=torch.uint8)
-    assert backend.chosen("all_gather", own, "a test", None) == name
+    assert plans.chosen("all_gather", own, "a test", None) == name
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64, torch.float32])
@@ -35,4 +38,4 @@ def test_a_plan_runs_the_bytes_it_is_meant_for(plans, elements, name):
 def test_a_plan_sums_no_dtype_that_it_cannot(plans, collective, dtype):
     own = torch.zeros(16 // dtype.itemsize, dtype=dtype)
     sums = collective == "all_reduce" and dtype != torch.float32
-    assert backend.chosen(collective, own, "a test", None) == (None if sums else "small")
+    assert plans.chosen(collective, own, "a test", None) == (None if sums else "small")

@@ -13,7 +13,7 @@ from networks import network_of, random_network
 from test_optimum import KNOWN
 
 from fairseq_tutel.planning.network import Network, find
-from fairseq_tutel.planning.traffic import busiest, routed, sent
+from fairseq_tutel.planning.traffic import busiest, routed
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.forestcoll.forest import grow, grow_for
 from fairseq_tutel.plans.forestcoll.optimum import optimal_share, optimum, roots_of
@@ -155,9 +155,9 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
                     for a, b in pairwise(path)
                 )
                 messages[(child, parent) if is_sum else (parent, child)] += tree.copies
-    assert sent(plan) == {pair: Fraction(n, plan.in_chunks) for pair, n in messages.items()}
+    assert plan.bytes_sent == {pair: Fraction(n, plan.in_chunks) for pair, n in messages.items()}
     if not network.switches:
-        took = busiest(network, routed(network, sent(plan)))
+        took = busiest(network, routed(network, plan.bytes_sent))
         shards = network.ranks if collective in ("reduce_scatter", "all_reduce") else 1
         assert took * shards == len(phases) * phases[0].seconds
 

@@ -6,7 +6,7 @@ import pytest
 from test_optimum import ONE_WAY_RING
 
 from fairseq_tutel.planning.network import Network, find
-from fairseq_tutel.planning.traffic import busiest, routed, sent, turned_rings
+from fairseq_tutel.planning.traffic import busiest, routed, turned_rings
 from fairseq_tutel.plans.forestcoll.all_to_all_bounds import cut_bound, linear_program
 from fairseq_tutel.plans.forestcoll.forest import grow
 from fairseq_tutel.plans.generators import make
@@ -14,7 +14,7 @@ from fairseq_tutel.plans.generators import make
 
 def takes(network, name, collective, nodes=1):
     plan = make(name, collective, network.ranks, nodes=nodes)
-    return busiest(network, routed(network, sent(plan)))
+    return busiest(network, routed(network, plan.bytes_sent))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_no_other_schedule_is_faster(name, ring, rings, doubling):
 def test_the_default_forest_is_at_least_as_fast_as_rings(name):
     network = find(name)
     forest = grow(network).seconds
-    for load in (sent(make("ring", "all_gather", network.ranks)), turned_rings(network)):
+    for load in (make("ring", "all_gather", network.ranks).bytes_sent, turned_rings(network)):
         assert forest <= busiest(network, routed(network, load))
 
 

@@ -34,7 +34,7 @@ def test_a_tuner_tries_plans_that_are_not_foretold_to_be_slow(caplog):
 
 def test_an_all_to_all_that_nobody_asked_for_is_named(monkeypatch, caplog):
     monkeypatch.setattr(plans, "read", lambda *_: SimpleNamespace(moe_local_size=0))
-    monkeypatch.setattr(plans.backend, "use", lambda *_: None)
+    monkeypatch.setattr(plans.collectives, "use", lambda *_: None)
     config = SimpleNamespace(a2a_algorithm="linear", adaptive="", adaptive_r=1)
     with caplog.at_level("INFO"):
         use_plans(None, TOPOLOGY, config)

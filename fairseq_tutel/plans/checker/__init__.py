@@ -1,7 +1,7 @@
 """Proves that a plan ends, does not race and gives the result that it is asked for, or says why not.
 
-In this order: shape (`plan_shape`), deadlock (`plan_order`), races (`plan_races`), data (`plan_data`),
-lengths (`plan_lengths`). A plan that passes gives its result in every interleaving of its lanes and
+In this order: shape (`shape`), deadlock (`order`), races (`races`), data (`data`),
+lengths (`lengths`). A plan that passes gives its result in every interleaving of its lanes and
 transfers, for any sizes, and for any number of calls in a row; of an all_reduce, the same bits on every
 rank. What remains is how long it takes: the `Report`.
 """

@@ -1,9 +1,10 @@
-"""Which collective runs by which plan: by its kind, ranks, bytes and dtype; torch runs the others.
+"""The backend of `comm.collectives` that runs collectives by plans.
 
-On a CPU, ranks of one host run a plan in shared memory, others by messages, as all do on a GPU.
+A plan is chosen by collective, ranks, bytes and dtype; torch runs the rest. On a CPU, ranks of one host run
+it in shared memory, other ranks by messages. On a GPU all ranks run it by messages.
 
-What runs by a plan, and where one was there but could not be taken, is logged once. All ranks choose
-alike: what a choice depends on is the same on all, and plans are compared before (`plugin.startup`).
+Each choice is logged once. All ranks choose the same plan, since they have the same plans
+(`plugin.startup` compares them) and the choice depends on values that are equal on all ranks.
 """
 
 import logging
@@ -31,15 +32,89 @@ SUMMED = {
 }
 
 
-class _InMemory:
-    """A plan in shared memory where the group's ranks can have some, else by messages.
+class PlanBackend:
+    """Runs collectives by plans; see `comm.collectives.Backend`.
 
-    A call runs when it is waited for: in shared memory it ends only when all ranks have come, and some may
-    begin theirs in the middle of a backward in which others need them for something else first.
+    Args:
+        plans: the same on all ranks; the first that fits is used.
+        local: ranks of a host; 0: unknown.
     """
 
-    def __init__(self, name: str, plan: Plan, group: Group) -> None:
-        self.name, self.plan, self.group = name, plan, group
+    def __init__(self, plans: Sequence[PlacedPlan], local: int = 0) -> None:
+        self.plans, self.local = tuple(plans), local
+        # By group, then by digest and whether tensors are on a CPU.
+        self._programs: WeakKeyDictionary[
+            dist.ProcessGroup, dict[tuple[str, bool], _OnCpu | TwoSided]
+        ] = WeakKeyDictionary()
+        self._logged: set[str] = set()
+
+    def has(self, collective: str, group: Group) -> bool:
+        """Return whether some sizes of a collective run by a plan."""
+        return bool(self._fitting(collective, group))
+
+    def chosen(
+        self, collective: str, own: Tensor, operation: str, group: Group
+    ) -> "_OnCpu | TwoSided | None":
+        """Return the program of a collective with the input `own`, None for torch."""
+        plans = self._fitting(collective, group)
+        if not plans:
+            return None
+        if collective in REDUCING and own.dtype not in SUMMED:
+            self._log(f"{operation} runs by torch: a plan adds up no {own.dtype}")
+            return None
+        num_bytes = own.numel() * own.itemsize
+        for placed in plans:
+            least, most = placed.plan.min_bytes, placed.plan.max_bytes
+            if least <= num_bytes and (most is None or num_bytes <= most):
+                return self._program(placed, own, operation, group)
+        self._log(f"{operation} runs by torch where no plan of {collective} is meant for its bytes")
+        return None
+
+    def named(self, name: str, rows: Tensor, group: Group) -> "_OnCpu | TwoSided | None":
+        """Return the all_to_all program of that name, if there is one."""
+        for placed in self._fitting("all_to_all", group):
+            if placed.name == name:
+                return self._program(placed, rows, "the exchange of rows", group)
+        return None
+
+    def _fitting(self, collective: str, group: Group) -> list[PlacedPlan]:
+        ranks = range(world.size()) if group is None else dist.get_process_group_ranks(group)
+        return [
+            placed
+            for placed in self.plans
+            if placed.plan.collective == collective and placed.fits(ranks, self.local)
+        ]
+
+    def _program(
+        self, placed: PlacedPlan, own: Tensor, operation: str, group: Group
+    ) -> "_OnCpu | TwoSided":
+        plan, key = placed.plan, group or dist.group.WORLD
+        assert key is not None
+        programs = self._programs.setdefault(key, {})
+        by = plan.digest, own.is_cpu
+        if by not in programs:
+            on_cpu = _OnCpu(placed.name, plan, group, self._log)
+            programs[by] = on_cpu if own.is_cpu else TwoSided(plan, group)
+        ranks = f"{plan.ranks} ranks, digest {plan.digest}"
+        self._log(f"{operation} runs by the plan {placed.name} ({ranks})")
+        return programs[by]
+
+    def _log(self, sentence: str) -> None:
+        if sentence not in self._logged:
+            self._logged.add(sentence)
+            if world.is_first():
+                logger.info(sentence)
+
+
+class _OnCpu:
+    """Runs a plan in shared memory if the group's ranks can share some, else by messages.
+
+    A call runs in `wait`. In shared memory it needs all ranks, and a rank may start its call inside a
+    backward pass in which the others still need it for another collective.
+    """
+
+    def __init__(self, name: str, plan: Plan, group: Group, log: Callable[[str], None]) -> None:
+        self.name, self.plan, self.group, self.log = name, plan, group, log
         self.program: OneSided | TwoSided | None = None
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> "_Later":
@@ -49,15 +124,15 @@ class _InMemory:
         if self.program is None:
             try:
                 self.program = OneSided(self.plan, self.group)
-                _say(f"the plan {self.name} runs in shared memory")
+                self.log(f"the plan {self.name} runs in shared memory")
             except SharedMemoryError as error:
                 self.program = TwoSided(self.plan, self.group)
-                _say(f"the plan {self.name} runs by messages: {error}")
+                self.log(f"the plan {self.name} runs by messages: {error}")
         self.program.start(own, out, sizes).wait()
 
 
 class _Later:
-    """What `_InMemory` has begun, as a `dist.Work` is."""
+    """A call that runs in its first `wait`."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run: Callable[[], None] | None = run
@@ -69,101 +144,3 @@ class _Later:
         if self.run is not None:
             self.run()
             self.run = None
-
-
-Program = _InMemory | TwoSided
-
-
-class _State:
-    """The plans of this process."""
-
-    plans: tuple[PlacedPlan, ...] = ()
-    local = 0
-
-
-# By group and digest, made at the first use.
-_programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Program]] = (
-    WeakKeyDictionary()
-)
-_said: set[str] = set()
-
-
-def use(plans: Sequence[PlacedPlan], local: int = 0) -> None:
-    """Run collectives by these plans from now on; none of them: by torch.
-
-    Args:
-        plans: the same on all ranks; of several that fit, the first is taken.
-        local: ranks of a host; 0 where nobody knows.
-    """
-    _State.plans, _State.local = tuple(plans), local
-    _programs.clear()
-    _said.clear()
-
-
-def has(collective: str, group: Group) -> bool:
-    """Whether some sizes of a collective run by a plan."""
-    return bool(_State.plans) and bool(_fitting(collective, group))
-
-
-def chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
-    """Return what runs a collective, None for torch.
-
-    Args:
-        collective: of `plans.format`.
-        own: its `in`, contiguous.
-        operation: as errors call it.
-        group: the ranks.
-    """
-    if not _State.plans or not (plans := _fitting(collective, group)):
-        return None
-    num_bytes = own.numel() * own.itemsize
-    if collective in REDUCING and own.dtype not in SUMMED:
-        _say(f"{operation} runs by torch: a plan adds up no {own.dtype}")
-        return None
-    for placed in plans:
-        least, most = placed.plan.min_bytes, placed.plan.max_bytes
-        if least <= num_bytes and (most is None or num_bytes <= most):
-            return _program(placed, own, operation, group)
-    _say(f"{operation} runs by torch where no plan of {collective} is meant for its bytes")
-    return None
-
-
-def named(name: str, rows: Tensor, group: Group) -> Program:
-    """Return what runs the all_to_all of a name, which `use` was given."""
-    for placed in _fitting("all_to_all", group):
-        if placed.name == name:
-            return _program(placed, rows, "the exchange of rows", group)
-    raise ValueError(
-        f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but no plan of this name makes an all_to_all "
-        f"of {dist.get_world_size(group)} ranks; give one to backend.use (--moe-collective-plans)."
-    )
-
-
-def _fitting(collective: str, group: Group) -> list[PlacedPlan]:
-    ranks = range(world.size()) if group is None else dist.get_process_group_ranks(group)
-    return [
-        placed
-        for placed in _State.plans
-        if placed.plan.collective == collective and placed.fits(ranks, _State.local)
-    ]
-
-
-def _program(placed: PlacedPlan, own: Tensor, operation: str, group: Group) -> Program:
-    plan, made = placed.plan, _programs.setdefault(group or _world(), {})
-    key = plan.digest, own.is_cpu
-    if key not in made:
-        made[key] = _InMemory(placed.name, plan, group) if own.is_cpu else TwoSided(plan, group)
-    _say(f"{operation} runs by the plan {placed.name} ({plan.ranks} ranks, digest {plan.digest})")
-    return made[key]
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def _say(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
-        if world.is_first():
-            logger.info(sentence)

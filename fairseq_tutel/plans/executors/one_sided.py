@@ -33,6 +33,7 @@ from fairseq_tutel.plans.executors.one_sided_steps import (
 )
 from fairseq_tutel.plans.executors.shared_memory import (
     Backoff,
+    Channel,
     are_there,
     cells,
     meet,
@@ -119,8 +120,7 @@ class OneSided:
         self._most = self._slot if self._program.packets else slot
         channels = len(plan.channels)
         self.memory = meet(group, channels, self._bytes(self._most), self._bytes(self._slot))
-        self._lines = [self.memory.line(channel) for channel in range(channels)]
-        self._sent, self._taken = [0] * channels, [0] * channels
+        self._channels = [Channel(self.memory, number) for number in range(channels)]
         self._posted: dict[int, int] = defaultdict(int)
         self._calls = 0
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
@@ -205,17 +205,15 @@ class OneSided:
 
     def _advance(self, steps: list[Step], at: int, arrays: list[Array], tensors: list[Any]) -> int:
         """Take steps until one would wait; return which, or how many there are."""
-        words, lines, sent, taken = self.memory.words, self._lines, self._sent, self._taken
+        channels = self._channels
         for code, target, source, channel in steps[at:] if at else steps:
             if code == COPY:
                 arrays[target][...] = arrays[source]
             elif code == SIGNAL:
-                sent[channel] += 1
-                words[lines[channel]] = sent[channel]
+                channels[channel].signal()
             elif code == WAIT:
-                if words[lines[channel]] <= taken[channel]:
+                if not channels[channel].poll():
                     return at
-                taken[channel] += 1
             elif code == REDUCE:
                 add_up([tensors[each] for each in source], tensors[target])
             elif code == PACK:

@@ -134,6 +134,34 @@ class SharedMemory:
         return not _locked(self._descriptor, rank, 1)
 
 
+class Channel:
+    """The count of signals from one rank to another; the source signals, the target polls.
+
+    Data that is put before a signal is visible after it. Packets (`pack`, `unpack`) need no signal.
+
+    Args:
+        memory: memory of both ranks.
+        number: the channel's line.
+    """
+
+    __slots__ = ("_count", "_word", "_words")
+
+    def __init__(self, memory: SharedMemory, number: int) -> None:
+        self._words, self._word, self._count = memory.words, memory.line(number), 0
+
+    def signal(self) -> None:
+        """Add one to the count."""
+        self._count += 1
+        self._words[self._word] = self._count
+
+    def poll(self) -> bool:
+        """Take one signal if there is one; return whether there was."""
+        if self._words[self._word] <= self._count:
+            return False
+        self._count += 1
+        return True
+
+
 class Backoff:
     """One wait: lets others run between looks, then sleeps, and ends when it must.
 
