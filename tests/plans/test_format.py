@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from plan_edits import two_lanes
+from plan_edits import in_packets, two_lanes
 
 from fairseq_tutel.plans.format import from_json, to_json
 from fairseq_tutel.plans.generators import make
@@ -12,7 +12,7 @@ ONE = make("one_phase", "all_reduce", 2)
 
 
 @pytest.mark.parametrize(
-    "plan", [make("tree", "reduce", 3, root=2, kind="ll"), two_lanes()], ids=lambda plan: plan.name
+    "plan", [in_packets(make("tree", "reduce", 3, root=2)), two_lanes()], ids=lambda plan: plan.name
 )
 def test_a_plan_is_read_as_it_was_written(plan):
     read = from_json(json.loads(json.dumps(to_json(plan))))

@@ -1,6 +1,6 @@
 """Plans in shared memory: the two-sided form's bits, and no byte beyond the plan's.
 
-Covered: every generator, both kinds of channels, no elements to a million and numbers that do not divide,
+Covered: every generator, no elements to a million and numbers that do not divide,
 memory full of what nobody wrote; rows; several lanes that wait for each other; blocks of unequal sizes,
 through other ranks; bytes by source and destination; memory that grows, or cannot; many calls with pauses;
 a killed and a stopped rank in the middle of them; what does not fit is refused.
@@ -21,9 +21,11 @@ import mortal
 import pytest
 import torch
 import torch.distributed as dist
+from plan_edits import in_packets
 
 from fairseq_tutel.plans.executors import shared_memory
 from fairseq_tutel.plans.executors.one_sided import OneSided
+from fairseq_tutel.plans.executors.one_sided_steps import COPY
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.format import Writer
 from fairseq_tutel.plans.generators import GENERATORS, make
@@ -54,23 +56,23 @@ def in_lanes(ranks):
 
 
 def plans_of(ranks):
-    """Yield plans with channels of both kinds."""
-    yield [in_lanes(ranks)]
+    """Yield plans of all generators, and one of several lanes with channels of kind ll."""
+    yield in_packets(in_lanes(ranks))
     for name, generator in GENERATORS.items():
         nodes = 2 if name in OF_NODES and ranks % 2 == 0 else 1
         if name != "recursive_doubling" or ranks & (ranks - 1) == 0:
             for collective in generator.collectives:
-                yield [make(name, collective, ranks, kind=k, nodes=nodes) for k in ("simple", "ll")]
+                yield make(name, collective, ranks, nodes=nodes)
 
 
-def bytes_of(plan, m, itemsize):
-    """Return the bytes from a rank to another; m divides."""
+def bytes_put(program, m, dtype):
+    """Return the bytes that a call of a program copies to each other rank."""
     total = Counter()
-    for *_, step in plan.steps():
-        if step.op == "put":
-            channel = plan.channels[step.channel]
-            twice = 2 if channel.kind == "ll" else 1
-            total[channel.source, channel.target] += twice * step.n * m // plan.chunks * itemsize
+    for each in program._compiled(m, 1, dtype).slices:
+        steps = each.steps
+        for code, target, _ in (step for lane in steps.lanes for step in lane):
+            if code == COPY and (view := steps.views[target]).rank != program.rank:
+                total[program.rank, view.rank] += view.length * dtype.itemsize
     return total
 
 
@@ -81,9 +83,8 @@ def shards(plan, m):
 def same(sizes, dtypes):
     """Return what is other than in two-sided form."""
     rank, wrong = dist.get_rank(), []
-    for kinds in plans_of(dist.get_world_size()):
-        plan = kinds[0]
-        two, ones = TwoSided(plan, None), [OneSided(each, None) for each in kinds]
+    for plan in plans_of(dist.get_world_size()):
+        two, one = TwoSided(plan, None), OneSided(plan, None)
         has_out = plan.collective != "reduce" or rank == plan.root
         for m, dtype in itertools.product(sizes, dtypes):
             generator = torch.Generator().manual_seed(rank)
@@ -91,20 +92,18 @@ def same(sizes, dtypes):
             own = (100 * torch.randn(before, 2, generator=generator)).to(dtype)
             wanted, kept = own.new_empty(after, 2), own.clone()
             two.start(own, wanted, m).wait()
-            for one in ones:
-                one.memory.region(rank)[: one.memory.size] = 0xFF
-                one.memory.meet()
-                for _ in range(2):
-                    got = own.new_empty(after, 2)
-                    one.start(own, got, m).wait()
-                    if not torch.equal(kept, own) or (has_out and not torch.equal(wanted, got)):
-                        wrong.append((one.plan, m, dtype))
-        for one in ones:
-            m = 8 * 9 * 5 * plan.chunks
-            told = {(rank, to): n for to, n in one.sent(m, torch.float64).items() if to != rank}
-            planned = bytes_of(one.plan, m, 8)
-            if told != {ends: n for ends, n in planned.items() if ends[0] == rank}:
-                wrong.append((one.plan, told))
+            one.memory.region(rank)[: one.memory.size] = 0xFF
+            one.memory.meet()
+            for _ in range(2):
+                got = own.new_empty(after, 2)
+                one.start(own, got, m).wait()
+                if not torch.equal(kept, own) or (has_out and not torch.equal(wanted, got)):
+                    wrong.append((plan, m, dtype))
+        m = 8 * 9 * 5 * plan.chunks
+        planned = {ends: 8 * m * part for ends, part in plan.bytes_sent.items() if ends[0] == rank}
+        shard = plan.in_chunks // plan.chunks
+        if bytes_put(one, m, torch.float64) != {ends: n * shard for ends, n in planned.items()}:
+            wrong.append(plan)
     return [str(each)[:200] for each in wrong]
 
 
@@ -127,12 +126,8 @@ def ragged(calls):
     number, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     draw = random.Random(3)
     programs = [
-        OneSided(make(name, "all_to_all", number, nodes=nodes, kind=kind), None)
-        for name, nodes, kind in (
-            ("linear", 1, "simple"),
-            ("linear", 1, "ll"),
-            ("two_hops", 2, "simple"),
-        )
+        OneSided(make(name, "all_to_all", number, nodes=nodes), None)
+        for name, nodes in (("linear", 1), ("two_hops", 2))
     ]
     for _ in range(calls):
         most = draw.choice((3, 40, 9000))
@@ -158,7 +153,7 @@ def unfit():
     """Return what is said of tensors that do not fit."""
     program = OneSided(make("linear", "all_to_all", 2), None)
     with pytest.raises(ValueError) as error:
-        program.start(torch.ones(5), torch.ones(6), 3)
+        program.start(torch.ones(5), torch.ones(6), 3).wait()
     return str(error.value)
 
 
@@ -180,7 +175,7 @@ def grown(what):
     for m in (10, 300_001, 300_001, 7, 50_000):
         own = torch.arange(m, dtype=torch.float64) + dist.get_rank()
         out = torch.empty_like(own)
-        program.start(own, out, m)
+        program.start(own, out, m).wait()
         right.append(torch.equal(out, 2 * torch.arange(m, dtype=torch.float64) + 1))
     patch.undo()
     return before, program.memory.size, all(right)
@@ -201,7 +196,7 @@ def many(calls, longest):
     number, rank = dist.get_world_size(), dist.get_rank()
     plans = [
         make("two_phase", "all_reduce", number),
-        make("one_phase", "all_reduce", number, kind="ll"),
+        make("one_phase", "all_reduce", number),
         make("ring", "all_reduce", number),
     ]
     programs = [OneSided(plan, None) for plan in plans]
@@ -212,7 +207,7 @@ def many(calls, longest):
         if alone.random() < 0.1:
             time.sleep(alone.random() * longest)
         out = torch.full_like(own, -1)
-        program.start(own, out, m)
+        program.start(own, out, m).wait()
         if not torch.equal(out, number * own + number * (number - 1) // 2 - number * rank):
             wrong.append((call, program.plan.name, m))
     return wrong
@@ -236,7 +231,7 @@ def until_the_end(rank, folder, fate):
         for call in range(100):
             if (rank, call) == (1, 50):
                 fate()
-            program.start(torch.ones(999), torch.empty(999), 999)
+            program.start(torch.ones(999), torch.empty(999), 999).wait()
 
 
 @pytest.mark.parametrize("fate", [mortal.die, mortal.stop])

@@ -1,4 +1,4 @@
-"""Shared memory of ranks: packets of any number of bytes, and what happens if it cannot be had.
+"""Shared memory of ranks: what happens if it cannot be had, or a rank ends.
 
 Ranks that cannot share memory all raise the same reason. A rank that ends or stops while others wait is
 named, and no file is left.
@@ -9,42 +9,16 @@ import os
 import platform
 
 import mortal
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from fairseq_tutel.plans.executors import shared_memory
-from fairseq_tutel.plans.executors.shared_memory import (
-    SharedMemoryError,
-    are_there,
-    cells,
-    meet,
-    pack,
-    unpack,
-)
+from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError, meet
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.guard import guarded
 
 SIZE = 1 << 12
 SECONDS = 12  # a time-out, two roll calls, and a busy machine
-
-
-@pytest.mark.parametrize("size", [0, 1, 4, 5, 64, 99])
-def test_packets_hold_any_number_of_bytes(size):
-    region, out = np.zeros(SIZE, np.uint8), np.zeros(size + 1, np.uint8)
-    sent = np.arange(size, dtype=np.uint8) + 100
-    packets = cells(region, 8, size)
-    assert packets.nbytes == 8 * -(-size // 4)
-    for flag in (7, 8):
-        assert are_there(packets, flag) is (size == 0)
-        pack(packets, sent, flag)
-        assert are_there(packets, flag)
-    if size > 4:
-        packets[0, 1] = 7  # one is late
-        assert not are_there(packets, 8)
-    unpack(packets, out[:size])
-    assert out.tolist() == [*sent.tolist(), 0]
-    assert not region[:8].any() and not region[8 + packets.nbytes :].any()
 
 
 def refused(what):

@@ -1,10 +1,10 @@
-"""Refuses plans that give another result than their collective asks for, by expressions instead of numbers.
+"""Check of data: refuses plans with another result than their collective's, by symbolic execution.
 
-Every chunk of `in` is a leaf; a sum is the list of its terms, made once for all who form the same, so that
-equal expressions are equal numbers. That makes sums of floats comparable bit for bit: the same terms in the
-same order and brackets, where the first two may be exchanged, since a + b = b + a in floats, too.
+Each chunk of `in` is a leaf, and a sum is the list of its terms. Equal expressions have the same number, so
+sums of floats are compared bit for bit: the same terms in the same order and brackets. The first two terms
+may be exchanged, since a + b = b + a for floats, too.
 
-The order of steps does not matter here: `check_races` has shown that every order reads the same.
+Any order of steps gives the same reads, since the plan has passed `check_races`.
 """
 
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ from fairseq_tutel.plans.format import Place, Plan, PlanError
 
 @dataclass
 class Expressions:
-    """All that chunks may hold, by number.
+    """Numbered expressions.
 
     Attributes:
-        meanings: of each the chunk of `in`, and the ranks whose are added up, as bits.
-        numbers: of the terms, or of (chunk, bits) of a leaf.
+        meanings: by number, the chunk of `in` and, as bits, the ranks whose chunks are summed.
+        numbers: by the numbers of the terms, or by the leaf.
     """
 
     meanings: list[tuple[int, int]] = field(default_factory=list)
     numbers: dict[tuple[int | str, ...], int] = field(default_factory=dict)
 
     def leaf(self, rank: int, chunk: int) -> int:
-        """Return a rank's chunk of `in`."""
+        """Return the number of a rank's chunk of `in`."""
         return self._number(("in", rank, chunk), (chunk, 1 << rank))
 
     def sum(self, terms: list[int]) -> int:
-        """Return the sum of terms in this order.
+        """Return the number of the sum of terms in this order.
 
         Raises:
-            ValueError: they do not add up to something of use; the end of a sentence.
+            ValueError: they are of different chunks, or include a rank twice; the end of a sentence.
         """
         chunk, ranks = self.meanings[terms[0]]
         for term in terms[1:]:
@@ -55,13 +55,13 @@ class Expressions:
 
 
 def check_data(plan: Plan, order: Order) -> None:
-    """Refuse undefined reads, contributions that count twice, and results other than asked.
+    """Refuse undefined reads, contributions that count twice, and wrong results.
 
     Raises:
-        PlanError: naming the step.
+        PlanError: names the step.
     """
     known = Expressions()
-    # By rank and buffer: of every chunk its expression and the step that wrote it, of `in` -1.
+    # By rank and buffer: for each chunk its expression and the step that wrote it, for `in` -1.
     held: dict[tuple[int, str], list[tuple[int, int] | None]] = {}
     for rank in range(plan.ranks):
         for buffer in ("out", "tmp"):
@@ -101,7 +101,7 @@ def _check_results(
     known: Expressions,
     results: dict[int, list[tuple[int, int] | None]],
 ) -> None:
-    """Refuse an `out` that holds something else than its collective asks for."""
+    """Refuse an `out` with another content than the collective's."""
     for rank, cells in results.items():
         for chunk, cell in enumerate(cells):
             wanted = _wanted(plan, rank, chunk)
@@ -121,7 +121,7 @@ def _check_results(
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the chunk of `in` and, as bits, the ranks whose sum a place of `out` holds at the end."""
+    """Return the final content of a place of `out`: the chunk of `in` and, as bits, the summed ranks."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:
@@ -137,12 +137,11 @@ def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
 
 
 def _text(chunk: int, ranks: int) -> str:
-    """Return what an expression holds, for a sentence."""
     return f"in[{chunk}] of {_ranks(ranks)}"
 
 
 def _ranks(bits: int) -> str:
-    """Return the ranks that bits stand for, for a sentence."""
+    """Return text for the ranks of some bits."""
     ranks = [str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 

@@ -1,8 +1,8 @@
-"""Refuses plans that put a chunk into a place of `out` of another length, for all sizes at once.
+"""Check of lengths: refuses a chunk in a place of `out` that has another length, for all sizes at once.
 
-A shard need not divide by the number of chunks, and blocks of an all_to_all have sizes of their own. So
-chunks differ in length by their kind. A place of `out` is as long as the chunk that it holds at the end; a
-chunk of another kind would not fit there. A slot of `tmp` is as long as its longest chunk.
+The number of chunks need not divide a shard, and each block of an all_to_all has its own size. So the
+length of a chunk depends on its kind. A place of `out` has the length of its final chunk, and a chunk of
+another kind does not fit there. A slot of `tmp` is as long as its longest chunk.
 """
 
 from typing import NamedTuple, NoReturn
@@ -12,9 +12,9 @@ from fairseq_tutel.plans.format import Place, Plan, PlanError
 
 
 class Kind(NamedTuple):
-    """What a chunk's length depends on: which chunk of which block.
+    """All that a chunk's length depends on: its index, and its block's source and target.
 
-    Source and target are the block's, -1 where all shards are alike.
+    Source and target are -1 if all shards have the same length.
     """
 
     source: int
@@ -31,9 +31,9 @@ def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
 
 
 def kinds_of(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
-    """Return the kinds of the chunks that each put, copy and reduce moves, by the step's number.
+    """Return the kinds of the chunks that each put, copy and reduce moves, by step number.
 
-    The plan's reads are defined, and do not depend on timing (`check_races`, `check_data`).
+    The plan has passed `check_races` and `check_data`.
 
     Raises:
         PlanError: a chunk goes to a place of `out` of another kind, or chunks of two kinds are added.
@@ -66,5 +66,5 @@ def kinds_of(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
 
 
 def _refuse(plan: Plan, what: str) -> NoReturn:
-    text = "which fails for sizes that do not divide; keep it in tmp instead"
+    text = "which fails for sizes that the number of chunks does not divide; keep it in tmp instead"
     raise PlanError(f"Plan {plan.name!r} mixes lengths: {what}, {text}.")

@@ -1,12 +1,12 @@
-"""Which step of a plan comes before which: who waits for whom, one order in which all can run, rounds.
+"""Check of order: which step waits for which, one possible order of all steps, and rounds.
 
-Steps are numbered rank by rank, lane by lane. A lane takes its steps in order, and a wait or pend comes
-after its signal or post, the k-th after the k-th: nothing depends on timing, so one run shows whether every
-run ends. A put's transfer is over when the wait for the next signal is; its source has been read when that
-or the next flush is.
+Steps are numbered rank by rank, lane by lane. A lane takes its steps in order, and the k-th wait or pend
+follows the k-th signal or post. Nothing depends on timing, so one run shows whether all runs end. A put's
+transfer ends with the wait for the next signal; its source has been read after that wait or the next flush.
 
-Rounds are the two-sided form: ranks go from round to round together; in each a rank first takes steps of
-its own, then sends and receives at once. A put's round is the longest chain of transfers over before it.
+Rounds are for two-sided messages. All ranks go through the rounds together. In each a rank first takes its
+own steps, then sends and receives at once. A put's round is the length of the longest chain of transfers
+that end before it.
 """
 
 from collections import defaultdict
@@ -21,16 +21,16 @@ class Order:
     """The order of one call's steps.
 
     Attributes:
-        steps: all, by number.
-        ranks: of each step.
-        lanes: of each step, numbered over all ranks.
-        sites: of each step, (rank, lane, index).
-        rank_lanes: of each rank the numbers of its lanes, at least one.
-        cause: of a wait the signal and of a pend the post that it waits for.
-        arrival: of a put, the wait after which it is over.
-        release: of a put, the next flush, if any.
-        run: all steps, in an order in which they can be taken.
-        rounds: of a put the round in which it travels; of others, how many rounds are over before.
+        steps: all steps, by number.
+        ranks: the rank of each step.
+        lanes: the lane of each step, numbered over all ranks.
+        sites: (rank, lane, index) of each step.
+        rank_lanes: the lanes of each rank, at least one.
+        cause: for a wait its signal, for a pend its post.
+        arrival: for a put, the wait that ends it.
+        release: for a put, the next flush, if any.
+        run: all steps, in a possible order.
+        rounds: for a put its round; for other steps, the number of rounds that end before.
         depth: signals on the longest chain of steps.
     """
 
@@ -47,15 +47,15 @@ class Order:
     depth: int
 
     def name(self, number: int) -> str:
-        """Return how a step is named in a sentence."""
+        """Return the name of a step for a sentence."""
         return f"{site(*self.sites[number])} ({self.steps[number].op})"
 
 
 def order_of(plan: Plan) -> Order:
-    """Return the order of a plan's steps, which `check_shape` has let pass.
+    """Return the order of the steps of a plan that has passed `check_shape`.
 
     Raises:
-        PlanError: steps wait for each other; it names the cycle.
+        PlanError: steps wait for each other; names the cycle.
     """
     steps: list[Step] = []
     sites, ranks, lanes = [], [], []
@@ -81,18 +81,18 @@ def order_of(plan: Plan) -> Order:
 def _matches(
     steps: list[Step], ranks: list[int]
 ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """Return who waits for whom, and of every put the wait and the flush that end it."""
+    """Return causes, arrivals and releases; see `Order`."""
     by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
     signal_of: dict[int, int] = {}
     release: dict[int, int] = {}
-    asked: dict[int | None, list[int]] = defaultdict(list)  # puts that no signal follows yet
-    unread: dict[int | None, list[int]] = defaultdict(list)  # and no flush
+    issued: dict[int | None, list[int]] = defaultdict(list)  # puts before the next signal
+    unread: dict[int | None, list[int]] = defaultdict(list)  # puts before the next flush
     for number, step in enumerate(steps):
         if step.op == "put":
-            asked[step.channel].append(number)
+            issued[step.channel].append(number)
             unread[step.channel].append(number)
         elif step.op == "signal":
-            signal_of.update(dict.fromkeys(asked.pop(step.channel, ()), number))
+            signal_of.update(dict.fromkeys(issued.pop(step.channel, ()), number))
         elif step.op == "flush":
             release.update(dict.fromkeys(unread.pop(step.channel, ()), number))
         if step.channel is not None:
@@ -116,10 +116,10 @@ def _run(
     sites: list[tuple[int, int, int]],
     steps: list[Step],
 ) -> list[int]:
-    """Return an order in which all steps can be taken."""
+    """Return a possible order of all steps."""
     taken = [False] * len(lanes)
     next_of = [content.start for content in by_lane]
-    waiting: dict[int, int] = {}  # by cause, the lane that waits for it
+    waiting: dict[int, int] = {}  # by cause, the waiting lane
     run: list[int] = []
     ready = list(range(len(by_lane) - 1, -1, -1))
     while ready:
@@ -164,8 +164,8 @@ def _levels(
     run: list[int],
     count: int,
 ) -> tuple[list[int], int]:
-    """Return the round of every step, and the most signals on a chain of steps."""
-    ended: dict[int, list[int]] = defaultdict(list)  # by wait or flush, the puts that are over then
+    """Return the round of each step, and the most signals on a chain of steps."""
+    ended: dict[int, list[int]] = defaultdict(list)  # by wait or flush, the puts that end with it
     for ends in (arrival, release):
         for put, number in ends.items():
             ended[number].append(put)

@@ -1,14 +1,15 @@
-"""Refuses plans whose accesses to the same chunks are not ordered, by vector clocks.
+"""Check of races: refuses accesses to the same chunk without a fixed order, by vector clocks.
 
-A lane's clock counts of every lane how many steps are over for sure. The array changes only where the lane
-waits; signals share it and add the count of their own lane. A put accesses twice, at any time after it is
-asked for: its source until the wait for the next signal or the next flush is over, its destination until
-that wait is. Two accesses to a chunk, one of them a write, must have one order.
+A lane's clock has, for each lane, the number of steps that have certainly ended. The array changes only
+when the lane waits; signals share it and add the count of their own lane. A put has two accesses, at any
+time after it is issued. The one to its source ends with the wait for the next signal or with the next
+flush, the one to its destination with that wait. Two accesses to a chunk, one of them a write, must be
+ordered.
 
-Calls follow on each other without a pause, so three in a row are looked at, and `tmp` is another one in the
-second. Between calls a rank's `in` and `out` are the caller's, who may write them: one step at the start of
-each call, after all lanes of the rank's call before, stands for that. Three are enough: all that comes to a
-rank is waited for in the same call, and what holds between two calls holds between all such.
+Calls follow each other without a pause, so three calls in a row are checked. `tmp` is a different buffer
+in the second one. Between calls the caller may write a rank's `in` and `out`. One step at the start of each
+call, after all lanes of the rank's previous call, represents that. Three calls suffice: all data for a rank
+is waited for in the same call, and an order between two calls holds for all such pairs.
 """
 
 from collections import defaultdict
@@ -22,18 +23,18 @@ from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.checker.shape import size_on
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# The calls in which a buffer is the same; others of the three add nothing.
+# The calls in which a buffer is the same one; a further call adds nothing.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Clock(NamedTuple):
-    """How far lanes have come for sure.
+    """A vector clock.
 
     Attributes:
-        lane: whose clock it is.
-        taken: how far that one has come.
-        others: of every lane as of the last wait, never written.
+        lane: the lane of the clock.
+        taken: steps of that lane.
+        others: steps of each lane at the last wait; never written.
     """
 
     lane: int
@@ -41,11 +42,11 @@ class Clock(NamedTuple):
     others: Counts
 
     def has(self, lane: int, count: int) -> bool:
-        """Return whether so many steps of a lane are over."""
+        """Return whether that many steps of a lane have ended."""
         return bool((self.taken if lane == self.lane else self.others.item(lane)) >= count)
 
     def joined(self, other: "Clock") -> Counts:
-        """Return the counts of what either has."""
+        """Return the maximum of both clocks."""
         if self.has(other.lane, other.taken):
             return self.others
         counts = np.maximum(self.others, other.others)
@@ -55,12 +56,12 @@ class Clock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """Of one step to chunks.
+    """An access of one step to chunks.
 
     Attributes:
-        ends: it is over when any of these lanes has taken so many steps.
-        number: the step; None: the caller's.
-        call: in which.
+        ends: (lane, count): it has ended when any of these lanes has taken that many steps.
+        number: the step; None: the caller.
+        call: the call.
     """
 
     ends: tuple[tuple[int, int], ...]
@@ -69,10 +70,10 @@ class Access:
 
 
 def check_races(plan: Plan, order: Order) -> None:
-    """Refuse accesses to the same chunks that nothing orders.
+    """Refuse unordered accesses to the same chunks.
 
     Raises:
-        PlanError: naming the two steps.
+        PlanError: names the two steps.
     """
     last_write: dict[tuple[int, str, int], Access] = {}
     reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
@@ -93,8 +94,8 @@ def check_races(plan: Plan, order: Order) -> None:
 def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bool, Access, Clock]]:
     """Yield (rank, buffer, first chunk, chunks, whether it writes, access, the clock when it begins).
 
-    They come in an order that can happen. A beginning is a step in each of its rank's lanes. A clock counts
-    the step itself, too; it goes on after that.
+    Their order is one that can happen. The start of a call is a step in each of its rank's lanes. A clock
+    includes the step itself.
     """
     length = [1] * sum(map(len, order.rank_lanes))
     for lane in order.lanes:
@@ -120,12 +121,12 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
                     yield rank, buffer, 0, size_on(plan, rank, buffer), True, access, begun
             for lane in own:
                 known[lane] = joined
-        told: dict[int, Clock] = {}  # by signal or post, the clock behind it
+        sent: dict[int, Clock] = {}  # by signal or post, the clock after it
         for number in order.run:
             step, rank, lane = order.steps[number], order.ranks[number], order.lanes[number]
             if number in order.cause:
                 clock = Clock(lane, counts[lane], known[lane])
-                known[lane] = clock.joined(told.pop(order.cause[number]))
+                known[lane] = clock.joined(sent.pop(order.cause[number]))
             counts[lane] += 1
             clock = Clock(lane, counts[lane], known[lane])
             if step.dst is not None and step.n is not None:
@@ -143,7 +144,7 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
                 if call in CALLS[step.dst.buffer]:
                     yield target, step.dst.buffer, step.dst.chunk, step.n, True, write, clock
             if number in causes:
-                told[number] = clock
+                sent[number] = clock
 
 
 def _refuse(plan: Plan, order: Order, pair: tuple[Access, Access], what: str) -> None:

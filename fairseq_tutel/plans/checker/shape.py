@@ -1,7 +1,7 @@
-"""What can be said of a plan's steps one by one: ranges, ends of channels, and that signals are waited for.
+"""Check of shape: refuses steps that are wrong by themselves.
 
-After this every step's places are inside their buffers, every channel is used from its two ends by one lane
-each, its k-th signal has a k-th wait, and every put a signal behind it.
+In a plan that passes, all places are inside their buffers, one lane uses each end of a channel, the k-th
+signal of a channel has a k-th wait, and a signal follows each put.
 """
 
 from collections import defaultdict
@@ -19,30 +19,30 @@ from fairseq_tutel.plans.format import (
     Step,
 )
 
-# Chunks of all buffers; 2 ranks with so many take 11 s and 541 MiB to check.
+# Chunks of all buffers; a check of 2 ranks with that many takes 11 s and 541 MiB.
 MOST = 1 << 20
-# Who does a step on a channel.
+# The end of a channel that does a step.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
-# The two operations of a pair, and the field that says which of one.
+# The two operations of a pair, and the field that they share.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))
 
 
 def site(rank: int, lane: int, index: int) -> str:
-    """Return how a step is named in a sentence."""
+    """Return the name of a step for a sentence."""
     return f"rank {rank}, lane {lane}, step {index}"
 
 
 def size_on(plan: Plan, rank: int, buffer: str) -> int:
-    """Return a buffer's chunks on one rank: without a root's part, where it is none."""
+    """Return a buffer's chunks on one rank; some buffers exist on the root alone."""
     nowhere = {"broadcast": "in", "reduce": "out"}.get(plan.collective)
     return 0 if buffer == nowhere and rank != plan.root else plan.size_of(buffer)
 
 
 def check_shape(plan: Plan) -> None:
-    """Refuse what no executor could make sense of.
+    """Refuse a malformed plan.
 
     Raises:
-        PlanError: naming the field, or rank, lane and step.
+        PlanError: names the field, or rank, lane and step.
     """
     _check_head(plan)
     for rank, lane, index, step in plan.steps():
@@ -60,27 +60,25 @@ def _check_head(plan: Plan) -> None:
         _refuse(plan, f"it has {len(plan.programs)} programs for {plan.ranks} ranks")
     cells = plan.ranks * sum(map(plan.size_of, BUFFERS))
     if cells > MOST:
-        _refuse(
-            plan, f"its ranks' buffers have {cells} chunks in all, of which {MOST} are the most"
-        )
+        _refuse(plan, f"its ranks' buffers have {cells} chunks, more than {MOST}")
     if plan.collective in ("broadcast", "reduce"):
         if plan.root is None or not 0 <= plan.root < plan.ranks:
             _refuse(plan, f"its root is {plan.root}, none of its {plan.ranks} ranks")
     elif plan.root is not None:
-        _refuse(plan, f"it has the root {plan.root}, which {plan.collective} has not")
+        _refuse(plan, f"it has the root {plan.root}, but {plan.collective} has none")
     if plan.max_bytes is not None and plan.max_bytes < plan.min_bytes:
         _refuse(plan, f"it is meant for {plan.min_bytes} to {plan.max_bytes} bytes, so for none")
     for index, channel in enumerate(plan.channels):
         ends = (channel.source, channel.target)
         if not all(0 <= end < plan.ranks for end in ends) or ends[0] == ends[1]:
             text = f"channel {index} leads from rank {ends[0]} to rank {ends[1]}"
-            _refuse(plan, f"{text}, which are no two of its {plan.ranks} ranks")
+            _refuse(plan, f"{text}, not between two of its {plan.ranks} ranks")
         if channel.kind not in KINDS:
             _refuse(plan, f"channel {index} is of kind {channel.kind!r}")
 
 
 def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
-    """Yield what is wrong with one step, as an end of its sentence."""
+    """Yield the problems of one step, each the end of a sentence."""
     if step.op not in OPERATIONS:
         yield "is no known operation"
         return
@@ -119,7 +117,7 @@ def _overlap(one: Place, other: Place, n: int) -> bool:
 
 
 def _check_lanes(plan: Plan) -> None:
-    """Refuse an end of a channel or of a semaphore that two lanes share."""
+    """Refuse an end of a channel or semaphore that two lanes use."""
     owner: dict[tuple[str, int, int | None], int] = {}
     for rank, lane, index, step in plan.steps():
         if step.op in ENDS:
@@ -135,7 +133,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Refuse a put that no signal follows, and unequal numbers of signals and waits, posts and pends."""
+    """Refuse a put without a later signal, and unequal numbers of signals and waits, posts and pends."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

@@ -8,7 +8,7 @@ Each choice is logged once. All ranks choose the same plan, since they have the 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.plans.executors.layout import Sizes
-from fairseq_tutel.plans.executors.one_sided import OneSided
+from fairseq_tutel.plans.executors.one_sided import Call, OneSided
 from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.format import REDUCING, Plan
@@ -40,7 +40,7 @@ class PlanBackend:
         local: ranks of a host; 0: unknown.
     """
 
-    def __init__(self, plans: Sequence[PlacedPlan], local: int = 0) -> None:
+    def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
         self.plans, self.local = tuple(plans), local
         # By group, then by digest and whether tensors are on a CPU.
         self._programs: WeakKeyDictionary[
@@ -117,8 +117,8 @@ class _OnCpu:
         self.name, self.plan, self.group, self.log = name, plan, group, log
         self.program: OneSided | TwoSided | None = None
 
-    def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> "_Later":
-        return _Later(lambda: self._run(own, out, sizes))
+    def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
+        return Call(lambda: self._run(own, out, sizes))
 
     def _run(self, own: Tensor, out: Tensor, sizes: Sizes) -> None:
         if self.program is None:
@@ -129,18 +129,3 @@ class _OnCpu:
                 self.program = TwoSided(self.plan, self.group)
                 self.log(f"the plan {self.name} runs by messages: {error}")
         self.program.start(own, out, sizes).wait()
-
-
-class _Later:
-    """A call that runs in its first `wait`."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run: Callable[[], None] | None = run
-
-    def is_completed(self) -> bool:
-        return self.run is None
-
-    def wait(self) -> None:
-        if self.run is not None:
-            self.run()
-            self.run = None

@@ -1,11 +1,12 @@
-"""Where the chunks of a plan lie: from numbers of chunks to ranges of elements, for any size.
+"""The layout of a plan's buffers: which elements each chunk has, for any size.
 
-N ranks, C chunks of a shard, m its elements (of an all_to_all each block its own), s = ceil(m / C). Chunk c
-of a shard is its elements min(c s, m) to min((c + 1) s, m). `in` and `out` are shards of exactly m elements
-one after another; a slot of `tmp` is as long as the longest chunk that ever lies there.
+N ranks, C chunks of a shard, m elements of a shard (of an all_to_all each block has its own m),
+s = ceil(m / C). Chunk c of a shard has the elements min(c s, m) to min((c + 1) s, m). `in` and `out` are
+shards of exactly m elements, one after another. A slot of `tmp` is as long as the longest chunk that it
+ever holds.
 
-How long a chunk in `tmp` is depends on what was brought there (`plans.checker.lengths`). `walk` finds it
-for all sizes at once. So blocks of an all_to_all may pass through other ranks, whatever their sizes.
+The length of a chunk in `tmp` depends on where it came from (`plans.checker.lengths`). `walk` finds that
+for all sizes at once, so blocks of an all_to_all may pass through other ranks, whatever their sizes.
 """
 
 from collections import defaultdict
@@ -20,12 +21,12 @@ from fairseq_tutel.plans.checker.order import order_of
 from fairseq_tutel.plans.checker.shape import size_on
 from fairseq_tutel.plans.format import Place, Plan, Step
 
-# Elements of a shard; of an all_to_all also of every block, by source and destination.
+# Elements of a shard; of an all_to_all those of each block, by source and destination.
 Sizes = int | tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """A run of elements: where it begins in each source and in the destination, and how long it is."""
+    """A run of elements: its first element in each source and in the destination, and its length."""
 
     src: tuple[int, ...]
     dst: int
@@ -37,13 +38,14 @@ class Move:
     """A put, copy or reduce.
 
     Attributes:
-        rank: whose step it is.
-        lane: of the rank.
-        index: of the lane.
-        step: itself.
-        target: the rank that its destination is on.
-        kinds: of its n chunks.
-        round: of a put in which it is sent, from 1 on; of others, how many rounds are over before it.
+        rank: the rank of the step.
+        lane: its lane.
+        index: its index in the lane.
+        step: the step.
+        target: the rank of its destination.
+        dst: its destination.
+        kinds: the kind of each chunk.
+        round: of a put, the round in which it is sent, from 1; of others, the rounds that end before it.
     """
 
     rank: int
@@ -51,18 +53,19 @@ class Move:
     index: int
     step: Step
     target: int
+    dst: Place
     kinds: tuple[Kind, ...]
     round: int
 
 
 @dataclass(frozen=True)
 class Walked:
-    """What `walk` finds.
+    """A plan and its moves.
 
     Attributes:
-        plan: itself.
-        moves: in an order in which they can happen.
-        tmp_kinds: of every rank's slots, what ever lies there.
+        plan: the plan.
+        moves: all moves, in an order in which they can happen.
+        tmp_kinds: for each rank and slot of `tmp`, the kinds of chunks that it ever holds.
     """
 
     plan: Plan
@@ -71,23 +74,24 @@ class Walked:
 
 
 def walk(plan: Plan) -> Walked:
-    """Go through a plan that the checker lets pass.
+    """Return the moves of a plan that the checker has accepted.
 
     Raises:
-        PlanError: chunks would not fit their places at all sizes.
+        PlanError: chunks do not fit their places at all sizes.
     """
     order = order_of(plan)
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
     for number, kinds in kinds_of(plan, order).items():
-        (rank, lane, index), step = order.sites[number], order.steps[number]
-        assert step.dst is not None
+        step, dst = order.steps[number], order.steps[number].dst
+        assert dst is not None
+        rank = order.ranks[number]
         target = rank if step.channel is None else plan.channels[step.channel].target
-        if step.dst.buffer == "tmp":
-            for chunk, kind in enumerate(kinds, step.dst.chunk):
+        if dst.buffer == "tmp":
+            for chunk, kind in enumerate(kinds, dst.chunk):
                 ever[target, chunk].add(kind)
-        over = order.rounds[number] + (step.op == "put")
-        moves.append(Move(rank, lane, index, step, target, kinds, over))
+        ended = order.rounds[number] + (step.op == "put")
+        moves.append(Move(*order.sites[number], step, target, dst, kinds, ended))
     tmp_kinds = (
         tuple(frozenset(ever[rank, slot]) for slot in range(plan.temporary))
         for rank in range(plan.ranks)
@@ -96,14 +100,14 @@ def walk(plan: Plan) -> Walked:
 
 
 def runs(lengths: Iterable[int], starts: Iterable[Sequence[int]]) -> list[tuple[list[int], int]]:
-    """Return the runs of elements that chunks make, those side by side at all places as one.
+    """Join chunks that are adjacent in all places.
 
     Args:
-        lengths: of the chunks.
-        starts: of each chunk, where it begins at every place.
+        lengths: the length of each chunk.
+        starts: for each chunk, its first element in each place.
 
     Returns:
-        Of each run, where it begins at every place, and its length; chunks without elements have none.
+        For each run, its first element in each place, and its length. Empty chunks are left out.
     """
     found: list[tuple[list[int], int]] = []
     for length, at in zip(lengths, starts, strict=True):
@@ -115,12 +119,7 @@ def runs(lengths: Iterable[int], starts: Iterable[Sequence[int]]) -> list[tuple[
 
 
 class Layout:
-    """Where all chunks of one call lie.
-
-    Args:
-        walked: of its plan.
-        sizes: see `Sizes`.
-    """
+    """The positions of all chunks in one call."""
 
     def __init__(self, walked: Walked, sizes: Sizes) -> None:
         self.walked, self.plan, self.sizes = walked, walked.plan, sizes
@@ -134,7 +133,7 @@ class Layout:
         return min((kind.chunk + 1) * s, m) - min(kind.chunk * s, m)
 
     def starts(self, rank: int, buffer: str) -> list[int]:
-        """Return the first element of every chunk of a rank's buffer, and last how many it has."""
+        """Return the first element of each chunk of a rank's buffer, and at the end its length."""
         key = (rank, buffer)
         if key not in self._starts:
             if buffer == "tmp":
@@ -147,22 +146,18 @@ class Layout:
         return self._starts[key]
 
     def size(self, rank: int, buffer: str) -> int:
-        """Return how many elements a rank's buffer has."""
+        """Return the number of elements of a rank's buffer."""
         return self.starts(rank, buffer)[-1]
 
     def pieces(self, move: Move, src: bool = True, dst: bool = True) -> list[Piece]:
-        """Return what moves, neighbours as one.
+        """Return a move's runs of elements.
 
-        Args:
-            move: of the plan.
-            src: whether its sources are looked at.
-            dst: whether its destination is; both ends agree on the lengths of chunks in any case.
+        Without `src` or `dst` that end is ignored, so adjacent chunks of the other end make longer runs.
         """
-        assert move.step.dst is not None
         sources = move.step.src if src else ()
         ends = [(self.starts(move.rank, place.buffer), place.chunk) for place in sources]
         if dst:
-            ends.append((self.starts(move.target, move.step.dst.buffer), move.step.dst.chunk))
+            ends.append((self.starts(move.target, move.dst.buffer), move.dst.chunk))
         lengths = map(self.length, move.kinds)
         at = ([starts[first + i] for starts, first in ends] for i in range(len(move.kinds)))
         return [

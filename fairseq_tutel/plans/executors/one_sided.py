@@ -1,13 +1,13 @@
-"""A plan in shared memory: a put is a copy into another rank's region, a signal a number that rises.
+"""Plans in shared memory: a put copies into another rank's region, a signal raises a number.
 
-C chunks of a shard. Calls are cut into slices of every chunk, each the plan run once: so a region
-stays small, and in the processor's caches. An element belongs to the same chunk in any slice, so that
-sums have one order, whatever the size. What a rank does in a slice is a list for each lane (`plan_steps`),
-made once for a size. Lanes take turns: one that would wait lets another go on.
+A call is cut into slices of each chunk, and the plan runs once per slice. So regions stay small and in the
+processor's caches. An element belongs to the same chunk in all slices, so the order of a sum does not
+depend on the size. `one_sided_steps` makes the steps of a slice, once per size. Lanes take turns: a lane
+that would wait lets the next one run.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -19,38 +19,27 @@ from torch import Tensor
 from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
 from fairseq_tutel.plans.executors.one_sided_steps import (
     COPY,
-    PACK,
     PEND,
     POST,
     REDUCE,
     SIGNAL,
-    UNPACK,
     WAIT,
     Program,
     Step,
     Steps,
     View,
 )
-from fairseq_tutel.plans.executors.shared_memory import (
-    Backoff,
-    Channel,
-    are_there,
-    cells,
-    meet,
-    pack,
-    unpack,
-)
+from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, meet
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Plan
 
-# Bytes of a slot: at first, how many times as many when more are needed, and at most.
-# 64 MiB take 4 ranks on 2 cores 1.4 to 1.6 times as long in slots of 256 KiB as of 1 MiB.
+# Bytes of a slot: at first, the factor by which it grows, and at most.
+# With slots of 256 KiB instead of 1 MiB, 64 MiB take 4 ranks on 2 cores 1.4 to 1.6 times as long.
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
-# Bytes of `tmp`, once, and of `staged`, where that leaves slots of so many.
+# Bytes of one `tmp`, and of `staged`, unless that leaves slots of fewer than LEAST_BYTES.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
 MOST_SIZES = 64  # for which a plan stays compiled
-FLAGS = 1 << 32
-# Others are moved as integers of their width.
+# Other dtypes are moved as integers of their width.
 OF_NUMPY = (
     *(torch.float32, torch.float64, torch.complex128),
     *(torch.int64, torch.int32, torch.uint8),
@@ -64,11 +53,10 @@ class Slice(NamedTuple):
     """A slice of a call.
 
     Attributes:
-        offset: from the first slice, in elements of each chunk.
-        steps: what this rank does.
-        regions: by parity, when it first comes, the views that are not the caller's, for numpy and for
-            torch.
-        callers: the others.
+        offset: distance from the first slice, in elements of each chunk.
+        steps: this rank's steps.
+        regions: by parity of the call, the views of regions for numpy and for torch, made at the first use.
+        callers: the other views.
     """
 
     offset: int
@@ -78,46 +66,48 @@ class Slice(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A call of one size: its slices, and how many elements of the caller's it needs."""
+    """A call of one size: its slices, and the elements that it needs of each caller's buffer."""
 
     slices: list[Slice]
     elements: dict[str, int]
 
 
-class Done:
-    """A call that is over, as a `dist.Work` is."""
+class Call:
+    """A collective that runs in its first `wait`."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait for another rank."""
-        return True
+        """Return whether it has run."""
+        return self._run is None
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Run it, unless it has run."""
+        if self._run is not None:
+            self._run()
+            self._run = None
 
 
 class OneSided:
-    """A plan ready to be run by one rank in shared memory. To make it is collective, as every call is.
+    """A plan that one rank runs in shared memory. Construction is collective, as each call is.
 
     Args:
-        plan: of the group's number of ranks; the checker lets it pass.
-        group: None for all ranks; they are on one host.
+        plan: a plan for the group's number of ranks that the checker has accepted.
+        group: ranks of one host; None: all ranks.
 
     Raises:
-        SharedMemoryError: there is no memory that they can share; the same on all ranks.
+        SharedMemoryError: the ranks cannot share memory; the same on all ranks.
         CommunicationError: a rank did not come.
     """
-
-    name = "shared memory"
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
         self.plan, self.rank = plan, dist.get_rank(group)
         self.walked = walk(plan)
         self._program = Program(self.walked, self.rank)
         slots = max(1, plan.temporary, self._program.staged)
-        slot = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
-        self._slot = min(FIRST_BYTES, slot)
-        # Packets do not move: where their flags are there never was anything else.
-        self._most = self._slot if self._program.packets else slot
+        self._most = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
+        self._slot = min(FIRST_BYTES, self._most)
         channels = len(plan.channels)
         self.memory = meet(group, channels, self._bytes(self._most), self._bytes(self._slot))
         self._channels = [Channel(self.memory, number) for number in range(channels)]
@@ -125,18 +115,21 @@ class OneSided:
         self._calls = 0
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
-    def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Done:
-        """Run the plan, which is over then.
+    def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
+        """Return a call. Its `wait` runs the plan, and raises.
 
         Args:
-            own: `in`, contiguous, elements along its first dimension; not written.
-            out: likewise, another one.
-            sizes: elements of a shard, or of every block of an all_to_all; the same on all ranks.
+            own: `in`, contiguous, elements along its first dimension; it is not written.
+            out: `out`, likewise, another tensor.
+            sizes: elements of a shard, or of each block of an all_to_all; the same on all ranks.
 
         Raises:
-            DistBackendError: a rank has ended, or did not come within the time-out of groups.
+            DistBackendError: a rank has ended, or did not come within the group's timeout.
             ValueError: tensors do not fit the sizes.
         """
+        return Call(lambda: self._call(own, out, sizes))
+
+    def _call(self, own: Tensor, out: Tensor, sizes: Sizes) -> None:
         shape = own.shape if own.dim() > 1 else out.shape
         width = shape[1:].numel() if len(shape) > 1 else 1
         needed = self._longest(sizes) * width * own.element_size()
@@ -153,18 +146,9 @@ class OneSided:
         moved = {buffer: _for_numpy(tensor) for buffer, tensor in flat.items()}
         for each in compiled.slices:
             self._run(each, flat, moved)
-        return Done()
-
-    def sent(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, int]:
-        """Return the bytes that a call puts to each rank; packets are twice their data."""
-        total: dict[int, int] = defaultdict(int)
-        for each in self._compiled(sizes, 1, dtype).slices:
-            for rank, elements in each.steps.sent.items():
-                total[rank] += elements * dtype.itemsize
-        return dict(total)
 
     def _longest(self, sizes: Sizes) -> int:
-        """Return the elements of the longest chunk of all ranks, which so take as many slices."""
+        """Return the elements of the longest chunk of all ranks: all ranks make as many slices."""
         longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
         return -(-longest // self.plan.chunks)
 
@@ -201,51 +185,41 @@ class OneSided:
             self._advance(steps.last, 0, arrays, tensors)
 
     def _awaited(self, steps: Iterable[Step]) -> Iterator[int]:
-        return (self.plan.channels[step[3]].source for step in steps if step[0] != PEND)
+        return (self.plan.channels[number].source for code, number, _ in steps if code == WAIT)
 
     def _advance(self, steps: list[Step], at: int, arrays: list[Array], tensors: list[Any]) -> int:
-        """Take steps until one would wait; return which, or how many there are."""
+        """Take steps from `at` until one would wait; return its index, or the number of steps."""
         channels = self._channels
-        for code, target, source, channel in steps[at:] if at else steps:
+        for code, target, source in steps[at:] if at else steps:
             if code == COPY:
                 arrays[target][...] = arrays[source]
             elif code == SIGNAL:
-                channels[channel].signal()
+                channels[target].signal()
             elif code == WAIT:
-                if not channels[channel].poll():
+                if not channels[target].poll():
                     return at
             elif code == REDUCE:
                 add_up([tensors[each] for each in source], tensors[target])
-            elif code == PACK:
-                pack(arrays[target], arrays[source].view(np.uint8), self._calls % FLAGS)
-            elif code == UNPACK:
-                if not are_there(arrays[source], self._calls % FLAGS):
-                    return at
-                unpack(arrays[source], arrays[target].view(np.uint8))
             elif code == POST:
                 self._posted[target] += 1
-            elif self._posted[source]:
-                self._posted[source] -= 1
-            else:
-                return at
+            elif code == PEND:
+                if not self._posted[target]:
+                    return at
+                self._posted[target] -= 1
             at += 1
         return at
 
-    # How memory is laid out: slots of `tmp`, twice; of `staged`; and packets, twice.
-
-    def _first_slot(self, buffer: str, parity: int) -> int:
-        temporary, staged = 2 * self.plan.temporary, self._program.staged
-        if buffer == "tmp":
-            return parity * self.plan.temporary
-        return (
-            temporary
-            if buffer == "staged"
-            else temporary + staged + 2 * parity * self._program.packets
-        )
+    # A region's slots: `tmp` of even calls, `tmp` of odd calls, `staged`.
 
     def _bytes(self, slot: int) -> int:
-        """Return what a region needs."""
-        return slot * (self._first_slot("packets", 0) + 4 * self._program.packets)
+        """Return the bytes of a region."""
+        return slot * (2 * self.plan.temporary + self._program.staged)
+
+    def _array(self, view: View, parity: int, dtype: torch.dtype) -> Array:
+        slots = self.plan.temporary * (parity if view.buffer == "tmp" else 2)
+        first = slots * self._slot + view.start * dtype.itemsize
+        region = self.memory.region(view.rank)
+        return region[first : first + view.length * dtype.itemsize].view(_type_of_numpy(dtype))
 
     def _grow(self, needed: int) -> None:
         slots = [self._slot]
@@ -253,18 +227,9 @@ class OneSided:
             slots.append(min(GROWTH * slots[-1], self._most))
         while len(slots) > 1 and not self.memory.grow(self._bytes(slots[-1])):
             slots.pop()
-            self._most = slots[-1]  # smaller slices do as well
+            self._most = slots[-1]  # smaller slices work, too
         self._slot = slots[-1]
         self._for_sizes.cache_clear()
-
-    def _array(self, view: View, parity: int, dtype: torch.dtype) -> Array:
-        region = self.memory.region(view.rank)
-        first = self._first_slot(view.buffer, parity) * self._slot
-        if view.buffer == "packets":
-            first += 2 * view.start * self._slot
-            return cells(region, first, view.length * dtype.itemsize)
-        first += view.start * dtype.itemsize
-        return region[first : first + view.length * dtype.itemsize].view(_type_of_numpy(dtype))
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> Compiled:
         layout = Layout(self.walked, sizes)

@@ -49,10 +49,6 @@ SLEEP_PART = 1 / 50
 # struct flock: type, whence, start, length, process.
 FLOCK = "hhqqi4x"
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Cells = np.ndarray[Any, np.dtype[np.uint32]]
-CELL_BYTES = 8  # of a packet, of which four are data
-
 
 class SharedMemoryError(OSError):
     """Ranks cannot share memory; the sentence is the same on all of them."""
@@ -137,7 +133,7 @@ class SharedMemory:
 class Channel:
     """The count of signals from one rank to another; the source signals, the target polls.
 
-    Data that is put before a signal is visible after it. Packets (`pack`, `unpack`) need no signal.
+    Data that was put before a signal is visible after it.
 
     Args:
         memory: memory of both ranks.
@@ -336,36 +332,3 @@ def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
         free = state.f_bavail * state.f_frsize // 1024
         return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
     return ""
-
-
-def packet_bytes(size: int) -> int:
-    """Return how many bytes the packets of so many bytes take."""
-    return -(-size // 4) * CELL_BYTES
-
-
-def cells(region: Bytes, start: int, size: int) -> Cells:
-    """Return the packets [cells, 2] of `size` bytes of data: data first, then its flag."""
-    return region[start : start + packet_bytes(size)].view(np.uint32).reshape(-1, 2)
-
-
-def pack(packets: Cells, data: Bytes, flag: int) -> None:
-    """Write bytes to packets: data before flags, and x86 shows them in this order."""
-    whole = data.size // 4
-    packets[:whole, 0] = data[: 4 * whole].view(np.uint32)
-    if data.size % 4:
-        packets[whole, 0] = int.from_bytes(data[4 * whole :].tobytes(), "little")
-    packets[:, 1] = flag
-
-
-def are_there(packets: Cells, flag: int) -> bool:
-    """Whether all packets of a flag have come."""
-    return bool(packets[-1, 1] == flag and (packets[:, 1] == flag).all()) if len(packets) else True
-
-
-def unpack(packets: Cells, data: Bytes) -> None:
-    """Read bytes from packets that are there."""
-    whole = data.size // 4
-    data[: 4 * whole].view(np.uint32)[...] = packets[:whole, 0]
-    if data.size % 4:
-        last = int(packets[whole, 0]).to_bytes(4, "little")
-        data[4 * whole :] = np.frombuffer(last, np.uint8, data.size % 4)

@@ -1,13 +1,13 @@
-"""A plan over two-sided messages, as gloo and NCCL have them.
+"""Plans by two-sided messages, over gloo or NCCL.
 
-What a plan puts and signals is sent, what it waits for received: in rounds, in each at most one message
-from a rank to another, in which all chunks that go there lie one after another. In between a rank copies
-and adds up in the plan's order, half types in fp32. Only the own rank writes its memory, so that `tmp` is
-of one call, and `out` is touched between the call's start and its end alone.
+The plan runs in rounds. In each round a rank sends at most one message to each other rank, with all chunks
+for that rank one after another. Between rounds it copies and sums in the plan's order, half types in fp32.
+Only a rank itself writes its memory, so `tmp` belongs to one call, and `out` is written between the call's
+start and its end.
 
-No thread: the first round is on its way when `start` returns, those after it go when it is waited for. So
-calls of a group are to begin, and to be waited for, in the same order on all its ranks; one that
-`is_completed` may be taken earlier. On a GPU the host waits for nothing.
+There is no thread. `start` sends the first round, `wait` the later ones. So calls of a group must start,
+and be waited for, in the same order on all ranks. A call that `is_completed` may be waited for earlier. On
+a GPU the host never waits.
 """
 
 from collections import defaultdict
@@ -25,18 +25,18 @@ from fairseq_tutel.ranks import world
 
 MOST_SIZES = 256  # for which a plan stays compiled
 HALF = (torch.float16, torch.bfloat16)
-Run = tuple[str, int, int]  # buffer, first element, how many
+Run = tuple[str, int, int]  # buffer, first element, length
 
 
 class Local(NamedTuple):
-    """A copy or a sum of some runs here."""
+    """A copy, or a sum of several runs, on this rank."""
 
     src: tuple[Run, ...]
     dst: Run
 
 
 class Round(NamedTuple):
-    """What a rank does in a round: messages by the other rank, then its own steps."""
+    """A round of one rank: messages by the other rank, then its own steps."""
 
     send: list[tuple[int, list[Run]]]
     receive: list[tuple[int, list[Run]]]
@@ -44,13 +44,7 @@ class Round(NamedTuple):
 
 
 class Call:
-    """A plan on its way, as a `dist.Work` is.
-
-    Args:
-        rounds: of this rank, for these sizes.
-        buffers: `in`, `out` and `tmp`, contiguous, of one dtype, elements along their first dimension.
-        group: the plan's ranks, in order; None for all.
-    """
+    """A plan that has started."""
 
     def __init__(
         self,
@@ -61,23 +55,23 @@ class Call:
         self.rounds, self.buffers, self.group = rounds, buffers, group
         self.at = 0
         self.works: list[dist.Work] = []
-        self.sent: list[Tensor] = []  # until it has left
+        self.sent: list[Tensor] = []  # kept until it has been sent
         self.came: list[tuple[Tensor, list[Run]]] = []
-        self._end_round()  # which has no messages
+        self._end_round()  # round 0 has no messages
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait for another rank."""
+        """Return whether `wait` would return without waiting for another rank."""
         left = len(self.rounds) - self.at
         return left == 0 or (left == 1 and all(work.is_completed() for work in self.works))
 
     def wait(self) -> None:
-        """Do what is left; on a GPU the stream does."""
+        """Run the remaining rounds; on a GPU the stream does."""
         while self.at < len(self.rounds):
             self._end_round()
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """Wait for the messages on their way, take this rank's steps, send the next messages."""
+        """Wait for this round's messages, take this rank's steps, start the next round."""
         for work in self.works:
             work.wait()
         for message, runs in self.came:
@@ -114,7 +108,7 @@ class Call:
 
 
 def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
-    """Put the sum of tensors, in their order, into `out`, which may be the first; half types in fp32."""
+    """Write the sum of tensors, in their order, to `out`, which may be the first; half types in fp32."""
     first, *others = sources
     if not others:
         out.copy_(first)
@@ -130,11 +124,11 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 class TwoSided:
-    """A plan ready to be run by one rank.
+    """A plan that one rank runs by messages.
 
     Args:
-        plan: of the group's number of ranks; the checker lets it pass.
-        group: None for all ranks.
+        plan: a plan for the group's number of ranks that the checker has accepted.
+        group: the ranks; None: all.
     """
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
@@ -152,15 +146,15 @@ class TwoSided:
                 self._steps[move.round].append(move)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Begin.
+        """Start a call.
 
         Args:
-            own: `in`, contiguous, elements along its first dimension; not written.
-            out: likewise, another one.
-            sizes: elements of a shard, or of every block of an all_to_all.
+            own: `in`, contiguous, elements along its first dimension; it is not written.
+            out: `out`, likewise, another tensor.
+            sizes: elements of a shard, or of each block of an all_to_all.
         """
         if self.is_new and own.is_cuda:
-            # NCCL wants all ranks in a group's first call, and a round may have no message for some.
+            # NCCL needs all ranks in a group's first call, and a round may have no message for some.
             dist.all_reduce(own.new_zeros(1), group=self.group)
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)
@@ -168,7 +162,7 @@ class TwoSided:
         return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
 
     def _compiled(self, sizes: Sizes) -> tuple[list[Round], int]:
-        """Return the rounds for some sizes, and the elements of `tmp`."""
+        """Return the rounds, and the elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
         for steps, messages in zip(self._steps, self._messages, strict=True):
@@ -191,15 +185,14 @@ def _sent(moves: Sequence[Move], layout: Layout) -> list[Run]:
 
 def _received(moves: Sequence[Move], layout: Layout) -> list[Run]:
     return _joined(
-        (move.step.dst.buffer, piece.dst, piece.length)
+        (move.dst.buffer, piece.dst, piece.length)
         for move in moves
-        if move.step.dst is not None
         for piece in layout.pieces(move, src=False)
     )
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Return runs in the same order, neighbours as one."""
+    """Join adjacent runs."""
     found: list[Run] = []
     for buffer, start, length in runs:
         if found and found[-1][0] == buffer and sum(found[-1][1:]) == start:
@@ -210,9 +203,8 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def _local(move: Move, piece: Piece) -> Local:
-    assert move.step.dst is not None
     sources = zip(move.step.src, piece.src, strict=True)
     return Local(
         tuple((place.buffer, at, piece.length) for place, at in sources),
-        (move.step.dst.buffer, piece.dst, piece.length),
+        (move.dst.buffer, piece.dst, piece.length),
     )

@@ -1,22 +1,22 @@
-"""Well-known collectives as plans, by name. N ranks, of n nodes with L each, M bytes of a rank's `in`.
+"""Generators: well-known collectives as plans. N ranks on n nodes of L; M bytes of a rank's `in`.
 
-docs/plans.md has a table of what each sends, and in how many trips.
+docs/plans.md has a table of the messages and trips of each. A rank has one lane.
 
-A rank has one lane. Everywhere a sum is made by one rank, or in one order by all: all hold the same bits.
+**Equal results.** One rank makes each sum, or all ranks make it in the same order: all get the same bits.
 
-**Two calls in a row** need nothing more, since `tmp` is another one in every second call: in all but
-broadcast and reduce a rank's result needs something of everyone's `in`, so whoever is done with a call
-knows that everyone began it, and was done with the one before. `out`, the caller's between calls, is
-put into where a signal of the same call has said that its owner began (the second phase of the all-pairs
-and of the ring), or its owner says so first (all_gather's ring and the trees).
-What is put from `in` or `out` is flushed, unless a later signal of its reader says as much.
+**Calls in a row** need no further signals. `tmp` alternates between calls. Except for broadcast and reduce,
+a rank's result needs a part of each other rank's `in`. So a rank that ends a call has heard that all ranks
+began it, and so ended the call before. A put to another rank's `out` follows a signal of the same call that
+its owner has begun. In the second phase of all pairs and ring the first phase is that signal; all_gather's
+ring and the trees send one first. A put from `in` or `out` is flushed, unless a later signal of its reader
+makes that unnecessary.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fairseq_tutel.plans.format import KINDS, Plan
+from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators.all_pairs import linear, one_phase, two_phase
 from fairseq_tutel.plans.generators.nodes import hierarchical, two_hops
 from fairseq_tutel.plans.generators.recursive import recursive_doubling, tree
@@ -24,25 +24,18 @@ from fairseq_tutel.plans.generators.ring import ring
 
 
 class Generator(NamedTuple):
-    """A function that makes plans.
-
-    Attributes:
-        function: (collective, ranks, kind=, …) -> Plan.
-        collectives: those that it makes.
-        options: what else it takes, `nodes` or `root`.
-    """
+    """A function (collective, ranks, **options) -> Plan, its collectives and options."""
 
     function: Callable[..., Plan]
     collectives: tuple[str, ...]
     options: tuple[str, ...] = ()
 
 
+_SUMS = ("all_gather", "reduce_scatter", "all_reduce")
 GENERATORS = {
-    "ring": Generator(ring, ("all_gather", "reduce_scatter", "all_reduce")),
-    "recursive_doubling": Generator(
-        recursive_doubling, ("all_gather", "reduce_scatter", "all_reduce")
-    ),
-    "one_phase": Generator(one_phase, ("all_gather", "reduce_scatter", "all_reduce")),
+    "ring": Generator(ring, _SUMS),
+    "recursive_doubling": Generator(recursive_doubling, _SUMS),
+    "one_phase": Generator(one_phase, _SUMS),
     "two_phase": Generator(two_phase, ("all_reduce",)),
     "hierarchical": Generator(hierarchical, ("all_reduce",), ("nodes",)),
     "linear": Generator(linear, ("all_to_all",)),
@@ -51,21 +44,18 @@ GENERATORS = {
 }
 
 
-def make(
-    name: str, collective: str, ranks: int, *, nodes: int = 1, root: int = 0, kind: str = "simple"
-) -> Plan:
-    """Make a plan by its generator's name.
+def make(name: str, collective: str, ranks: int, *, nodes: int = 1, root: int = 0) -> Plan:
+    """Make a plan by the name of its generator.
 
     Args:
-        name: of `GENERATORS`.
-        collective: one that it makes.
+        name: a key of `GENERATORS`.
+        collective: one of the generator's collectives.
         ranks: N.
-        nodes: n; rank = node * L + local. Those that know no nodes have no use for it.
+        nodes: n; rank = node * L + local rank. Most generators ignore it.
         root: of broadcast and reduce.
-        kind: of its channels.
 
     Raises:
-        ValueError: there is no such plan; the sentence says why.
+        ValueError: there is no such plan.
     """
     if name not in GENERATORS:
         raise ValueError(f"There is no plan {name!r}; known are {', '.join(GENERATORS)}.")
@@ -73,22 +63,20 @@ def make(
     if collective not in generator.collectives:
         makes = " and ".join(generator.collectives)
         raise ValueError(f"{name} makes no {collective!r}: it makes {makes}.")
-    if kind not in KINDS:
-        raise ValueError(f"There are no channels of kind {kind!r}; known are {', '.join(KINDS)}.")
     if ranks < 1 or nodes < 1 or ranks % nodes:
-        raise ValueError(f"{ranks} ranks cannot be shared out over {nodes} nodes.")
+        raise ValueError(f"{ranks} ranks cannot be divided among {nodes} nodes.")
     if not 0 <= root < ranks:
         raise ValueError(f"The root {root} is none of {ranks} ranks.")
     given: dict[str, Any] = {"nodes": nodes, "root": root}
     options = {option: given[option] for option in generator.options}
-    return generator.function(collective, ranks, kind=kind, **options)
+    return generator.function(collective, ranks, **options)
 
 
 def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
-    """Return the plans that are fastest between ranks of one host, each with the bytes that it is for.
+    """Return the fastest plans between ranks of one host, each with its range of bytes.
 
-    All ranks put to all at once. An all_reduce of more than two ranks does so in two phases when what one
-    phase puts fits no processor's cache any more: from 2 MiB / N^2 on. Measured by
+    All ranks put to all at once. An all_reduce of more than two ranks needs two phases when the data of one
+    phase no longer fits a processor's cache: above 2 MiB / N^2. Measured by
     `benchmarks.collectives --all-plans` with 2, 4 and 8 ranks.
 
     Raises:

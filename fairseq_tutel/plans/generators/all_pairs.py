@@ -1,43 +1,44 @@
-"""Every rank puts to every other one: in one phase (1PA), and in two (2PA). N ranks, rank r, peer p.
+"""Each rank puts to each other rank, in one phase (1PA) or two (2PA). N ranks, rank r, peer p.
 
-Source: MSCCL++ (Shah et al. 2025), section 5, of its all_reduce; the others are a half of it.
+Source: MSCCL++ (Shah et al. 2025), section 5, for all_reduce. The other collectives are half of it.
 """
+
+from collections.abc import Sequence
 
 from fairseq_tutel.plans.format import REDUCING, Plan, Writer
 
 
 def others(index: int, count: int) -> list[int]:
-    """Return everyone but one, from its neighbour on: in the first place all send to different ones."""
+    """Return all other indices, beginning after this one, so that ranks send to different ones."""
     return [(index + distance) % count for distance in range(1, count)]
 
 
-def one_phase(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
-    """all_gather, reduce_scatter or all_reduce (1PA): put what everyone needs to its `tmp`, then add up.
+def one_phase(collective: str, ranks: int) -> Plan:
+    """all_gather, reduce_scatter or all_reduce (1PA): put the needed chunks to each `tmp`, then sum.
 
-    A rank sends N - 1 messages in one trip: each of its whole `in`, (N-1) M bytes, for all_gather and
-    all_reduce, and of 1/N of it for reduce_scatter, (N-1)/N M. Sums are in the order of ranks.
+    A rank sends N - 1 messages in one trip. For all_gather and all_reduce each is its whole `in`, (N-1) M
+    bytes in all; for reduce_scatter each is 1/N of it, (N-1)/N M in all. Sums are in the order of ranks.
     """
-    return _all_to_each("one_phase", collective, ranks, kind)
+    return _all_to_each("one_phase", collective, ranks)
 
 
-def linear(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
-    """all_to_all: every rank puts to every other one, N - 1 messages and (N-1)/N M bytes in one trip."""
-    return _all_to_each("linear", collective, ranks, kind)
+def linear(collective: str, ranks: int) -> Plan:
+    """all_to_all: each rank puts to each other rank, N - 1 messages and (N-1)/N M bytes in one trip."""
+    return _all_to_each("linear", collective, ranks)
 
 
-def _all_to_each(name: str, collective: str, ranks: int, kind: str) -> Plan:
-    w = Writer(ranks, kind)
-    stride = int(
-        collective in ("reduce_scatter", "all_to_all")
-    )  # from one's chunk to the next one's
+def _all_to_each(name: str, collective: str, ranks: int) -> Plan:
+    w = Writer(ranks)
+    # The distance between the chunks for two adjacent ranks.
+    stride = int(collective in ("reduce_scatter", "all_to_all"))
     for r in range(ranks):
-        own = ("in", r * stride)
-        for p in others(r, ranks):
+        own, peers = ("in", r * stride), others(r, ranks)
+        for p in peers:
             w.put(r, p, ("in", p * stride), ("tmp", r))
             w.signal(r, p)
         if collective not in REDUCING:
             w.copy(r, own, ("out", r))
-        for p in reversed(others(r, ranks)):
+        for p in reversed(peers):
             w.wait(r, p)
         if collective in REDUCING:
             w.reduce(r, [own if p == r else ("tmp", p) for p in range(ranks)], ("out", 0))
@@ -45,18 +46,18 @@ def _all_to_each(name: str, collective: str, ranks: int, kind: str) -> Plan:
             for first, end in ((0, r), (r + 1, ranks)):
                 if first < end:
                     w.copy(r, ("tmp", first), ("out", first), end - first)
-        for p in others(r, ranks):
+        for p in peers:
             w.flush(r, p)
     return w.plan(f"{name} {collective}", collective, 1, temporary=ranks)
 
 
-def two_phase(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
+def two_phase(collective: str, ranks: int) -> Plan:
     """all_reduce (2PA): reduce_scatter by all pairs, then all_gather by all pairs.
 
-    A rank sends 2 (N-1) messages of M / N in two trips, 2 (N-1)/N M bytes: no all_reduce sends fewer.
-    Rank r adds up chunk r, in the order of ranks, and all get its sum.
+    A rank sends 2 (N-1) messages of M / N in two trips, 2 (N-1)/N M bytes, which is the minimum for an
+    all_reduce. Rank r sums chunk r in the order of ranks and sends the sum to all.
     """
-    w = Writer(ranks, kind)
+    w = Writer(ranks)
     for r in range(ranks):
         scatter(w, r, range(ranks), r)
         w.reduce(r, [("in", r) if p == r else ("tmp", p) for p in range(ranks)], ("out", r))
@@ -64,8 +65,8 @@ def two_phase(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
     return w.plan(f"two_phase {collective}", collective, ranks, temporary=ranks)
 
 
-def scatter(w: Writer, rank: int, members: range, own: int) -> None:
-    """Put chunk i of `in` to the i-th member's tmp[own], where the rank is the own-th, and await theirs."""
+def scatter(w: Writer, rank: int, members: Sequence[int], own: int) -> None:
+    """Put chunk i of `in` to tmp[own] of member i, and wait for theirs; the rank is member `own`."""
     peers = others(own, len(members))
     for i in peers:
         w.put(rank, members[i], ("in", i), ("tmp", own))
@@ -74,8 +75,8 @@ def scatter(w: Writer, rank: int, members: range, own: int) -> None:
         w.wait(rank, members[i])
 
 
-def gather(w: Writer, rank: int, members: range, own: int) -> None:
-    """Put out[own] to the members, who are known to have begun, and await theirs."""
+def gather(w: Writer, rank: int, members: Sequence[int], own: int) -> None:
+    """Put out[own] to the members, which have begun the call, and wait for theirs."""
     peers = others(own, len(members))
     for i in peers:
         w.put(rank, members[i], ("out", own), ("out", own))

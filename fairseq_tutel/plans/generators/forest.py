@@ -1,15 +1,15 @@
-"""Forests as plans: along trees ranks' shards come to all ranks, and sums of them to their roots.
+"""Forests as plans: trees bring each rank's shard to all ranks, and sums to their roots.
 
-N ranks, k trees of every root, P slices. A shard is P k chunks, of which a tree that is m times there has
-P m, side by side, m in each slice. Ranks send in rounds, and all that one sends another in a round goes
-with one signal: when a shard is handed out, a rank's round is its distance from the root, when parts are
-added up its distance from the farthest leaf below it. Each slice is a round behind the one before: depth +
-P - 1 rounds of a P-th of the bytes, in which a link has less to wait for. A chunk is summed at its root at
-last, and on the way there in an order that is the plan's: after an all_reduce all ranks hold the same bits.
+N ranks, k trees per root, P slices. A shard is P k chunks. A tree with m copies has P m of them, m
+adjacent ones in each slice. Ranks send in rounds; all chunks from one rank to another in a round share a
+signal. When shards are distributed, a rank's round is its distance from the root. When data is summed, it
+is the distance from the farthest leaf below. Each slice is one round behind the one before: depth + P - 1
+rounds of a P-th of the bytes, in which links wait less. The root makes the last sum of a chunk, and the
+plan fixes the order of sums: after an all_reduce all ranks hold the same bits.
 
-Whoever is put into has begun the call: its part is in the sum that it gets, or it has said so first.
+A rank puts only into ranks that have begun the call: their data is in its sum, or they have sent a signal.
 
-Source of the trees: ForestColl (`plans.forestcoll.forest`).
+The trees are those of ForestColl (`plans.forestcoll.forest`).
 """
 
 from collections import Counter, defaultdict
@@ -21,32 +21,24 @@ from fairseq_tutel.plans.format import Place, Plan, Writer
 
 
 def forest(
-    collective: str,
-    adding: Forest | None,
-    handing: Forest | None,
-    *,
-    kind: str = "simple",
-    slices: int = 1,
+    collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
 ) -> Plan:
-    """Return a collective's plan over trees, as `plans.forestcoll.forest.grow_for` gives them.
+    """Return a collective's plan over trees.
 
     Args:
         collective: any but all_to_all.
-        adding: the trees along which parts are added up, if they are.
-        handing: those along which shards, or sums, are handed out, if they are.
-        kind: of its channels.
+        reducing: trees of the sums, from `grow_for`.
+        distributing: trees that distribute shards or sums, from `grow_for`.
         slices: P.
     """
-    if handing:
-        one, network = handing, handing.network
-    else:
-        assert adding, "a collective adds up or hands out"
-        one, network = adding, adding.network.reversed
+    one = distributing or reducing
+    assert one, "a collective reduces or distributes"
+    network = one.network if distributing else one.network.reversed
     chunks = slices * one.share.trees
-    w = Writer(network.ranks, kind)
-    temporary = _add_up(w, adding, collective, slices) if adding else 0
-    if handing:
-        _hand_out(w, handing, bool(adding), slices)
+    w = Writer(network.ranks)
+    temporary = _reduce(w, reducing, collective, slices) if reducing else 0
+    if distributing:
+        _distribute(w, distributing, bool(reducing), slices)
     written = {step.channel for lanes in w.lanes for step in lanes[0] if step.op == "put"}
     for (source, target, _), channel in w.channels.items():
         if channel in written:
@@ -63,14 +55,14 @@ def forest(
 
 
 class _Branch(NamedTuple):
-    """An edge of a tree, of one slice, which is p rounds behind the first.
+    """An edge of a tree in one slice, which is p rounds behind the first slice.
 
     Attributes:
-        tree: the number of the first of its chunks, in all shards.
-        n: how many chunks it has.
-        own: the number of the first one in its root's shard; None where the parent is not the root.
-        parent: nearer to the root.
-        child: farther from it.
+        tree: its first chunk among all shards.
+        n: number of chunks.
+        own: its first chunk in the root's shard; None if the parent is not the root.
+        parent: the rank nearer to the root.
+        child: the other rank.
         depth: the parent's distance from the root, plus p.
         height: the child's distance from the farthest leaf below it, plus p.
     """
@@ -111,17 +103,17 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
     return found
 
 
-def _hand_out(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
-    """Bring every root's chunks to `out` of all ranks: from its `in`, or if all have begun its `out`."""
+def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
+    """Bring each root's chunks to `out` of all ranks: from its `in`, or its `out` if all have begun."""
     branches = _branches(forest, slices)
     if not begun:
-        told = sorted({(each.child, each.parent) for each in branches})
-        _tell(w, told)
+        pairs = sorted({(each.child, each.parent) for each in branches})
+        _signal(w, pairs)
         chunks = slices * forest.share.trees
         for rank in range(w.ranks) if forest.root is None else [forest.root]:
             first = 0 if forest.root == rank else rank * chunks
             w.copy(rank, Place("in", 0), Place("out", first), chunks)
-        _hear(w, told)
+        _wait(w, pairs)
     for depth in range(1 + max(branch.depth for branch in branches)):
         messages = []
         for branch in branches:
@@ -132,12 +124,12 @@ def _hand_out(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
         _send(w, messages)
 
 
-def _add_up(w: Writer, forest: Forest, collective: str, slices: int) -> int:
-    """Bring the sum of every root's chunks of `in` to its `out`; return the size of `tmp`."""
+def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
+    """Bring the sum of each root's chunks of `in` to its `out`; return the size of `tmp`."""
     branches = sorted(
         _branches(forest, slices), key=lambda each: (each.height, each.child, each.tree)
     )
-    # A sum comes to the parent's `tmp`, where each has a place of its own.
+    # Each sum has its own place in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()
     children: dict[tuple[int, int], list[_Branch]] = defaultdict(list)
@@ -145,14 +137,14 @@ def _add_up(w: Writer, forest: Forest, collective: str, slices: int) -> int:
         places[branch.tree, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
         children[branch.tree, branch.parent].append(branch)
-    # By the round before which all parts are there.
+    # By the round before which all summands have arrived.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))
     if collective == "reduce":
-        told = sorted({(each.parent, each.child) for each in branches})
-        _tell(w, told)
-        _hear(w, told)
+        pairs = sorted({(each.parent, each.child) for each in branches})
+        _signal(w, pairs)
+        _wait(w, pairs)
     for height in range(1 + max(sums)):
         for parts in sums[height]:
             tree, n, own, parent, *_ = parts[0]
@@ -173,35 +165,30 @@ def _add_up(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     return max(used.values())
 
 
-def _tell(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
-    """Let ranks tell others that they have begun."""
+def _signal(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
     for rank, other in pairs:
         w.signal(rank, other)
 
 
-def _hear(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
-    """Let those others wait for it, before anything else that comes from there."""
+def _wait(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
     for rank, other in pairs:
         w.wait(other, rank)
 
 
 def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> None:
-    """Let ranks put and wait, for all messages (rank, to whom, from where, to where, chunks) of a round."""
+    """Put, signal and wait for all messages (rank, other rank, source, target, chunks) of a round."""
     pairs: dict[tuple[int, int], list[tuple[Place, Place, int]]] = defaultdict(list)
     for rank, other, source, target, n in sorted(messages):
         pieces = pairs[rank, other]
         if pieces:
             last, there, before = pieces[-1]
-            goes_on = (source, target) == (
-                Place(last.buffer, last.chunk + before),
-                Place(there.buffer, there.chunk + before),
-            )
-            if goes_on:
+            adjacent = (last.buffer, last.chunk + before), (there.buffer, there.chunk + before)
+            if (source, target) == adjacent:
                 pieces[-1] = (last, there, before + n)
                 continue
         pieces.append((source, target, n))
     for (rank, other), pieces in pairs.items():
         for source, target, n in pieces:
             w.put(rank, other, source, target, n)
-    _tell(w, pairs)
-    _hear(w, pairs)
+    _signal(w, pairs)
+    _wait(w, pairs)

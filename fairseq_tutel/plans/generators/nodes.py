@@ -1,24 +1,24 @@
-"""Plans that know nodes: n nodes of L ranks; rank (a, i), the i-th of node a, is a * L + i."""
+"""Plans for n nodes of L ranks. Rank (a, i), the i-th of node a, is a * L + i."""
 
 from fairseq_tutel.plans.format import Plan, Writer
 from fairseq_tutel.plans.generators.all_pairs import gather, others, scatter
 
 
-def hierarchical(collective: str, ranks: int, *, nodes: int, kind: str = "simple") -> Plan:
+def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
     """all_reduce (2PH): in-node reduce_scatter, exchange of a 1/L slice across nodes, in-node all_gather.
 
-    In the node a rank sends 2 (L-1) messages, across n - 1, all of M / L bytes, in three trips. Slice i
-    is the sum over nodes, in their order, of sums over a node's ranks, in theirs.
+    A rank sends 2 (L-1) messages in its node and n - 1 to other nodes, each of M / L bytes, in three trips.
+    Slice i is the sum over nodes, in order, of the sums over each node's ranks, in order.
 
     Source: MSCCL++ (Shah et al. 2025), section 5.
     """
-    w = Writer(ranks, kind)
+    w = Writer(ranks)
     local = ranks // nodes
     for r in range(ranks):
         a, i = divmod(r, local)
         node = range(a * local, (a + 1) * local)
         scatter(w, r, node, i)
-        # A node's sum of slice i lies in tmp[local + node].
+        # tmp[local + node] holds that node's sum of slice i.
         parts = [("in", i) if j == i else ("tmp", j) for j in range(local)]
         w.reduce(r, parts, ("tmp", local + a))
         for b in others(a, nodes):
@@ -31,19 +31,19 @@ def hierarchical(collective: str, ranks: int, *, nodes: int, kind: str = "simple
     return w.plan(f"hierarchical {collective}", collective, local, temporary=local + nodes)
 
 
-def two_hops(collective: str, ranks: int, *, nodes: int, kind: str = "simple") -> Plan:
-    """all_to_all (2DH): within nodes to the neighbour of the destination's local index, then across.
+def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
+    """all_to_all (2DH): within a node to the rank with the destination's local index, then across nodes.
 
-    In the node a rank sends L - 1 messages of n chunks, (L-1)/L M bytes; across n - 1 messages of L chunks,
-    (n-1)/n M bytes, where `linear` sends (n-1) L smaller ones. Two trips.
+    In its node a rank sends L - 1 messages of n chunks, (L-1)/L M bytes. To other nodes it sends n - 1
+    messages of L chunks, (n-1)/n M bytes; `linear` sends (n-1) L smaller ones. Two trips.
 
     Source: Tutel (Hwang et al. 2023), section 3.4.
     """
-    w = Writer(ranks, kind)
+    w = Writer(ranks)
     local = ranks // nodes
     for r in range(ranks):
         a, i = divmod(r, local)
-        # What (a, j) has for (b, i) passes through tmp[b, j] of (a, i).
+        # Chunks from (a, j) to (b, i) pass through tmp[b, j] of (a, i).
         for j in others(i, local):
             for b in range(nodes):
                 w.put(r, a * local + j, ("in", b * local + j), ("tmp", b * local + i))
@@ -52,7 +52,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int, kind: str = "simple") -
             w.copy(r, ("in", b * local + i), ("tmp", b * local + i))
         for j in reversed(others(i, local)):
             w.wait(r, a * local + j)
-        # What node a has for a rank arrives in its tmp[ranks + a * local], in the order of sources.
+        # Chunks from node a arrive in tmp[ranks + a * local], in the order of sources.
         for b in others(a, nodes):
             w.put(r, b * local + i, ("tmp", b * local), ("tmp", ranks + a * local), local)
             w.signal(r, b * local + i)

@@ -1,14 +1,14 @@
-"""Plans that double what is known in every trip. N ranks, rank r, trip t."""
+"""Plans whose messages double or halve in each trip. N ranks, rank r, trip t."""
 
 from fairseq_tutel.plans.format import Plan, Writer
 
 
-def recursive_doubling(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
+def recursive_doubling(collective: str, ranks: int) -> Plan:
     """all_gather and all_reduce by doubling, reduce_scatter by halving; N is a power of two.
 
-    A rank sends log2 N messages in as many trips: for all_gather of 1, 2, 4, … shards, (N-1) M bytes; for
-    reduce_scatter of a half, a quarter, … of `in`, (N-1)/N M; for all_reduce of all of it, log2(N) M.
-    An all_reduce adds the upper half of a group to the lower one, on every rank.
+    A rank sends log2 N messages in as many trips. For all_gather they have 1, 2, 4, … shards, (N-1) M;
+    for reduce_scatter a half, a quarter, … of `in`, (N-1)/N M; for all_reduce all of it, log2(N) M.
+    An all_reduce adds a group's upper half to its lower half, on each rank.
 
     Source: Thakur, Rabenseifner and Gropp 2005.
 
@@ -19,19 +19,16 @@ def recursive_doubling(collective: str, ranks: int, *, kind: str = "simple") -> 
         raise ValueError(
             f"recursive_doubling needs a power of two, not {ranks} ranks; ring takes any number."
         )
-    w = Writer(ranks, kind)
+    w = Writer(ranks)
     trips = ranks.bit_length() - 1
-    temporary = {
-        "all_gather": ranks,
-        "reduce_scatter": ranks - 1,
-        "all_reduce": max(0, 2 * trips - 1),
-    }
-    of_rank = {"all_gather": _gather, "reduce_scatter": _halve, "all_reduce": _double}
+    write, temporary = {
+        "all_gather": (_gather, ranks),
+        "reduce_scatter": (_halve, ranks - 1),
+        "all_reduce": (_double, max(0, 2 * trips - 1)),
+    }[collective]
     for r in range(ranks):
-        of_rank[collective](w, r, trips)
-    return w.plan(
-        f"recursive_doubling {collective}", collective, 1, temporary=temporary[collective]
-    )
+        write(w, r, trips)
+    return w.plan(f"recursive_doubling {collective}", collective, 1, temporary=temporary)
 
 
 def _gather(w: Writer, r: int, trips: int) -> None:
@@ -47,7 +44,7 @@ def _gather(w: Writer, r: int, trips: int) -> None:
 def _halve(w: Writer, r: int, trips: int) -> None:
     if not trips:
         w.copy(r, ("in", 0), ("out", 0))
-    # What is left to be added up: from chunk `at` of `held` on.
+    # The chunks that are still to be summed begin at chunk `at` of `held`.
     held, at, arrives = "in", 0, 0
     for t in reversed(range(trips)):
         n, peer = 1 << t, r ^ 1 << t
@@ -66,7 +63,7 @@ def _halve(w: Writer, r: int, trips: int) -> None:
 def _double(w: Writer, r: int, trips: int) -> None:
     if not trips:
         w.copy(r, ("in", 0), ("out", 0))
-    # The sum before trip t lies in tmp[2 t - 1], and what it brings in tmp[2 t].
+    # tmp[2 t - 1] holds the sum before trip t, tmp[2 t] the peer's sum.
     for t in range(trips):
         n, peer = 1 << t, r ^ 1 << t
         own, other = ("tmp", 2 * t - 1) if t else ("in", 0), ("tmp", 2 * t)
@@ -80,21 +77,21 @@ def _double(w: Writer, r: int, trips: int) -> None:
         w.flush(r, r ^ 1)
 
 
-def tree(collective: str, ranks: int, *, root: int = 0, kind: str = "simple") -> Plan:
+def tree(collective: str, ranks: int, *, root: int = 0) -> Plan:
     """Broadcast or reduce by a binomial tree: ⌊log2 N⌋ trips, N - 1 messages of M bytes in all.
 
-    Nothing else would hold back a sender that hears from nobody: each receiver first says that it began.
-    A parent adds its children's sums to its own, in the order of the children's distances.
+    Each receiver first signals that it has begun, since a sender may hear nothing else from it.
+    A parent adds its children's sums to its own data, in the order of the children's distances.
     """
-    w = Writer(ranks, kind)
+    w = Writer(ranks)
     slots = range(max(1, ranks - 1).bit_length())
     for r in range(ranks):
-        # Ranks are seen from the root; a parent has the last bit of a child's cleared.
-        seen = (r - root) % ranks
-        bits = [k for k in slots if seen % (2 << k) == 0 and seen + (1 << k) < ranks]
+        # Ranks are relative to the root. A parent's rank is its child's without the lowest set bit.
+        relative = (r - root) % ranks
+        bits = [k for k in slots if relative % (2 << k) == 0 and relative + (1 << k) < ranks]
         children = [(k, (r + (1 << k)) % ranks) for k in bits]
-        last_bit = seen & -seen
-        parent = (r - last_bit) % ranks if seen else None
+        last_bit = relative & -relative
+        parent = (r - last_bit) % ranks if relative else None
         if collective == "broadcast":
             _broadcast(w, r, parent, [child for _, child in reversed(children)])
         else:

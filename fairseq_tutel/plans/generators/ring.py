@@ -1,18 +1,18 @@
-"""Rings: every rank sends to the next one alone, N - 1 times. N ranks, rank r, trip t."""
+"""Rings: each rank sends only to the next one, N - 1 times. N ranks, rank r, trip t."""
 
 from fairseq_tutel.plans.format import Plan, Writer
 
 
-def ring(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
-    """all_gather, reduce_scatter or all_reduce (2PR), which is the two others one after the other.
+def ring(collective: str, ranks: int) -> Plan:
+    """all_gather, reduce_scatter or all_reduce (2PR), which is the other two in a row.
 
-    A rank sends a message in each trip: N - 1 of a shard for all_gather, (N-1) M bytes, and as many of
-    M / N for reduce_scatter; for all_reduce both, 2 (N-1)/N M bytes in 2 (N-1) trips. Chunk c is added up
-    along the ring, from rank c + 1 to rank c.
+    A rank sends one message in each trip: for all_gather N - 1 of a shard, (N-1) M bytes; for
+    reduce_scatter N - 1 of M / N; for all_reduce both, 2 (N-1)/N M bytes in 2 (N-1) trips. Chunk c is
+    summed along the ring, from rank c + 1 to rank c.
 
     Source: Patarasuk and Yuan 2009.
     """
-    w = Writer(ranks, kind)
+    w = Writer(ranks)
     for r in range(ranks):
         if collective == "all_gather":
             _gather(w, r)
@@ -20,7 +20,7 @@ def ring(collective: str, ranks: int, *, kind: str = "simple") -> Plan:
             _scatter(w, r, ("out", 0))
         else:
             _scatter(w, r, ("out", r))
-            # The last sum had a part of the next rank's: it began.
+            # The last sum includes data of the next rank, so that rank has begun.
             _pass_on(w, r, ("out", r))
         if ranks > 1:
             w.flush(r, (r + 1) % ranks)
@@ -39,7 +39,7 @@ def _gather(w: Writer, r: int) -> None:
 
 
 def _scatter(w: Writer, r: int, result: tuple[str, int]) -> None:
-    """Let chunk r of everyone be added up in `result`; what trip t brings lies in tmp[t]."""
+    """Sum chunk r of all ranks in `result`; trip t's data arrives in tmp[t]."""
     if w.ranks == 1:
         w.copy(r, ("in", r), result)
     for t in range(w.ranks - 1):
@@ -53,7 +53,7 @@ def _scatter(w: Writer, r: int, result: tuple[str, int]) -> None:
 
 
 def _pass_on(w: Writer, r: int, own: tuple[str, int]) -> None:
-    """Let everyone's `own` come to out[rank] of all others."""
+    """Bring each rank's `own` to out[rank] of all others."""
     for t in range(w.ranks - 1):
         leaves = (r - t) % w.ranks
         w.put(r, (r + 1) % w.ranks, ("out", leaves) if t else own, ("out", leaves))
