@@ -1,4 +1,4 @@
-"""Plans by what a user calls them: a FILE.json, MSCCL's FILE.xml, or a well-known one's name."""
+"""Plans by file or name: FILE.json, MSCCL's FILE.xml, or a well-known plan such as ring:all_gather:8."""
 
 import json
 import re
@@ -15,10 +15,10 @@ MOST = 512  # ranks
 
 
 def find(text: str) -> Plan:
-    """Return the plan of a file's name, or of a name as `ring:all_gather:8` or `two_hops:all_to_all:8:2`.
+    """Return the plan of a file or a name such as `two_hops:all_to_all:8:2`.
 
     Raises:
-        ValueError: it is none; the sentence says why.
+        ValueError: it is neither.
     """
     if text.endswith((".json", ".xml")):
         return read(Path(text))
@@ -35,7 +35,7 @@ def read(path: Path) -> Plan:
     """Read a plan's file.
 
     Raises:
-        ValueError: it is none; the sentence names it.
+        ValueError: it has no plan; names the file.
     """
     try:
         data = content_of(path) if path.suffix == ".xml" else json_of(path)
@@ -48,6 +48,6 @@ def read(path: Path) -> Plan:
 
 
 def write(plan: Plan, path: Path) -> None:
-    """Write a plan's file, as its name ends."""
+    """Write a plan as JSON, or as XML if the path ends in .xml."""
     text = to_xml(plan) if path.suffix == ".xml" else json.dumps(to_json(plan))
     path.write_text(text + "\n", encoding="utf-8")

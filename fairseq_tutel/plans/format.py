@@ -1,13 +1,14 @@
-"""Plans: a collective as steps that each rank takes, in one JSON; the format and its meaning.
+"""The format of collective plans: a collective as steps for each rank, in one JSON file.
 
-N ranks, C chunks, S temporary chunks. A plan is data: generators write it (`plans.generators`), a checker
-refuses what could hang, race or give another result (`plans.checker`), executors run it (`comm`).
+N ranks, C chunks, S temporary chunks. Generators write plans (`plans.generators`), the checker refuses
+plans that could hang, race or give another result (`plans.checker`), and executors run them
+(`plans.executors`).
 
-**Chunks.** All offsets are numbers of chunks. A shard is cut into C chunks of equal size, the last ones
-short or empty where it does not divide, so that any number of elements, none included, needs no other plan.
-What a rank starts and ends with (a shard is C chunks; so is the whole of an all_reduce):
+**Chunks.** All offsets are numbers of chunks. A shard is divided into C chunks of equal size. If C does not
+divide it, the last chunks are short or empty, so one plan serves any number of elements, even 0. Each rank
+begins and ends with these chunks (a shard is C chunks, and so is all data of an all_reduce):
 
-| collective     | in            | out              | holds at the end                                    |
+| collective     | in            | out              | final content                                       |
 |----------------|---------------|------------------|-----------------------------------------------------|
 | all_gather     | C             | N * C            | out[g, c] = in of rank g [c]                        |
 | reduce_scatter | N * C         | C                | out[c] of rank r = sum over g of in of rank g [r, c]|
@@ -16,27 +17,27 @@ What a rank starts and ends with (a shard is C chunks; so is the whole of an all
 | broadcast      | C of the root | C                | out[c] = in of the root [c]                         |
 | reduce         | C             | C on the root    | out[c] of the root = sum over g of in of rank g [c] |
 
-`in` is never written. Between calls it and `out` are the caller's, on every rank. `tmp`, S chunks, is
-another one in every second call, so that a rank that is ahead by one call does not write what a slower one
-still reads.
+`in` is never written. Between calls the caller of each rank owns its `in` and `out`. `tmp`, of S chunks,
+alternates between two buffers, so that a rank that is one call ahead does not overwrite data that a slower
+rank still reads.
 
-**Programs.** A rank has one or more lanes that run side by side, each a list of steps in order:
+**Programs.** A rank has one or more lanes that run concurrently, each a list of steps in order:
 
-- put: what `src` holds here goes to `dst` at the other end. It has only been asked for: it happens
-  at any time until the other end's wait for the next signal is over. Until then its destination may not be
-  read or written, nor its source written, the latter only until the next flush here.
-- signal: after the earlier puts on this channel, add one to its count. It waits for nothing.
-- wait: until there is one more signal on this channel than waits before.
-- flush: until the earlier puts on this channel have read their sources.
-- copy: `src` to `dst`, here. reduce: the sum of two or more `src`, in the order in which they are listed,
-  to `dst`, here, which may be the first of them; half types are summed in fp32 and rounded once.
-- post, pend: as signal and wait, between lanes of one rank.
+- put: copy `src` here to `dst` at the other end. It happens at any time until the other end's wait for the
+  next signal ends. Until then its destination may not be read or written, nor its source written; the
+  source is free after the next flush, too.
+- signal: after the earlier puts on this channel, add one to its count. It does not wait.
+- wait: wait for one more signal on this channel than earlier waits.
+- flush: wait until the earlier puts on this channel have read their sources.
+- copy: copy `src` to `dst`, here. reduce: write the sum of two or more `src`, in the listed order, to `dst`
+  here, which may be the first of them. Half types are summed in fp32 and rounded once.
+- post, pend: like signal and wait, between lanes of one rank.
 
-A channel leads from one rank to another; puts, signals and flushes on it are of one lane, waits of one.
-There are as many waits as signals, and a signal after the last put.
-Kind `ll`: the same meaning, and data travels in packets with a flag each: twice the bytes, one trip less.
+A channel leads from one rank to another. One lane does its puts, signals and flushes, one lane its waits.
+It has as many waits as signals, and a signal after the last put. Kind `ll` is MSCCL's LL protocol, whose
+packets have twice the bytes; the executors run it as `simple`.
 
-Source: MSCCL++ (Shah et al. 2025), its channels and its plans; here they are small enough to be proved.
+Source: MSCCL++ (Shah et al. 2025), its channels and plans, here small enough for a proof.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 REDUCING = ("reduce_scatter", "all_reduce", "reduce")
 BUFFERS = ("in", "out", "tmp")
 KINDS = ("simple", "ll")
-# The fields of each operation beside its name.
+# The fields of each operation.
 OPERATIONS = {
     "put": ("channel", "src", "dst", "n"),
     "signal": ("channel",),
@@ -67,11 +68,11 @@ OPERATIONS = {
 
 
 class PlanError(ValueError):
-    """A plan is refused; one sentence says what is wrong and, of a step, which one."""
+    """A plan is wrong. One sentence names the problem and the step."""
 
 
 class Place(NamedTuple):
-    """Where chunks begin."""
+    """The first of some chunks."""
 
     buffer: str
     chunk: int
@@ -79,15 +80,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a lane; which fields it has, its operation says (`OPERATIONS`).
+    """One step of a lane; `OPERATIONS` has the fields of each operation.
 
     Attributes:
         op: the operation.
-        channel: the channel's index.
-        src: where its chunks are: one place, of a reduce two or more.
-        dst: where they go.
-        n: how many chunks.
-        semaphore: between which lanes, an index of the rank.
+        channel: index of the channel.
+        src: one source, of a reduce two or more.
+        dst: the destination.
+        n: number of chunks.
+        semaphore: index of the semaphore between two lanes of the rank.
     """
 
     op: str
@@ -100,7 +101,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Leads from one rank to another."""
+    """A channel from one rank to another."""
 
     source: int
     target: int
@@ -115,18 +116,18 @@ class Plan:
     """A collective of N ranks.
 
     Attributes:
-        name: for people.
+        name: a name for users.
         collective: one of `COLLECTIVES`.
         ranks: N.
         chunks: C.
-        temporary: S, chunks of `tmp` on every rank.
-        channels: by index.
-        programs: of each rank, its lanes.
+        temporary: S.
+        channels: all channels.
+        programs: the lanes of each rank.
         root: of broadcast and reduce.
-        min_bytes: of a rank's `in` (of an all_gather its shard), from which on this plan is meant.
-        max_bytes: up to which; None: any.
+        min_bytes: the least bytes of a rank's `in` for which the plan is meant.
+        max_bytes: the most; None: any.
         network: digest of the network for which it was made; empty: any.
-        cut: the bottleneck that bounds it, a fraction of seconds per byte and bandwidth; empty: none known.
+        cut: lower bound of its network, as a fraction; empty: unknown.
     """
 
     name: str
@@ -145,14 +146,14 @@ class Plan:
     @property
     def in_chunks(self) -> int:
         """Chunks of `in`."""
-        return self.chunks * (
-            self.ranks if self.collective in ("reduce_scatter", "all_to_all") else 1
-        )
+        has_all = self.collective in ("reduce_scatter", "all_to_all")
+        return self.chunks * (self.ranks if has_all else 1)
 
     @property
     def out_chunks(self) -> int:
         """Chunks of `out`."""
-        return self.chunks * (self.ranks if self.collective in ("all_gather", "all_to_all") else 1)
+        has_all = self.collective in ("all_gather", "all_to_all")
+        return self.chunks * (self.ranks if has_all else 1)
 
     def size_of(self, buffer: str) -> int:
         """Return a buffer's chunks."""
@@ -160,7 +161,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """What two plans of the same steps have in common: 16 hexadecimal digits."""
+        """16 hexadecimal digits that identify the plan."""
         text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -183,10 +184,9 @@ class Plan:
 
 
 class Writer:
-    """Writes a plan step by step: `writer.put(rank, …)` adds a step to a rank's lane.
+    """Writes a plan step by step: each method adds a step to a rank's lane.
 
-    A channel is made the first time that it is used, one for each (source, target, tag): a tag tells
-    channels between the same two ranks apart; a lane's number, lanes of a rank.
+    The first use of a channel makes it. Channels between the same two ranks differ by `tag`.
     """
 
     def __init__(self, ranks: int, kind: str = "simple") -> None:
@@ -211,27 +211,27 @@ class Writer:
         lane: int = 0,
         tag: Any = 0,
     ) -> None:
-        """Let a rank put n chunks to another one."""
+        """Put n chunks to another rank."""
         step = Step("put", self._channel(rank, target, tag), (Place(*src),), Place(*dst), n)
         self._add(rank, lane, step)
 
     def signal(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Let a rank signal to another one."""
+        """Signal to another rank."""
         self._add(rank, lane, Step("signal", self._channel(rank, target, tag)))
 
     def wait(self, rank: int, source: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Let a rank wait for another one's signal."""
+        """Wait for another rank's signal."""
         self._add(rank, lane, Step("wait", self._channel(source, rank, tag)))
 
     def flush(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Let a rank wait until its puts to another one have read their sources."""
+        """Wait until the puts to another rank have read their sources."""
         self._add(rank, lane, Step("flush", self._channel(rank, target, tag)))
 
     def copy(
         self, rank: int, src: tuple[str, int], dst: tuple[str, int], n: int = 1, *, lane: int = 0
     ) -> None:
-        """Let a rank copy n chunks."""
-        self._add(rank, lane, Step("copy", None, (Place(*src),), Place(*dst), n))
+        """Copy n chunks."""
+        self.reduce(rank, [src], dst, n, lane=lane)
 
     def reduce(
         self,
@@ -242,38 +242,36 @@ class Writer:
         *,
         lane: int = 0,
     ) -> None:
-        """Let a rank add up n chunks of several places; of one alone, copy them."""
+        """Sum n chunks of several places, or copy those of one."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
         self._add(rank, lane, Step(op, None, places, Place(*dst), n))
 
     def post(self, rank: int, semaphore: int, *, lane: int) -> None:
-        """Let a lane tell another one of its rank."""
+        """Signal to another lane of the rank."""
         self._add(rank, lane, Step("post", semaphore=semaphore))
 
     def pend(self, rank: int, semaphore: int, *, lane: int) -> None:
-        """Let a lane wait for another one of its rank."""
+        """Wait for another lane of the rank."""
         self._add(rank, lane, Step("pend", semaphore=semaphore))
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
-        """Return the plan; `others` are fields of it."""
+        """Return the plan; `others` are further fields of it."""
+        channels = (Channel(source, target, self.kind) for source, target, _ in self.channels)
+        programs = (tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
         return Plan(
             name=name,
             collective=collective,
             ranks=self.ranks,
             chunks=chunks,
-            channels=tuple(
-                Channel(source, target, self.kind) for source, target, _ in self.channels
-            ),
-            programs=tuple(
-                tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes
-            ),
+            channels=tuple(channels),
+            programs=tuple(programs),
             **others,
         )
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """Return what a plan's file holds."""
+    """Return a plan as the content of its JSON file."""
     return {
         "format": FORMAT,
         "name": plan.name,
@@ -293,24 +291,17 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _step_to_json(step: Step) -> dict[str, Any]:
-    fields: dict[str, Any] = {"op": step.op}
-    for name in OPERATIONS[step.op]:
-        value = getattr(step, name)
-        if name == "src":
-            value = [list(place) for place in value]
-        elif name == "dst":
-            value = list(value)
-        fields[name] = value
-    return fields
+    fields = {name: getattr(step, name) for name in OPERATIONS[step.op]}
+    if "dst" in fields:
+        fields |= {"src": [list(place) for place in step.src], "dst": list(fields["dst"])}
+    return {"op": step.op, **fields}
 
 
 def from_json(data: Any) -> Plan:
-    """Read what `to_json` wrote, or a hand.
-
-    Only that it can be read is seen to here; whether it is right, the checker says.
+    """Read the content of a plan's file, whose steps the checker has still to check.
 
     Raises:
-        PlanError: something is missing, unknown or of another type; the sentence says where.
+        PlanError: a field is missing, unknown or of another type; names the place.
     """
     _demand(isinstance(data, Mapping), "the plan is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
@@ -354,10 +345,8 @@ def _program_of(data: Any, rank: int) -> tuple[Lane, ...]:
     lanes = []
     for lane, steps in enumerate(data):
         _demand(_is_list(steps), f"lane {lane} of rank {rank} is no list of steps")
-        places = (f"rank {rank}, lane {lane}, step {index}" for index in range(len(steps)))
-        lanes.append(
-            tuple(_step_of(step, where) for step, where in zip(steps, places, strict=True))
-        )
+        where = f"rank {rank}, lane {lane}, step"
+        lanes.append(tuple(_step_of(step, f"{where} {i}") for i, step in enumerate(steps)))
     return tuple(lanes)
 
 

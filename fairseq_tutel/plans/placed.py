@@ -1,13 +1,12 @@
-"""The plans of a training: read from a file or a folder, proved, and refused where no group can run them.
+"""The plans of a training run: read from a file or folder, checked, and matched with the run's groups.
 
-A folder also holds the file of the network for which its plans were made (`planning.network`), where they
-name one: what is known of a run is which ranks share a host, and that is compared.
+A plan may be made for a network, whose file (`planning.network`) is in the same folder. A run is compared
+with it by the number of ranks on each host.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -18,19 +17,19 @@ from fairseq_tutel.plans.checker import Report, check
 from fairseq_tutel.plans.format import Plan
 
 OPTION = "--moe-collective-plans"
-# What a training calls.
+# The collectives of a training run.
 USED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """A plan and where it may run.
+    """A checked plan and the hosts that it is for.
 
     Attributes:
-        name: of its file, without .json.
-        plan: itself, proved.
-        report: what the checker says of it.
-        hosts: how many of its ranks each host has, in order; None: any.
+        name: name of its file, without .json.
+        plan: the plan.
+        report: its cost.
+        hosts: number of ranks on each host, in order; None: any.
     """
 
     name: str
@@ -39,46 +38,43 @@ class PlacedPlan:
     hosts: tuple[int, ...] | None = None
 
     def fits(self, ranks: Sequence[int], local: int) -> bool:
-        """Whether a group of these ranks can run it, where a host has `local`; 0: nobody knows."""
+        """Return whether a group of ranks can run it, with `local` ranks on a host; 0: unknown."""
         if len(ranks) != self.plan.ranks:
             return False
         return not local or self.hosts is None or self.hosts == hosts_of(ranks, local)
 
 
 def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
-    """Return how many of some ranks each host has, in order, where a host has `local`."""
+    """Return how many of some ranks are on each host of `local` ranks, in order."""
     return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
 
 
-@lru_cache(1)
 def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
-    """Read all plans of a file, or of a folder's files *.json in the order of their names.
+    """Read all plans of a file, or of a folder's *.json files in the order of their names.
 
-    Args:
-        path: of the file or folder.
-        proved: digests of plans that another rank has checked; others are checked here.
+    Plans with a digest in `proved` are not checked, since another rank has checked them.
 
     Raises:
-        ValueError: there is none, or one cannot be read, or is not right; the sentence names its file.
+        ValueError: there is no plan, or one cannot be read or is wrong; names the file.
     """
     place = Path(path)
-    files = sorted(place.glob("*.json")) if place.is_dir() else [place]
-    networks = dict(_networks(files)) if place.is_dir() else {}
-    plans = {file: _read(file) for file in files if file not in networks}
+    found = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    networks = dict(_networks(found)) if place.is_dir() else {}
+    plans = {file: _read(file) for file in found if file not in networks}
     if not plans:
         raise ValueError(
-            f"{OPTION} is {path}, where no plan lies; give a plan's FILE.json or their folder."
+            f"{OPTION} is {path}, which has no plan; give a plan's FILE.json or a folder of plans."
         )
     if not place.is_dir() and plans[place].network:
         networks = dict(_networks(place.parent.glob("*.json")))
-    hosts = {found.digest: tuple(map(len, found.hosts.values())) for found in networks.values()}
+    hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
     return tuple(_placed(file, plan, hosts, proved) for file, plan in plans.items())
 
 
-def _networks(files: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
-    for file in files:
-        with contextlib.suppress(ValueError):  # of what is no network
-            yield file, network.read(file)
+def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
+    for path in paths:
+        with contextlib.suppress(ValueError):  # the file has no network
+            yield path, network.read(path)
 
 
 def _read(file: Path) -> Plan:
@@ -91,37 +87,36 @@ def _read(file: Path) -> Plan:
 def _placed(
     file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]], proved: frozenset[str]
 ) -> PlacedPlan:
-    """Return a plan, proved; `hosts` are those of networks, by digest."""
+    """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
-            f"{OPTION}: {file}: it is made for the network {plan.network}, whose file is not beside it; "
-            "put that there, which says what ranks share a host."
+            f"{OPTION}: {file}: the plan is for the network {plan.network}, but no network file beside it "
+            "has this digest; put that network's file there."
         )
     try:
-        return PlacedPlan(
-            file.stem, plan, check(plan, plan.digest in proved), hosts.get(plan.network)
-        )
+        report = check(plan, plan.digest in proved)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {file}: {error}") from error
+    return PlacedPlan(file.stem, plan, report, hosts.get(plan.network))
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
-    """Refuse a plan that no group of a run can use.
+    """Refuse plans that no group of a run can use.
 
     Args:
-        plans: of `read`.
-        groups: the ranks of each group of more than one.
-        local: ranks of a host; 0 where nobody knows.
+        plans: from `read`.
+        groups: the ranks of each group of more than one rank.
+        local: ranks of a host; 0: unknown.
 
     Raises:
-        ValueError: naming the plan and the fix.
+        ValueError: names the plan and the fix.
     """
     for placed in plans:
         plan = placed.plan
         if plan.collective not in USED:
             raise ValueError(
-                f"{OPTION}: {placed.name} is a plan of {plan.collective}, which no training calls; leave "
-                "it out."
+                f"{OPTION}: {placed.name} is a plan of {plan.collective}, which no training run uses; "
+                "remove it."
             )
         if any(placed.fits(ranks, local) for ranks in groups):
             continue

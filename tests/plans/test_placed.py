@@ -18,11 +18,6 @@ BOXES = network.find("boxes:2x2:10:1")
 PLAN = dataclasses.replace(make("one_phase", "all_reduce", 4), network=BOXES.digest)
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    placed_plans.read.cache_clear()
-
-
 def write(path, data):
     path.write_text(json.dumps(data))
     return path
@@ -38,7 +33,6 @@ def test_a_folder_has_plans_in_the_order_of_names_and_their_network(tmp_path):
         ("b", 4, (2, 2)),
     ]
     assert found[1].report.depth == 1
-    placed_plans.read.cache_clear()
     assert placed_plans.read(str(tmp_path / "b.json")) == found[1:]
     groups = [range(4), (0, 2), (0, 1)]
     for local in (0, 2):  # who shares a host, if anybody says
@@ -60,7 +54,7 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
         (json.dumps(network.to_json(BOXES)), r"x\.json: This is no plan: "),
         (
             json.dumps(to_json(PLAN)),
-            r"x\.json: it is made for the network \w+, whose file is not beside it",
+            r"x\.json: the plan is for the network \w+, but no network file beside it",
         ),
     ],
 )
@@ -69,7 +63,6 @@ def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
     for place in (tmp_path / "x.json", tmp_path):
         if "gpus" in data and place == tmp_path:  # a network's file beside none
             continue
-        placed_plans.read.cache_clear()
         with pytest.raises(ValueError, match=sentence) as error:
             placed_plans.read(str(place))
         said = str(error.value)
@@ -78,7 +71,9 @@ def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
 
 @pytest.mark.parametrize("name", ("", "none.json"))
 def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
-    with pytest.raises(ValueError, match=r"--moe-collective-plans.*(no plan lies|No such file)"):
+    with pytest.raises(
+        ValueError, match=r"--moe-collective-plans.*(which has no plan|No such file)"
+    ):
         placed_plans.read(str(tmp_path / name))
 
 
@@ -98,7 +93,7 @@ def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
         (
             make("tree", "broadcast", 4),
             None,
-            "x is a plan of broadcast, which no training calls; leave",
+            "x is a plan of broadcast, which no training run uses; remove",
         ),
     ],
 )

@@ -19,7 +19,6 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
     checked = []
     monkeypatch.setattr(checker, "check_races", lambda *_: checked.append(1))
     for rank, problem in ((0, ""), (1, ""), (1, "x.json is wrong")):
-        placed.read.cache_clear()
         monkeypatch.setattr(plans.dist, "get_rank", lambda rank=rank: rank)
 
         def told(own, _, problem=problem):
@@ -35,7 +34,7 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
         plans.prove_once_a_host(None)
         assert plans.plans_of(None)[0].plan == plan
         assert len(checked) == (rank == 0)
-    plans._State.proved = frozenset()
+    plans._read.clear()
 
 
 def refused(path):

@@ -1,7 +1,7 @@
-"""A plan whose ranks share one device: every lane of every rank is an instance of one kernel.
+"""Plans whose ranks share one device: each lane of each rank is an instance of one Triton kernel.
 
-Nothing of a training runs so. It is where plans meet the memory order of a GPU, and where they can be tried
-without several. The steps become a table of numbers, `kernels/reference_plan.py`.
+No training run uses this. It tests plans under the memory order of a GPU, on a single GPU. The steps become
+a table of numbers (`kernels/reference_plan.py`).
 """
 
 from bisect import bisect_left
@@ -20,19 +20,19 @@ from fairseq_tutel.plans.format import Plan
 
 
 class OnOneDevice:
-    """A plan ready to be run by all its ranks on one device.
+    """A plan that one device runs for all ranks.
 
     Args:
-        plan: the checker lets it pass.
-        sizes: see `Sizes`; whole numbers of all blocks.
-        device: of all tensors.
-        backend: as --moe-backend: the kernel, its twin in plain torch, or by the device.
+        plan: a plan that the checker has accepted.
+        sizes: see `Sizes`.
+        device: the device.
+        backend: as --moe-backend: the kernel, plain torch, or a choice by device.
 
     Attributes:
-        sizes: elements of every rank's `in`, then of every rank's `out`.
+        sizes: elements of each rank's `in`, then of each rank's `out`.
 
     Raises:
-        ValueError: the backend cannot run there.
+        ValueError: the backend cannot run on this device.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class OnOneDevice:
         self.table, self._names = _table(layout, order, self.sizes, device)
 
     def run(self, ins: Sequence[Tensor], spins: int = SPINS) -> list[Tensor]:
-        """Return every rank's `out`, [calls, elements], of calls in a row.
+        """Run calls in a row and return each rank's `out`, [calls, elements].
 
         Args:
-            ins: every rank's `in`, [calls, elements].
-            spins: how often a wait looks at its semaphore before it gives up.
+            ins: each rank's `in`, [calls, elements].
+            spins: checks of a semaphore before a wait gives up.
 
         Raises:
-            RuntimeError: waits gave up; it names their ranks, lanes and what they waited for.
+            RuntimeError: waits gave up; names their ranks, lanes and semaphores.
             ValueError: the GPU cannot run all lanes at once.
         """
         calls, table = ins[0].shape[0], self.table
         memory = ins[0].new_empty(calls * table.call_elements + 2 * table.tmp_elements)
         of_calls = memory[: calls * table.call_elements].view(calls, table.call_elements)
         parts = of_calls.split(self.sizes, dim=1)
-        for part, own in zip(parts, ins, strict=False):  # then come the outs
+        for part, own in zip(parts, ins, strict=False):  # the outs follow
             part.copy_(own)
         if self._is_triton:
             from fairseq_tutel.kernels.triton_plan import run_plan
@@ -105,7 +105,7 @@ def _table(
         if step.dst is not None:
             move = moves[site]
             for src, dst, length in layout.pieces(move):
-                to = place(move.target, step.dst.buffer, dst)
+                to = place(move.target, move.dst.buffer, dst)
                 rows.append((MOVE, len(sources), to, length, len(src)))
                 sources += [
                     place(move.rank, at.buffer, start)
@@ -138,19 +138,17 @@ def _table(
 
 
 def _semaphore(order: Order, number: int) -> str:
-    """Return what a step signals or waits for; nothing of others. A put is over at once: so is a flush."""
+    """Return the name of a step's semaphore, if any. A put ends at once, so a flush needs none."""
     step = order.steps[number]
     if step.op in ("signal", "wait"):
         return f"channel {step.channel}"
-    return (
-        ""
-        if step.semaphore is None
-        else f"semaphore {step.semaphore} of rank {order.ranks[number]}"
-    )
+    if step.semaphore is not None:
+        return f"semaphore {step.semaphore} of rank {order.ranks[number]}"
+    return ""
 
 
 def _levels(order: Order) -> list[int]:
-    """Return of every step how many signals and posts, at least, are one after another before it."""
+    """Return, for each step, the length of the longest chain of signals and posts before it."""
     levels = [0] * len(order.steps)
     of_lane: Counter[int] = Counter()
     for number in order.run:

@@ -1,14 +1,14 @@
-"""Shared memory of ranks on one host: a file that all of them have mapped, and how they wait in it.
+"""Shared memory of ranks on one host: a file that all ranks map, and waits in it.
 
-N ranks. The file has words (int64, a cache line each, so that no two writers share one), each written by
-one rank, and a region of bytes for every rank, into which the others put. It has a name only until all have
-opened it, while it is empty, so that a rank that is killed leaves no memory. Rank 0 may leave an empty file
-then, which a later start removes. It is mapped as long as it may ever become; what is in use of it is
-allocated first, since a write to memory that is not there would end the process.
+N ranks. The file has int64 words, each written by one rank and in its own cache line, and a region of bytes
+for each rank, into which the other ranks put. The file has a name only while it is empty, until all ranks
+have opened it, so a killed rank leaves no memory. A killed rank 0 may leave an empty file, which a later
+start removes. The file is mapped at its largest possible size. Bytes are allocated before use, since a
+write to unallocated memory would end the process.
 
-Words need no lock, since x86 shows one processor's writes to the others in their order; elsewhere there is
-no shared memory. A rank holds a lock on its byte of the file, which the kernel takes from it when it ends:
-so those that wait for it learn that at once, and of one that is stopped after the time-out of groups.
+Words need no lock, since x86 shows one processor's writes to the others in order; other processors have no
+shared memory here. Each rank locks its byte of the file. The kernel releases the lock when the rank ends,
+so a waiting rank sees that at once. A stopped rank is seen after the timeout of groups.
 """
 
 import contextlib
@@ -34,34 +34,34 @@ from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
 
 FOLDER = "/dev/shm"
-# Not i686: there a word of 64 bits is two stores.
+# Not i686, which writes 64 bits by two stores.
 ORDERED = ("x86_64", "AMD64")
 PREFIX = "fairseq_tutel-"
-# An empty file that is older, and that no process has locked, is of a rank that was killed.
+# An older empty file without a lock belongs to a killed rank.
 ABANDONED_SECONDS = 60
 WORDS_OF_LINE = 8
-# How a wait goes on: it gives others the processor, each time it has looked, and then sleeps. Looking
-# more often first makes small collectives 2 to 4 times as slow where there are more ranks than cores.
+# A wait yields the processor after each check, and later sleeps. More frequent checks make small
+# collectives 2 to 4 times as slow if there are more ranks than cores.
 YIELD_SECONDS = 0.001
 SLEEP_SECONDS = (0.00005, 0.005)
-# A sleep is this part of what was waited before it: so much may a wait come to know too late.
+# The length of a sleep, as a part of the time waited before.
 SLEEP_PART = 1 / 50
 # struct flock: type, whence, start, length, process.
 FLOCK = "hhqqi4x"
 
 
 class SharedMemoryError(OSError):
-    """Ranks cannot share memory; the sentence is the same on all of them."""
+    """Ranks cannot share memory. All ranks raise the same sentence."""
 
 
 class SharedMemory:
-    """What the ranks of a group share. Made by `meet`.
+    """The shared memory of a group. Made by `meet`.
 
     Attributes:
-        words: int64; word `line(i)` is the first of the i-th line of the caller's.
-        rank: of this process in the group.
+        words: int64; word `line(i)` is the first of the caller's i-th line.
+        rank: this process's rank in the group.
         ranks: N.
-        size: bytes in use of each region.
+        size: allocated bytes of each region.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class SharedMemory:
         self._mapped = mmap.mmap(descriptor, total)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
         self._meetings = self._generation = 0
-        # Not before the end: closing any descriptor of a file gives up a process's locks on it.
+        # Not earlier: closing any descriptor of a file releases the process's locks on it.
         weakref.finalize(self, os.close, descriptor)
 
     def line(self, index: int) -> int:
-        """Return which word begins a line of the caller's."""
+        """Return the first word of a caller's line."""
         return (self._first + index) * WORDS_OF_LINE
 
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a rank's bytes, of which the first `size` are there."""
+        """Return a rank's bytes, of which the first `size` are allocated."""
         start = self._start + rank * self._region
         return np.frombuffer(self._mapped, np.uint8, self._region, start)
 
     def wait(self, word: int, least: int, source: int) -> None:
-        """Wait until a word that a rank writes is at least so much.
+        """Wait until a word that a rank writes is at least `least`.
 
         Raises:
-            DistBackendError: the rank has ended, or did not write within the time-out of groups.
+            DistBackendError: the rank has ended, or did not write within the timeout of groups.
         """
         if self.words[word] < least:
             backoff = Backoff(self)
@@ -98,16 +98,16 @@ class SharedMemory:
                 backoff.pause([source])
 
     def meet(self) -> None:
-        """Wait until all ranks have come. Collective, as all below."""
+        """Wait until all ranks have called this. Collective, as is `grow`."""
         self._meetings += 1
         self.words[self.rank * WORDS_OF_LINE] = self._meetings
         for rank in range(self.ranks):
             self.wait(rank * WORDS_OF_LINE, self._meetings, rank)
 
     def grow(self, size: int) -> bool:
-        """Let regions have more bytes; return whether there were as many. Their contents are lost.
+        """Give regions more bytes, and lose their contents; return whether there were enough.
 
-        At least half of what the folder holds is left to others, such as the loaders of data.
+        At least half of the folder's size stays free for others, such as data loaders.
         """
         self.meet()
         self._generation += 1
@@ -126,18 +126,14 @@ class SharedMemory:
         return grown
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process, another one than this, is no more."""
+        """Return whether another rank's process has ended."""
         return not _locked(self._descriptor, rank, 1)
 
 
 class Channel:
-    """The count of signals from one rank to another; the source signals, the target polls.
+    """The count of signals from one rank to another, in a line: the source signals, the target polls.
 
     Data that was put before a signal is visible after it.
-
-    Args:
-        memory: memory of both ranks.
-        number: the channel's line.
     """
 
     __slots__ = ("_count", "_word", "_words")
@@ -159,11 +155,7 @@ class Channel:
 
 
 class Backoff:
-    """One wait: lets others run between looks, then sleeps, and ends when it must.
-
-    Args:
-        memory: whose ranks are waited for.
-    """
+    """One wait for ranks: yields the processor between checks, later sleeps, and fails at the timeout."""
 
     __slots__ = ("_ended", "_memory", "_start")
 
@@ -172,13 +164,10 @@ class Backoff:
         self._ended: set[int] = set()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Call between two looks.
-
-        Args:
-            sources: ranks of the group, without any of which this cannot go on.
+        """Pause between two checks of a wait for these ranks of the group.
 
         Raises:
-            DistBackendError: one of them has ended, or the time-out of groups is over.
+            DistBackendError: one of them has ended, or the timeout of groups has passed.
         """
         now = time.perf_counter()
         self._start = self._start or now
@@ -187,7 +176,7 @@ class Backoff:
             os.sched_yield()
             return
         sources = [rank for rank in set(sources) if rank != self._memory.rank]
-        # Another look comes after a rank was seen to have ended: it may have written before.
+        # The caller checks once more after a rank has ended, since it may have written before.
         if gone := self._ended.intersection(sources):
             raise dist.DistBackendError(f"{self._names(gone)} ended")
         self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
@@ -203,23 +192,23 @@ class Backoff:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the time-out of a group on CPUs; None: of the default group."""
+    """Return the timeout of a group on CPUs; None: of the default group."""
     found = group or dist.group.WORLD
     assert found is not None
     return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
 
 
 def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
-    """Let a group's ranks share memory. Collective.
+    """Make shared memory for a group's ranks. Collective.
 
     Args:
         group: None for all ranks.
-        lines: words of the caller's, a cache line each.
+        lines: number of the caller's cache lines.
         region: the most bytes that a rank's region may ever have.
-        size: bytes that it has from the first.
+        size: bytes that it has at first.
 
     Raises:
-        SharedMemoryError: they cannot, for the reason that it gives.
+        SharedMemoryError: the ranks cannot share memory; it has the reason.
         CommunicationError: a rank did not come.
     """
     operation = "the opening of shared memory"
@@ -232,7 +221,7 @@ def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) ->
             descriptor, problem = _open(name)
         if descriptor >= 0:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
-        problems = world.told_by_all(problem, operation, group)  # everyone's lock is there
+        problems = world.told_by_all(problem, operation, group)  # now all ranks have their locks
     finally:
         if path:
             os.unlink(path)
@@ -253,8 +242,8 @@ def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) ->
 
 
 def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
-    """Return the caller's first line, the first byte of the regions, and all bytes."""
-    first = ranks + 1  # a line for each rank's meetings, and one for what rank 0 allocated
+    """Return the caller's first line, the first byte of the regions, and the number of bytes."""
+    first = ranks + 1  # a line for each rank's `meet`, and one for `grow`
     start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
     return first, start, start + ranks * _whole_pages(region)
 
@@ -264,7 +253,7 @@ def _whole_pages(size: int) -> int:
 
 
 def _create() -> tuple[str, int, str]:
-    """Return the path of a new and empty file, its descriptor, and what is wrong."""
+    """Return the path of a new empty file, its descriptor, and the problem, if any."""
     if problem := _unordered():
         return "", -1, problem
     _remove_abandoned()
@@ -278,7 +267,7 @@ def _create() -> tuple[str, int, str]:
 
 
 def _remove_abandoned() -> None:
-    """Remove empty files of this user that a rank 0 left which was killed before all had opened them."""
+    """Remove empty files of this user that a killed rank 0 left."""
     for file in Path(FOLDER).glob(f"{PREFIX}*"):
         # Another start may remove it at the same time.
         with contextlib.suppress(OSError):
@@ -298,10 +287,10 @@ def _is_locked(file: Path) -> bool:
 
 
 def _locked(descriptor: int, start: int, length: int) -> bool:
-    """Whether another process has locked bytes of a file."""
-    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    told = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
-    return struct.unpack(FLOCK, told)[0] != fcntl.F_UNLCK
+    """Return whether another process has locked bytes of a file."""
+    request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, request)
+    return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
 
 
 def _open(path: str) -> tuple[int, str]:
@@ -321,7 +310,7 @@ def _unordered() -> str:
 
 
 def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
-    """Let there be memory for (start, size) of a file; return what is wrong."""
+    """Allocate the (start, size) ranges of a file; return the problem, if any."""
     state = os.fstatvfs(descriptor)
     try:
         for start, size in ranges:
