@@ -30,10 +30,10 @@ from benchmarks.command import parser_of, run, shown
 from benchmarks.machine import facts
 from benchmarks.output import Report, Row
 from benchmarks.timing import against
-from fairseq_tutel.comm.plan_p2p import TwoSided
-from fairseq_tutel.comm.plan_shm import OneSided
-from fairseq_tutel.planning.plan import KINDS, Plan
-from fairseq_tutel.planning.schedule import GENERATORS, make, usual
+from fairseq_tutel.plans.executors.one_sided import OneSided
+from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.generators import GENERATORS, make, usual
 
 BASE = "gloo"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -41,7 +41,6 @@ SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
 EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
 # Of one turn, by the slowest way's first time; calls in a row, at most; turns, at least.
 TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
-MOST_PACKETS = 1 << 16  # bytes beyond which nobody would send packets
 
 Call = Callable[[], object]
 # torch 2.13 renamed them.
@@ -63,7 +62,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--all-plans",
         action="store_true",
-        help="every plan by name, of both kinds of channels, in shared memory; else the usual one",
+        help="every plan by name in shared memory; else the usual one",
     )
     return run(parser, words, _measure)
 
@@ -146,7 +145,7 @@ def _configuration(
     ways: dict[str, Call] = {BASE: partial(_by_gloo, collective, out, own)}
     notes = {BASE: ""}
     for executor, plan in _plans(collective, ranks, before * 4, options.all_plans):
-        way = f"{executor} {plan.name.split()[0]}{' ll' * (plan.channels[0].kind == 'll')}"
+        way = f"{executor} {plan.name.split()[0]}"
         if (executor, plan.digest) not in programs:
             programs[executor, plan.digest] = EXECUTORS[executor](plan, None)
         program = programs[executor, plan.digest]
@@ -175,11 +174,10 @@ def _plans(collective: str, ranks: int, num_bytes: int, is_all: bool) -> Iterato
                 if plan.min_bytes <= num_bytes <= (plan.max_bytes or num_bytes):
                     yield executor, plan
         return
-    kinds = KINDS if num_bytes <= MOST_PACKETS else KINDS[:1]
-    for (name, generator), kind in product(GENERATORS.items(), kinds):
+    for name, generator in GENERATORS.items():
         is_power = ranks & (ranks - 1) == 0
         if collective in generator.collectives and (name != "recursive_doubling" or is_power):
-            yield "plan_shm", make(name, collective, ranks, kind=kind)
+            yield "plan_shm", make(name, collective, ranks)
 
 
 def _by_plan(program: Any, own: Tensor, out: Tensor, shard: int) -> None:

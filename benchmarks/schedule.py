@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.bad_option import BadOption
 from benchmarks.output import refuse_unwritable
-from fairseq_tutel.planning.forest import Forest, grow
-from fairseq_tutel.planning.forestcoll import optimal_share, optimum
 from fairseq_tutel.planning.network import find
+from fairseq_tutel.plans.forestcoll.forest import Forest, grow
+from fairseq_tutel.plans.forestcoll.optimum import optimal_share, optimum
 from fairseq_tutel.tools.schedule import others
 
 NETWORKS = (

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
-from fairseq_tutel.comm.plan_p2p import TwoSided
-from fairseq_tutel.planning.forest import grow_for
 from fairseq_tutel.planning.network import Network, from_json
-from fairseq_tutel.planning.plan import Plan
-from fairseq_tutel.planning.plan_check import check
-from fairseq_tutel.planning.schedule.forest import forest
-from fairseq_tutel.planning.schedule.ring import ring
-from fairseq_tutel.planning.traffic import busiest, routed, sent
+from fairseq_tutel.planning.traffic import busiest, routed
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.forestcoll.forest import grow_for
+from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.generators.forest import forest
+from fairseq_tutel.plans.generators.ring import ring
 
 COLLECTIVES = ("all_gather", "all_reduce")
 FLOAT_BYTES = 4
@@ -87,7 +87,7 @@ def foretold(
     slowness = {link[:2]: 1 / (unit * link.bandwidth) for link in network.links}
     return {
         "predicted": replace(report, loads=loads).predicted(size, alpha, slowness),
-        "busiest": float(busiest(network, routed(network, sent(plan)))) * size / unit,
+        "busiest": float(busiest(network, routed(network, plan.bytes_sent))) * size / unit,
         "depth": report.depth,
     }
 

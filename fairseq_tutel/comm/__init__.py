@@ -1,7 +1,7 @@
-"""What crosses ranks while a layer runs and learns.
+"""Dispatch and combine across ranks.
 
-`collectives`: the one door to torch.distributed. `exchange`: a layer's rows to their experts and back, by a
-`trip` of an `all_to_all`; `regroup` puts them in order, `background` lets them travel beside the experts,
-and `stamp` refuses to mix two layers' rows. `gradients`: of experts, which replicas share. `plan_choice`
-says which collective runs by which plan, `plan_p2p` runs it on the elements that `plan_layout` says.
+`collectives`: the only module that calls torch.distributed collectives of tensors. `exchange`: a layer's
+rows to their experts and back, by a `trip` of an `all_to_all`. `regroup`: the order of rows. `background`:
+communication beside expert computation. `stamp`: call IDs that keep two layers' rows apart. `gradients`:
+sums of expert gradients over replicas.
 """

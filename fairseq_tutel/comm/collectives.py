@@ -1,14 +1,14 @@
-"""Collectives: the one door to torch.distributed's collectives of tensors.
+"""The only module that calls torch.distributed collectives of tensors.
 
-Each is guarded: where a rank fails, the others' error names it and the operation. `operation` ends the
-sentence "rank 1 could not finish …"; a group of None is all ranks, one where torch.distributed is not used.
-Tensors lie on the device of the group's backend: NCCL sees no host memory. G ranks of a group.
+Each call is guarded: if a rank fails, the other ranks' error names it and the operation. `operation` ends
+the sentence "rank 1 could not finish …". A group of None is all ranks, or one rank without
+torch.distributed. Tensors must be on the device of the group's backend, since NCCL takes no host memory.
+G is the number of ranks in a group.
 
-A collective whose sizes may run by a plan says so; which one does, `plan_choice` decides. Plans are not
-for what is told once, such as checkpoints.
+A `Backend` given to `use` may run some collectives in place of torch. It never runs one-off transfers,
+such as those of checkpoints.
 
-What ranks tell each other in Python objects is in `ranks.world`, what they compare in the store beside in
-`ranks.agreement`.
+`ranks.world` sends Python objects, `ranks.agreement` compares values through the store.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.comm import plan_choice
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
@@ -29,45 +28,89 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Work(Protocol):
-    """What torch or a plan has begun."""
+    """A collective that has started."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait for another rank."""
+        """Return whether `wait` would return without waiting for another rank."""
 
     def wait(self) -> Any:
-        """Wait for it; on a GPU the stream does."""
+        """Wait for it; on a GPU the stream waits."""
+
+
+class Program(Protocol):
+    """A collective of a backend, for any sizes."""
+
+    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Work:
+        """Start it.
+
+        Args:
+            own: the input, contiguous; it is not written.
+            out: the output, contiguous, another tensor.
+            sizes: elements of a shard; of an all_to_all rows by source and destination.
+        """
+
+
+class Backend(Protocol):
+    """Runs some collectives in place of torch. All its methods return the same on all ranks."""
+
+    def has(self, collective: str, group: Group) -> bool:
+        """Return whether it runs some sizes of a collective."""
+
+    def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
+        """Return the program of a collective with the input `own`, None for torch."""
+
+    def named(self, name: str, rows: Tensor, group: Group) -> Program | None:
+        """Return the all_to_all program of that name, if there is one."""
+
+
+_backend: Backend | None = None
+
+
+def use(backend: Backend | None) -> None:
+    """Let a backend run collectives from now on; None: torch runs all."""
+    global _backend
+    _backend = backend
+
+
+def is_replaced(collective: str, group: Group) -> bool:
+    """Return whether the backend runs some sizes of a collective."""
+    return _backend is not None and _backend.has(collective, group)
+
+
+def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
+    return _backend.chosen(collective, own, operation, group) if _backend else None
 
 
 class Started:
-    """A collective on its way, and what is done with what came."""
+    """A collective that has started, and a function to call on its result."""
 
     def __init__(self, work: Work, operation: str, group: Group) -> None:
         self.work, self.operation, self.group = work, operation, group
         self.arrived: Callable[[], Any] = lambda: None
 
     def then(self, arrived: Callable[[], Any]) -> "Started":
-        """Let `wait` call this, once, after it has come; return self."""
+        """Let `wait` call this function once at its end; return self."""
         self.arrived = arrived
         return self
 
     def is_done(self) -> bool:
-        """Whether `wait` would not wait for another rank."""
+        """Return whether `wait` would return without waiting for another rank."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait for it, and do what is to be done then; on a GPU the stream does."""
+        """Wait for it and call the function of `then`; on a GPU the stream waits."""
         with guarded(self.operation, self.group):
             self.work.wait()
         self.arrived()
 
 
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
-    """Begin to sum all ranks' tensors, by a plan or torch; return where the sum will be.
+    """Start to sum all ranks' tensors; return the tensor that will hold the sum.
 
-    That is `own` itself, or a tensor of its shape.
+    That is `own` itself, or a new tensor of its shape.
     """
     with guarded(operation, group):
-        program = plan_choice.chosen("all_reduce", own, operation, group)
+        program = _chosen("all_reduce", own, operation, group)
         if program is None:
             return Started(dist.all_reduce(own, group=group, async_op=True), operation, group), own
         total = torch.empty_like(own)
@@ -78,7 +121,7 @@ def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[
 def all_reduce(
     tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """Put the sum (or maximum, …) of all ranks' tensors in the place of each."""
+    """Replace each rank's tensor by the sum (or maximum, …) of all ranks' tensors."""
     if group is None and world.size() == 1:
         return
     with guarded(operation, group):
@@ -95,9 +138,9 @@ def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
 
 
 def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = None) -> Started:
-    """Begin to bring every rank's `own` [m] to `whole` [G * m], by a plan or torch."""
+    """Start to gather every rank's `own` [m] into `whole` [G * m]."""
     with guarded(operation, group):
-        program = plan_choice.chosen("all_gather", own, operation, group)
+        program = _chosen("all_gather", own, operation, group)
         if program is not None:
             return Started(program.start(own, whole, own.numel()), operation, group)
         return Started(_all_gather(whole, own, group=group, async_op=True), operation, group)
@@ -106,18 +149,18 @@ def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = 
 def start_reduce_scatter(
     own: Tensor, whole: Tensor, operation: str, group: Group = None, as_list: bool = False
 ) -> Started:
-    """Begin to sum all ranks' `whole`, of which part g, for `own`, goes to rank g; by a plan or torch.
+    """Start to sum all ranks' `whole` [G * m]; part g goes to rank g's `own` [m]. Both are contiguous.
 
     Args:
-        own: contiguous, m elements.
-        whole: contiguous, G * m elements.
-        operation: see above.
+        own: receives this rank's part.
+        whole: the tensors that are summed.
+        operation: see the module.
         group: the ranks.
-        as_list: give torch a list of G tensors, which gloo adds up in another order.
+        as_list: give torch a list of G tensors, which gloo sums in another order.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
-        program = plan_choice.chosen("reduce_scatter", whole, operation, group)
+        program = _chosen("reduce_scatter", whole, operation, group)
         if program is not None:
             work: Work = program.start(whole, own, own.numel())
         elif as_list:
@@ -129,7 +172,7 @@ def start_reduce_scatter(
 
 
 def gather(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
-    """Return every rank's tensor on rank 0 of the job, which is in the group; None on the others."""
+    """Return every rank's tensor on rank 0 of the job, a member of the group; None on the others."""
     number = world.size() if group is None else dist.get_world_size(group)
     parts = list(own.new_empty(number, *own.shape)) if world.rank() == 0 else None
     with guarded(operation, group):
@@ -144,14 +187,14 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     send: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send block p of the rows to rank p of the group; return what came, by source.
+    """Send block p of the contiguous rows to rank p of the group; return the rows received, by source.
 
     Args:
-        rows: contiguous; G blocks.
-        operation: see above.
+        rows: G blocks.
+        operation: see the module.
         group: the ranks.
-        receive: rows from each rank; None where all blocks are alike.
-        send: rows to each rank; likewise.
+        receive: rows from each rank; None if all blocks are equal.
+        send: rows to each rank, likewise.
     """
     out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
     with guarded(operation, group):
@@ -161,49 +204,33 @@ def all_to_all(
     return out
 
 
-def start_send(
-    tensor: Tensor, peer: int, operation: str, group: Group = None, tag: int = 0
-) -> Started:
-    """Begin to send a tensor to a rank of the group; it may not be written before it has left."""
-    with guarded(operation, group):
-        work: Any = dist.isend(tensor, world.rank_in_job(peer, group), group, tag)
-        return Started(work, operation, group)
-
-
-def start_receive(
-    tensor: Tensor, peer: int, operation: str, group: Group = None, tag: int = 0
-) -> Started:
-    """Begin to receive a tensor from a rank of the group."""
-    with guarded(operation, group):
-        work: Any = dist.irecv(tensor, world.rank_in_job(peer, group), group, tag)
-        return Started(work, operation, group)
-
-
 def all_to_all_by(
-    plan: str,
+    name: str,
     rows: Tensor,
     operation: str,
     group: dist.ProcessGroup,
     sizes_GG: tuple[tuple[int, ...], ...],
 ) -> Tensor:
-    """As `all_to_all`, by the plan of a name.
+    """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination.
 
-    Args:
-        plan: that `plan_choice.use` was given.
-        rows: contiguous; G blocks.
-        operation: see above.
-        group: the ranks.
-        sizes_GG: rows of every block by source and destination.
+    Raises:
+        ValueError: the backend has no such program.
     """
+    program = _backend and _backend.named(name, rows, group)
+    if program is None:
+        raise ValueError(
+            f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but no plan of this name makes an "
+            f"all_to_all of {dist.get_world_size(group)} ranks; add one to --moe-collective-plans."
+        )
     rank = dist.get_rank(group)
     out = rows.new_empty(sum(row[rank] for row in sizes_GG), *rows.shape[1:])
     with guarded(operation, group):
-        plan_choice.named(plan, rows, group).start(rows, out, sizes_GG).wait()
+        program.start(rows, out, sizes_GG).wait()
     return out
 
 
 def barrier() -> None:
-    """Wait until all ranks have come."""
+    """Wait until all ranks have called this."""
     if world.size() > 1:
         with guarded("the meeting of all ranks"):
             dist.barrier()

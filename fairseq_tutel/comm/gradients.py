@@ -15,8 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm import plan_choice
-from fairseq_tutel.comm.collectives import Group, Started, all_reduce, start_all_reduce
+from fairseq_tutel.comm.collectives import (
+    Group,
+    Started,
+    all_reduce,
+    is_replaced,
+    start_all_reduce,
+)
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -73,7 +78,7 @@ def _divide(parameters: Iterable[nn.Parameter], world_size: int) -> None:
 
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
-    limit = BUCKET_BYTES if plan_choice.has("all_reduce", group) else 0
+    limit = BUCKET_BYTES if is_replaced("all_reduce", group) else 0
     on_the_way: list[Started] = []
     for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
         on_the_way.append(_start_sum(bucket, operation, group))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import gather_to_first
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
-from fairseq_tutel.comm import plan_choice
+from fairseq_tutel.comm.collectives import is_replaced
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
@@ -191,7 +191,7 @@ def _reduces_here(module: Any) -> bool:
         module = getattr(module, "module", None)  # inside fairseq's other wrappers
         if module is None:
             return False
-    return not module.accumulate_grads and plan_choice.has("all_reduce", None)
+    return not module.accumulate_grads and is_replaced("all_reduce", None)
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:

@@ -1,7 +1,6 @@
-"""Ways to run a layer and what they cost, without torch.
+"""Ways to run a layer and their costs, without torch.
 
-`strategy`: what may change from update to update. `machine` and `links`: how fast a cluster is, and what
-collectives take on it. `cost` and `memory`: what a step takes and holds, by formula. `tuner`: by measuring.
-`plan`: a collective as steps of its ranks, which `plan_check` proves. `schedule`: well-known ones by name.
-`plan_files`: either, and MSCCL's files (`msccl_reader`, `msccl_writer`).
+`strategy`: what may change from update to update. `machine` and `links`: hardware profiles and times of
+collectives. `network` and `traffic`: links of a cluster and their loads. `cost` and `memory`: formulas for
+a step. `tuner`: choice by measuring.
 """

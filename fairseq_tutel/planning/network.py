@@ -2,7 +2,7 @@
 
 N ranks are vertices 0 .. N - 1, in the order of (host, local rank); switches follow. A link leads one way
 and has a whole number as bandwidth, of a unit that is the network's own. What a vertex can send it can
-also receive: `planning.forestcoll` needs that of switches, and no machine is otherwise.
+also receive: `plans.forestcoll.optimum` needs that of switches, and no machine is otherwise.
 """
 
 import hashlib

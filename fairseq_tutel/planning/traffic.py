@@ -10,7 +10,6 @@ from fractions import Fraction
 from heapq import heappop, heappush
 
 from fairseq_tutel.planning.network import Network
-from fairseq_tutel.planning.plan import Plan
 
 # By (source, target): of ranks, what one sends another; of vertices, what a link has to carry.
 Load = Mapping[tuple[int, int], Fraction | int]
@@ -19,16 +18,6 @@ Load = Mapping[tuple[int, int], Fraction | int]
 def busiest(network: Network, loads: Load) -> Fraction:
     """Return the most that a link has to carry, over its bandwidth: seconds, of bytes."""
     return max(Fraction(load) / network.matrix[a][b] for (a, b), load in loads.items())
-
-
-def sent(plan: Plan) -> Load:
-    """Return what ranks send each other, of one byte of a rank's `in`."""
-    total: dict[tuple[int, int], int] = defaultdict(int)
-    for *_, step in plan.steps():
-        if step.op == "put" and step.channel is not None and step.n is not None:
-            channel = plan.channels[step.channel]
-            total[channel.source, channel.target] += step.n
-    return {pair: Fraction(n, plan.in_chunks) for pair, n in total.items()}
 
 
 def turned_rings(network: Network) -> Load:

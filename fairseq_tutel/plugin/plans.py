@@ -1,4 +1,4 @@
-"""Plans of a training's collectives: read, refused where they do not fit, told to who runs them."""
+"""The collective plans of a training run: read, checked once a host, and given to `comm.collectives`."""
 
 import logging
 from collections.abc import Sequence
@@ -6,16 +6,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fairseq_tutel.comm import plan_choice
+from fairseq_tutel.comm import collectives
 from fairseq_tutel.moe.config import MoEConfig, TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.options import read
-from fairseq_tutel.planning import placed_plans
 from fairseq_tutel.planning.links import exchange_seconds, plan_seconds
 from fairseq_tutel.planning.machine import Machine
-from fairseq_tutel.planning.placed_plans import PlacedPlan
 from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.planning.tuner import HOPELESS
+from fairseq_tutel.plans import placed
+from fairseq_tutel.plans.executors.backend import PlanBackend
+from fairseq_tutel.plans.placed import PlacedPlan
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
@@ -23,96 +24,93 @@ from fairseq_tutel.ranks.world import Work
 
 logger = logging.getLogger(__name__)
 
-
-class _State:
-    """Digests of the plans that this host's first rank has checked for this one."""
-
-    proved: frozenset[str] = frozenset()
+# By path, the plans of the last run that were read: checks take seconds, and files may change meanwhile.
+_read: dict[str, tuple[PlacedPlan, ...]] = {}
 
 
-def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Return the plans that a training is given.
+def plans_of(task_cfg: Any, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
+    """Return the plans of a training run; those with a digest in `proved` are not checked.
 
     Raises:
-        ValueError: one cannot be read, or is not right.
+        ValueError: a plan cannot be read, or is wrong.
     """
     path = read(TaskConfig, task_cfg).moe_collective_plans
-    return placed_plans.read(path, _State.proved) if path else ()
+    if path and path not in _read:
+        _read[path] = placed.read(path, proved)
+    return _read[path] if path else ()
 
 
 def prove_once_a_host(task_cfg: Any) -> None:
-    """Check the plans on the first rank of each host; its other ranks trust plans of the same digest.
+    """Check the plans on the first rank of each host. Its other ranks skip plans with the same digest.
 
     Collective. Afterwards `plans_of` returns the plans on every rank.
 
     Raises:
-        ValueError: a plan cannot be read, or is not right; the same on all ranks.
+        ValueError: a plan cannot be read, or is wrong; the same on all ranks.
     """
-    _State.proved = frozenset()
+    _read.clear()
     given = read(TaskConfig, task_cfg)
-    paths = world.told_by_all(given.moe_collective_plans, "the check of collective plans")
-    if not any(paths):
+    operation = "the check of collective plans"
+    if not any(world.told_by_all(given.moe_collective_plans, operation)):
         return
     local, rank = given.moe_local_size or ranks_per_node() or 1, dist.get_rank()
-    operation = "the check of collective plans"
     is_first = rank % local == 0
-    checking = Work(
-        lambda: (
-            frozenset(each.plan.digest for each in plans_of(task_cfg)) if is_first else frozenset()
-        )
-    )
-    # A look at a time: plans of many ranks take longer than ranks wait for each other.
+
+    def digests_here() -> frozenset[str]:
+        return frozenset(each.plan.digest for each in plans_of(task_cfg))
+
+    checking = Work(digests_here if is_first else frozenset)
+    # In short steps, since checks of many ranks' plans take longer than the timeout of a collective.
     while True:
         ended, digests, error = checking.look()
         if all(world.told_by_all(ended, operation)):
             break
-    problem = str(error) if error is not None else ""
-    told = world.told_by_all((problem, digests), "the check of collective plans")
-    if problem := next((each for each, _ in told if each), ""):
+    results = world.told_by_all(("" if error is None else str(error), digests), operation)
+    if problem := next((each for each, _ in results if each), ""):
         raise ValueError(problem)
-    if rank % local:
-        _State.proved = told[rank - rank % local][1]
+    if not is_first:
+        plans_of(task_cfg, results[rank - rank % local][1])
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
-    """Let collectives run by a training's plans, or by none.
+    """Run collectives by the plans of a training run, or by torch if it has none.
 
     Args:
-        task_cfg: of the task.
-        topology: of this rank.
-        config: of the first MoE layer.
+        task_cfg: options of the task.
+        topology: this rank's groups.
+        config: options of the first MoE layer.
 
     Raises:
-        ValueError: a plan that no group can run, or an --moe-a2a-algorithm without its plan.
+        ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
     """
     plans = plans_of(task_cfg) if topology.world_size > 1 else ()
     local = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
-    placed_plans.refuse_unused(plans, _groups(topology), local)
+    placed.refuse_unused(plans, _groups(topology), local)
     name = config.a2a_algorithm.removeprefix(PLAN)
     size = topology.expert_parallel_size
     known = [each.name for each in _all_to_alls(plans, topology, local)]
     if name != config.a2a_algorithm and size > 1 and name not in known:
-        fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "give it that plan"
+        fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
         raise ValueError(
             f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
-            f"all_to_all of the {size} ranks that share experts; {fix}, or linear."
+            f"all_to_all for the {size} ranks of an EP group; {fix}, or use linear."
         )
     elif known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
-        asking = " or ".join(PLAN + each for each in known)
-        logger.info("the exchange of rows runs by no plan; --moe-a2a-algorithm %s lets it", asking)
-    plan_choice.use(plans, local)
+        flags = " or ".join(PLAN + each for each in known)
+        logger.info("the exchange of rows runs by no plan; use --moe-a2a-algorithm %s", flags)
+    collectives.use(PlanBackend(plans, local) if plans else None)
 
 
 def tuned_algorithms(
     layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float
 ) -> tuple[str, ...]:
-    """Return the all-to-alls among which a tuner chooses: the plans that are not expected to be slow, too.
+    """Return the all-to-alls that a tuner tries: linear, 2dh and plans that are not predicted to be slow.
 
     Args:
-        layer: the first.
-        task_cfg: of the task.
-        machine: whose links foretell a plan's time.
-        num_bytes: of a rank's rows.
+        layer: the first MoE layer.
+        task_cfg: options of the task.
+        machine: the hardware profile for the prediction.
+        num_bytes: bytes of a rank's rows.
     """
     topology = layer.topology
     grid, size = topology.grid, topology.expert_parallel_size
@@ -127,7 +125,9 @@ def tuned_algorithms(
     if len(kept) < len(seconds):
         slow = ", ".join(name for name in seconds if name not in kept)
         logger.info(
-            "adaptive: not tried, since the numbers of %s foretell it: %s", machine.name, slow
+            "adaptive: not tried, since the hardware profile %s predicts slow times: %s",
+            machine.name,
+            slow,
         )
     return tuple(kept)
 
@@ -142,7 +142,7 @@ def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology, local: int) ->
 
 
 def _groups(topology: Topology) -> list[Sequence[int]]:
-    """Return the ranks of every group of this rank's."""
+    """Return the ranks of each of this rank's groups."""
     made = (topology.expert_group, topology.replica_group, *topology.share_groups.values())
     groups = [dist.get_process_group_ranks(group) for group in made if group is not None]
     return [range(topology.world_size), *groups] if topology.world_size > 1 else []

@@ -14,11 +14,11 @@ from typing import Any
 from fairseq_tutel.files.small import printable
 from fairseq_tutel.planning.network import Network
 from fairseq_tutel.planning.network import find as network_of
-from fairseq_tutel.planning.plan import Plan
-from fairseq_tutel.planning.plan_check import Report, check
-from fairseq_tutel.planning.plan_files import NAMED, find, write
-from fairseq_tutel.planning.schedule import GENERATORS
 from fairseq_tutel.planning.traffic import routed
+from fairseq_tutel.plans.checker import Report, check
+from fairseq_tutel.plans.files import NAMED, find, write
+from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.tools.arguments import refuse_output, writing
 
 # Of links with as many bytes, how many are named.

@@ -7,9 +7,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.planning.placed_plans import USED
-from fairseq_tutel.planning.plan_files import MOST, write
-from fairseq_tutel.planning.schedule import usual
+from fairseq_tutel.plans.files import MOST, write
+from fairseq_tutel.plans.generators import usual
+from fairseq_tutel.plans.placed import USED
 from fairseq_tutel.tools.arguments import writing
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from fairseq_tutel.planning.all_to_all_bounds import cut_bound, linear_program
-from fairseq_tutel.planning.forest import Forest, grow_for
-from fairseq_tutel.planning.forestcoll import names
 from fairseq_tutel.planning.network import NETWORKS, Network, find, to_json
-from fairseq_tutel.planning.plan import COLLECTIVES
-from fairseq_tutel.planning.plan import to_json as plan_to_json
-from fairseq_tutel.planning.schedule import make
-from fairseq_tutel.planning.schedule.forest import forest as plan_of
-from fairseq_tutel.planning.traffic import busiest, routed, sent, turned_rings
+from fairseq_tutel.planning.traffic import busiest, routed, turned_rings
+from fairseq_tutel.plans.forestcoll.all_to_all_bounds import cut_bound, linear_program
+from fairseq_tutel.plans.forestcoll.forest import Forest, grow_for
+from fairseq_tutel.plans.forestcoll.optimum import names
+from fairseq_tutel.plans.format import COLLECTIVES
+from fairseq_tutel.plans.format import to_json as plan_to_json
+from fairseq_tutel.plans.generators import make
+from fairseq_tutel.plans.generators.forest import forest as plan_of
 from fairseq_tutel.tools.arguments import needing, refuse_output, writing
 from fairseq_tutel.tools.schedule_figure import PLOTS, draw
 
@@ -222,7 +222,7 @@ def _takes(network: Network, name: str, collective: str, root: int = 0) -> Fract
     sizes = {len(ranks) for ranks in network.hosts.values()}
     nodes = len(network.hosts) if len(sizes) == 1 else 1
     plan = make(name, collective, network.ranks, nodes=nodes, root=root)
-    return busiest(network, routed(network, sent(plan)))
+    return busiest(network, routed(network, plan.bytes_sent))
 
 
 def _side(network: Network, cut: int) -> str:

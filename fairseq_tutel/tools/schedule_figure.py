@@ -5,8 +5,8 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.planning.forest import Forest
 from fairseq_tutel.planning.network import Network
+from fairseq_tutel.plans.forestcoll.forest import Forest
 
 PLOTS = (".png", ".svg", ".pdf")
 # Trees of a root that are drawn.

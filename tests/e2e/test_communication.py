@@ -17,8 +17,8 @@ from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
 from fairseq_tutel.planning.machine import typical
-from fairseq_tutel.planning.plan_files import write
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans.files import write
+from fairseq_tutel.plans.generators import make
 
 TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)

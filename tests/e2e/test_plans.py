@@ -14,8 +14,8 @@ from equality import facts_of, same_bits, same_weights
 from models import lm_args
 from tool_in_process import tool
 
-from fairseq_tutel.planning.plan import to_json
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans.format import to_json
+from fairseq_tutel.plans.generators import make
 
 FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
 UPDATES = 3

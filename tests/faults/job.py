@@ -11,8 +11,8 @@ from pathlib import Path
 from cli import start
 from models import lm_args
 
-from fairseq_tutel.planning import plan_files
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans import files as plan_files
+from fairseq_tutel.plans.generators import make
 from fairseq_tutel.ranks import agreement, guard
 
 from .plan import MICRO_BATCHES, SAVE_EVERY, Fault

@@ -16,8 +16,8 @@ from fairseq_tutel.checkpoint.lease import NAME, read, take
 from fairseq_tutel.files.small import content_of, error_line, json_of, printable
 from fairseq_tutel.kernels.tuning_cache import TuningCache
 from fairseq_tutel.moe import update_tuner
-from fairseq_tutel.planning.plan import to_json
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans.format import to_json
+from fairseq_tutel.plans.generators import make
 
 
 def test_a_deep_file_is_no_json(tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-from fairseq_tutel.planning.plan import Place, Plan, Step, Writer
+from fairseq_tutel.plans.format import Place, Plan, Step, Writer
 
 
 def two_lanes() -> Plan:
@@ -123,3 +123,9 @@ def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
     lane = dice.choice(homes or range(len(lanes)))
     at = dice.randrange(len(lanes[lane]) + 1)
     return with_steps(plan, rank, lane, at, at, step)
+
+
+def in_packets(plan: Plan) -> Plan:
+    """The same plan with channels of kind ll."""
+    channels = tuple(replace(channel, kind="ll") for channel in plan.channels)
+    return replace(plan, channels=channels)

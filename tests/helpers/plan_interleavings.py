@@ -7,7 +7,7 @@ it has landed. Two accesses race where both may come next. Several calls follow 
 from collections.abc import Iterator
 from typing import Any
 
-from fairseq_tutel.planning.plan import REDUCING, Plan, Step
+from fairseq_tutel.plans.format import REDUCING, Plan, Step
 
 # What comes next: a name, the cells that it reads and writes.
 Action = tuple[tuple[Any, ...], frozenset, frozenset]

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm.plan_layout import Layout, Sizes, walk
-from fairseq_tutel.comm.plan_p2p import add_up
-from fairseq_tutel.planning.placed_plans import PlacedPlan
-from fairseq_tutel.planning.plan import Plan
-from fairseq_tutel.planning.plan_check import check
-from fairseq_tutel.planning.schedule import GENERATORS, make
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
+from fairseq_tutel.plans.executors.two_sided import add_up
+from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.generators import GENERATORS, make
+from fairseq_tutel.plans.placed import PlacedPlan
 
 
 def of(ranks: int) -> list[Plan]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_gathered, gather_experts
-from fairseq_tutel.comm import plan_choice
+from fairseq_tutel.comm import collectives
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
     global_grad_norm,
@@ -24,6 +24,7 @@ from fairseq_tutel.comm.gradients import (
 )
 from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.balance import update_biases
+from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.ranks.groups import Topology
 
 UPDATES, MICRO_BATCHES = 20, 4
@@ -115,7 +116,8 @@ class Training:
         """Return this rank's place; collective."""
         layout = LAYOUTS[self.layout]
         world = dist.get_world_size() if dist.is_initialized() else 1
-        plan_choice.use(plans.placed(*plans.of(2), *plans.of(4)) if self._way[2] else ())
+        placed = plans.placed(*plans.of(2), *plans.of(4)) if self._way[2] else ()
+        collectives.use(PlanBackend(placed) if placed else None)
         return make_topology([layout.experts], min(layout.ranks or world, world), self._way[0])
 
     @property

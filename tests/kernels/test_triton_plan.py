@@ -13,11 +13,11 @@ import plans
 import pytest
 import torch
 
-from fairseq_tutel.comm.plan_triton import OnOneDevice
 from fairseq_tutel.kernels.reference_plan import WAIT
-from fairseq_tutel.planning.plan import Plan, Writer
-from fairseq_tutel.planning.plan_check import check
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.executors.one_device import OnOneDevice
+from fairseq_tutel.plans.format import Plan, Writer
+from fairseq_tutel.plans.generators import make
 
 pytest.importorskip("triton")
 

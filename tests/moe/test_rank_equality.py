@@ -17,7 +17,7 @@ import pytest
 import torch
 from training import CLIP_NORM, LAYOUTS, UPDATES, WAYS, Model, Training, train
 
-from fairseq_tutel.comm.plan_shm import OneSided
+from fairseq_tutel.plans.executors.one_sided import OneSided
 
 CHOICES = {
     "optimizer": ("sgd", "adamw"),

@@ -23,8 +23,8 @@ from fairseq_tutel.planning.links import (
     relative_errors,
 )
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
-from fairseq_tutel.planning.plan_check import check
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.generators import make
 
 A100 = PRESETS["a100"]
 

@@ -7,7 +7,7 @@ import plans as written
 import pytest
 
 from fairseq_tutel.planning.machine import PRESETS
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plugin import plans
 from fairseq_tutel.plugin.plans import tuned_algorithms, use_plans
 from fairseq_tutel.ranks.groups import Topology
@@ -29,17 +29,20 @@ def test_a_tuner_tries_plans_that_are_not_foretold_to_be_slow(caplog):
     with caplog.at_level("INFO"):
         found = tuned_algorithms(layer, None, PRESETS["a100"], 1e6)
     assert found == ("linear", "plan:linear_all_to_all")
-    assert "adaptive: not tried, since the numbers of A100 foretell it: plan:slow" in caplog.text
+    assert (
+        "adaptive: not tried, since the hardware profile A100 predicts slow times: plan:slow"
+        in caplog.text
+    )
 
 
 def test_an_all_to_all_that_nobody_asked_for_is_named(monkeypatch, caplog):
     monkeypatch.setattr(plans, "read", lambda *_: SimpleNamespace(moe_local_size=0))
-    monkeypatch.setattr(plans.plan_choice, "use", lambda *_: None)
+    monkeypatch.setattr(plans.collectives, "use", lambda *_: None)
     config = SimpleNamespace(a2a_algorithm="linear", adaptive="", adaptive_r=1)
     with caplog.at_level("INFO"):
         use_plans(None, TOPOLOGY, config)
-    asked = "--moe-a2a-algorithm plan:linear_all_to_all or plan:slow lets it"
-    assert f"the exchange of rows runs by no plan; {asked}" in caplog.text
+    flag = "--moe-a2a-algorithm plan:linear_all_to_all or plan:slow"
+    assert f"the exchange of rows runs by no plan; use {flag}" in caplog.text
 
 
 def test_an_all_to_all_without_its_plan_is_refused():
@@ -48,6 +51,6 @@ def test_an_all_to_all_without_its_plan_is_refused():
         use_plans(None, TOPOLOGY, config)
     assert str(error.value) == (
         "--moe-a2a-algorithm is plan:ring_all_gather, but --moe-collective-plans has no "
-        "ring_all_gather.json with an all_to_all of the 4 ranks that share experts; give "
-        "plan:linear_all_to_all or plan:slow, or linear."
+        "ring_all_gather.json with an all_to_all for the 4 ranks of an EP group; give "
+        "plan:linear_all_to_all or plan:slow, or use linear."
     )

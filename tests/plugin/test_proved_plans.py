@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fairseq_tutel.planning import placed_plans, plan_check
-from fairseq_tutel.planning.plan import to_json
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans import checker, placed
+from fairseq_tutel.plans.format import to_json
+from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plugin import plans
 
 
@@ -17,9 +17,8 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
     given = SimpleNamespace(moe_collective_plans=str(tmp_path), moe_local_size=2)
     monkeypatch.setattr(plans, "read", lambda *_: given)
     checked = []
-    monkeypatch.setattr(plan_check, "check_races", lambda *_: checked.append(1))
+    monkeypatch.setattr(checker, "check_races", lambda *_: checked.append(1))
     for rank, problem in ((0, ""), (1, ""), (1, "x.json is wrong")):
-        placed_plans.read.cache_clear()
         monkeypatch.setattr(plans.dist, "get_rank", lambda rank=rank: rank)
 
         def told(own, _, problem=problem):
@@ -35,15 +34,15 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
         plans.prove_once_a_host(None)
         assert plans.plans_of(None)[0].plan == plan
         assert len(checked) == (rank == 0)
-    plans._State.proved = frozenset()
+    plans._read.clear()
 
 
 def refused(path):
     """Return what this rank raises for wrong plans, and how many it has checked itself."""
-    checks, check = [], placed_plans.check
+    checks, check = [], placed.check
     given = SimpleNamespace(moe_collective_plans=path, moe_local_size=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placed_plans, "check", lambda *each: checks.append(1) or check(*each))
+        patch.setattr(placed, "check", lambda *each: checks.append(1) or check(*each))
         with pytest.raises(ValueError) as error:
             plans.prove_once_a_host(given)
     return str(error.value), len(checks)

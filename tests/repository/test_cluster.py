@@ -202,7 +202,7 @@ def test_collectives_are_foretold_over_the_ways_that_they_take(monkeypatch):
     from benchmarks.cluster.collectives import foretold, plans_of
     from benchmarks.cluster.settings import NETWORKS
     from benchmarks.cluster.wiring import networks, next_hops
-    from fairseq_tutel.planning.forest import grow
+    from fairseq_tutel.plans.forestcoll.forest import grow
 
     with pytest.raises(ValueError, match="star:200 has 201 GPUs and switches; give a network of"):
         networks(["star:200"])

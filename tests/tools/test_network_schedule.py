@@ -10,8 +10,8 @@ import pytest
 from tool_in_process import refusal_of, tool
 
 from fairseq_tutel.planning.network import find
-from fairseq_tutel.planning.plan import from_json
-from fairseq_tutel.planning.plan_check import check
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.format import from_json
 
 ROOT = Path(__file__).parents[2]
 

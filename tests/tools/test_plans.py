@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from tool_in_process import refusal_of, tool
 
-from fairseq_tutel.planning import placed_plans
 from fairseq_tutel.planning.network import find
-from fairseq_tutel.planning.plan import to_json
-from fairseq_tutel.planning.schedule import make
+from fairseq_tutel.plans import placed
+from fairseq_tutel.plans.format import to_json
+from fairseq_tutel.plans.generators import make
 
 RING = make("ring", "all_gather", 4)
 
@@ -116,10 +116,10 @@ def test_what_is_refused(written, tmp_path):
 def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
     folder = tmp_path / "plans"
     said = tool("plans", 2, 4, "--output", folder)
-    found = placed_plans.read(str(folder))
+    found = placed.read(str(folder))
     assert said.count("wrote ") == len(found) == 9
     assert {each.plan.ranks for each in found} == {2, 4}
-    assert {each.plan.collective for each in found} == set(placed_plans.USED)
+    assert {each.plan.collective for each in found} == set(placed.USED)
     ranges = [(p.plan.min_bytes, p.plan.max_bytes) for p in found if "reduce_4" in p.name]
     assert (0, 131072) in ranges and (131073, None) in ranges
     assert "no empty folder" in refusal_of("plans", 2, "--output", folder)

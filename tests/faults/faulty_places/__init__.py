@@ -22,7 +22,8 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts, files
-from fairseq_tutel.comm import collectives, plan_shm, shared_memory
+from fairseq_tutel.comm import collectives
+from fairseq_tutel.plans.executors import one_sided, shared_memory
 from fairseq_tutel.plugin import register
 
 register()
@@ -202,8 +203,8 @@ for name in COLLECTIVES:
     before(dist, name, "collective")
 for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
     before(collectives, name, "collective")
-before(plan_shm.OneSided, "_run", "collective")
-before(plan_shm, "add_up", "collective")  # in the middle of a plan
+before(one_sided.OneSided, "_run", "collective")
+before(one_sided, "add_up", "collective")  # in the middle of a plan
 if _fault.get("messages"):
     shared_memory.FOLDER = "/dev/null"
 after(distributed_utils, "distributed_init", "joined")

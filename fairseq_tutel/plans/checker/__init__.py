@@ -1,0 +1,103 @@
+"""The checker: proves that a plan ends, has no races and gives its collective's result.
+
+The checks, in order: `shape`, `order` (deadlocks), `races`, `data`, `lengths`. A plan that passes gives its
+result in each interleaving of its lanes and transfers, for any sizes and any number of calls in a row. An
+all_reduce gives the same bits on all ranks. The `Report` predicts its time.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fairseq_tutel.planning.traffic import Load
+from fairseq_tutel.plans.checker.data import check_data
+from fairseq_tutel.plans.checker.lengths import kinds_of
+from fairseq_tutel.plans.checker.order import Order, order_of
+from fairseq_tutel.plans.checker.races import check_races
+from fairseq_tutel.plans.checker.shape import check_shape
+from fairseq_tutel.plans.format import Plan, PlanError
+
+__all__ = ["PlanError", "Report", "check"]
+
+Link = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The cost of a plan.
+
+    Attributes:
+        steps: steps of all ranks.
+        depth: signals on the longest chain of steps, which are trips in a row from rank to rank.
+        loads: for each round, by (source, target), the bytes on that link as a fraction of a rank's `in`,
+            doubled on channels of kind ll.
+    """
+
+    steps: int
+    depth: int
+    loads: tuple[Load, ...]
+
+    @property
+    def bytes_of_link(self) -> Load:
+        """By (source, target), the bytes of all rounds as a fraction of a rank's `in`."""
+        total: dict[Link, Fraction] = defaultdict(Fraction)
+        for load in self.loads:
+            for link, part in load.items():
+                total[link] += part
+        return total
+
+    def predicted(
+        self, size: int, alpha: float, seconds_per_byte: float | Mapping[Link, float]
+    ) -> float:
+        """Return the predicted seconds: an alpha for each trip, and the slowest link of each round.
+
+        Args:
+            size: bytes of a rank's `in`, of a broadcast the root's.
+            alpha: seconds of a trip.
+            seconds_per_byte: of all links, or by (source, target).
+        """
+
+        def slowness(link: Link) -> float:
+            if isinstance(seconds_per_byte, Mapping):
+                return seconds_per_byte[link]
+            return seconds_per_byte
+
+        slowest = (
+            max(float(part) * size * slowness(link) for link, part in load.items())
+            for load in self.loads
+            if load
+        )
+        return self.depth * alpha + sum(slowest)
+
+
+def check(plan: Plan, is_proved: bool = False) -> Report:
+    """Check a plan and return its cost.
+
+    Args:
+        plan: the plan.
+        is_proved: skip the proof, since another rank has checked the same plan.
+
+    Raises:
+        PlanError: the plan is malformed, may hang or race, or gives another result. One sentence names the
+            rank, lane and step.
+    """
+    check_shape(plan)
+    order = order_of(plan)
+    if not is_proved:
+        check_races(plan, order)
+        check_data(plan, order)
+        kinds_of(plan, order)
+    return Report(len(order.steps), order.depth, tuple(_loads(plan, order)))
+
+
+def _loads(plan: Plan, order: Order) -> list[dict[Link, Fraction]]:
+    loads: list[dict[Link, Fraction]] = []
+    for step, level in zip(order.steps, order.rounds, strict=True):
+        if step.op == "put" and step.channel is not None and step.n is not None:
+            loads += [{} for _ in range(level + 1 - len(loads))]
+            channel = plan.channels[step.channel]
+            part = Fraction(step.n * (1 + (channel.kind == "ll")), plan.in_chunks)
+            link = channel.source, channel.target
+            loads[level][link] = loads[level].get(link, Fraction(0)) + part
+    return loads

@@ -1,0 +1,159 @@
+"""Check of races: refuses accesses to the same chunk without a fixed order, by vector clocks.
+
+A lane's clock has, for each lane, the number of steps that have certainly ended. The array changes only
+when the lane waits; signals share it and add the count of their own lane. A put has two accesses, at any
+time after it is issued. The one to its source ends with the wait for the next signal or with the next
+flush, the one to its destination with that wait. Two accesses to a chunk, one of them a write, must be
+ordered.
+
+Calls follow each other without a pause, so three calls in a row are checked. `tmp` is a different buffer
+in the second one. Between calls the caller may write a rank's `in` and `out`. One step at the start of each
+call, after all lanes of the rank's previous call, represents that. Three calls suffice: all data for a rank
+is waited for in the same call, and an order between two calls holds for all such pairs.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fairseq_tutel.plans.checker.order import Order
+from fairseq_tutel.plans.checker.shape import size_on
+from fairseq_tutel.plans.format import Plan, PlanError
+
+# The calls in which a buffer is the same one; a further call adds nothing.
+CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
+Counts = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Clock(NamedTuple):
+    """A vector clock.
+
+    Attributes:
+        lane: the lane of the clock.
+        taken: steps of that lane.
+        others: steps of each lane at the last wait; never written.
+    """
+
+    lane: int
+    taken: int
+    others: Counts
+
+    def has(self, lane: int, count: int) -> bool:
+        """Return whether that many steps of a lane have ended."""
+        return bool((self.taken if lane == self.lane else self.others.item(lane)) >= count)
+
+    def joined(self, other: "Clock") -> Counts:
+        """Return the maximum of both clocks."""
+        if self.has(other.lane, other.taken):
+            return self.others
+        counts = np.maximum(self.others, other.others)
+        counts[other.lane] = other.taken
+        return counts
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """An access of one step to chunks.
+
+    Attributes:
+        ends: (lane, count): it has ended when any of these lanes has taken that many steps.
+        number: the step; None: the caller.
+        call: the call.
+    """
+
+    ends: tuple[tuple[int, int], ...]
+    number: int | None
+    call: int
+
+
+def check_races(plan: Plan, order: Order) -> None:
+    """Refuse unordered accesses to the same chunks.
+
+    Raises:
+        PlanError: names the two steps.
+    """
+    last_write: dict[tuple[int, str, int], Access] = {}
+    reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
+    for rank, buffer, first, n, writes, access, clock in _accesses(plan, order):
+        for chunk in range(first, first + n):
+            cell = (rank, buffer, chunk)
+            before = [last_write[cell]] if cell in last_write else []
+            if writes:
+                before += reads.pop(cell, ())
+                last_write[cell] = access
+            else:
+                reads[cell].append(access)
+            for each in before:
+                if not any(clock.has(lane, count) for lane, count in each.ends):
+                    _refuse(plan, order, (each, access), f"{buffer}[{chunk}] of rank {rank}")
+
+
+def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bool, Access, Clock]]:
+    """Yield (rank, buffer, first chunk, chunks, whether it writes, access, the clock when it begins).
+
+    Their order is one that can happen. The start of a call is a step in each of its rank's lanes. A clock
+    includes the step itself.
+    """
+    length = [1] * sum(map(len, order.rank_lanes))
+    for lane in order.lanes:
+        length[lane] += 1
+    causes = set(order.cause.values())
+    counts = [0] * len(length)
+    known: list[Counts] = [np.zeros(len(length), np.int32)] * len(length)
+
+    def end(number: int, call: int) -> tuple[int, int]:
+        lane = order.lanes[number]
+        return lane, call * length[lane] + 2 + order.sites[number][2]
+
+    for call in range(3):
+        for rank, own in enumerate(order.rank_lanes):
+            joined = np.maximum.reduce([known[lane] for lane in own])
+            for lane in own:
+                counts[lane] += 1
+                joined[lane] = counts[lane]
+            begun = Clock(own[0], counts[own[0]], joined)
+            access = Access(((own[0], counts[own[0]]),), None, call)
+            for buffer in ("in", "out"):
+                if call in CALLS[buffer]:
+                    yield rank, buffer, 0, size_on(plan, rank, buffer), True, access, begun
+            for lane in own:
+                known[lane] = joined
+        sent: dict[int, Clock] = {}  # by signal or post, the clock after it
+        for number in order.run:
+            step, rank, lane = order.steps[number], order.ranks[number], order.lanes[number]
+            if number in order.cause:
+                clock = Clock(lane, counts[lane], known[lane])
+                known[lane] = clock.joined(sent.pop(order.cause[number]))
+            counts[lane] += 1
+            clock = Clock(lane, counts[lane], known[lane])
+            if step.dst is not None and step.n is not None:
+                ends: tuple[tuple[int, int], ...] = (end(number, call),)
+                read_ends, target = ends, rank
+                if step.channel is not None:
+                    target = plan.channels[step.channel].target
+                    ends = read_ends = (end(order.arrival[number], call),)
+                    if number in order.release:
+                        read_ends = (*ends, end(order.release[number], call))
+                read, write = Access(read_ends, number, call), Access(ends, number, call)
+                for place in step.src:
+                    if call in CALLS[place.buffer]:
+                        yield rank, place.buffer, place.chunk, step.n, False, read, clock
+                if call in CALLS[step.dst.buffer]:
+                    yield target, step.dst.buffer, step.dst.chunk, step.n, True, write, clock
+            if number in causes:
+                sent[number] = clock
+
+
+def _refuse(plan: Plan, order: Order, pair: tuple[Access, Access], what: str) -> None:
+    def name(access: Access) -> str:
+        if access.number is not None:
+            return order.name(access.number)
+        return "the caller, before the call,"
+
+    text = f"{name(pair[0])} and {name(pair[1])} access {what}, one writes, and nothing orders them"
+    later = pair[1].call - pair[0].call
+    when = ("", "; the second is of the next call", "; the second is of the call after the next")
+    raise PlanError(f"Plan {plan.name!r} has a race: {text}{when[later]}.")

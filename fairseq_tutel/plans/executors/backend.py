@@ -1,0 +1,131 @@
+"""The backend of `comm.collectives` that runs collectives by plans.
+
+A plan is chosen by collective, ranks, bytes and dtype; torch runs the rest. On a CPU, ranks of one host run
+it in shared memory, other ranks by messages. On a GPU all ranks run it by messages.
+
+Each choice is logged once. All ranks choose the same plan, since they have the same plans
+(`plugin.startup` compares them) and the choice depends on values that are equal on all ranks.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel.plans.executors.layout import Sizes
+from fairseq_tutel.plans.executors.one_sided import Call, OneSided
+from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError
+from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.format import REDUCING, Plan
+from fairseq_tutel.plans.placed import PlacedPlan
+from fairseq_tutel.ranks import world
+
+logger = logging.getLogger(__name__)
+
+Group = dist.ProcessGroup | None
+SUMMED = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int32, torch.int64),
+}
+
+
+class PlanBackend:
+    """Runs collectives by plans; see `comm.collectives.Backend`.
+
+    Args:
+        plans: the same on all ranks; the first that fits is used.
+        local: ranks of a host; 0: unknown.
+    """
+
+    def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
+        self.plans, self.local = tuple(plans), local
+        # By group, then by digest and whether tensors are on a CPU.
+        self._programs: WeakKeyDictionary[
+            dist.ProcessGroup, dict[tuple[str, bool], _OnCpu | TwoSided]
+        ] = WeakKeyDictionary()
+        self._logged: set[str] = set()
+
+    def has(self, collective: str, group: Group) -> bool:
+        """Return whether some sizes of a collective run by a plan."""
+        return bool(self._fitting(collective, group))
+
+    def chosen(
+        self, collective: str, own: Tensor, operation: str, group: Group
+    ) -> "_OnCpu | TwoSided | None":
+        """Return the program of a collective with the input `own`, None for torch."""
+        plans = self._fitting(collective, group)
+        if not plans:
+            return None
+        if collective in REDUCING and own.dtype not in SUMMED:
+            self._log(f"{operation} runs by torch: a plan adds up no {own.dtype}")
+            return None
+        num_bytes = own.numel() * own.itemsize
+        for placed in plans:
+            least, most = placed.plan.min_bytes, placed.plan.max_bytes
+            if least <= num_bytes and (most is None or num_bytes <= most):
+                return self._program(placed, own, operation, group)
+        self._log(f"{operation} runs by torch where no plan of {collective} is meant for its bytes")
+        return None
+
+    def named(self, name: str, rows: Tensor, group: Group) -> "_OnCpu | TwoSided | None":
+        """Return the all_to_all program of that name, if there is one."""
+        for placed in self._fitting("all_to_all", group):
+            if placed.name == name:
+                return self._program(placed, rows, "the exchange of rows", group)
+        return None
+
+    def _fitting(self, collective: str, group: Group) -> list[PlacedPlan]:
+        ranks = range(world.size()) if group is None else dist.get_process_group_ranks(group)
+        return [
+            placed
+            for placed in self.plans
+            if placed.plan.collective == collective and placed.fits(ranks, self.local)
+        ]
+
+    def _program(
+        self, placed: PlacedPlan, own: Tensor, operation: str, group: Group
+    ) -> "_OnCpu | TwoSided":
+        plan, key = placed.plan, group or dist.group.WORLD
+        assert key is not None
+        programs = self._programs.setdefault(key, {})
+        by = plan.digest, own.is_cpu
+        if by not in programs:
+            on_cpu = _OnCpu(placed.name, plan, group, self._log)
+            programs[by] = on_cpu if own.is_cpu else TwoSided(plan, group)
+        ranks = f"{plan.ranks} ranks, digest {plan.digest}"
+        self._log(f"{operation} runs by the plan {placed.name} ({ranks})")
+        return programs[by]
+
+    def _log(self, sentence: str) -> None:
+        if sentence not in self._logged:
+            self._logged.add(sentence)
+            if world.is_first():
+                logger.info(sentence)
+
+
+class _OnCpu:
+    """Runs a plan in shared memory if the group's ranks can share some, else by messages.
+
+    A call runs in `wait`. In shared memory it needs all ranks, and a rank may start its call inside a
+    backward pass in which the others still need it for another collective.
+    """
+
+    def __init__(self, name: str, plan: Plan, group: Group, log: Callable[[str], None]) -> None:
+        self.name, self.plan, self.group, self.log = name, plan, group, log
+        self.program: OneSided | TwoSided | None = None
+
+    def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
+        return Call(lambda: self._run(own, out, sizes))
+
+    def _run(self, own: Tensor, out: Tensor, sizes: Sizes) -> None:
+        if self.program is None:
+            try:
+                self.program = OneSided(self.plan, self.group)
+                self.log(f"the plan {self.name} runs in shared memory")
+            except SharedMemoryError as error:
+                self.program = TwoSided(self.plan, self.group)
+                self.log(f"the plan {self.name} runs by messages: {error}")
+        self.program.start(own, out, sizes).wait()

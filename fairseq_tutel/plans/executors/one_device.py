@@ -1,0 +1,159 @@
+"""Plans whose ranks share one device: each lane of each rank is an instance of one Triton kernel.
+
+No training run uses this. It tests plans under the memory order of a GPU, on a single GPU. The steps become
+a table of numbers (`kernels/reference_plan.py`).
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel import kernels
+from fairseq_tutel.kernels.reference_plan import COLUMNS, MOVE, SIGNAL, SPINS, WAIT, PlanTable
+from fairseq_tutel.plans.checker.order import Order, order_of
+from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
+from fairseq_tutel.plans.format import Plan
+
+
+class OnOneDevice:
+    """A plan that one device runs for all ranks.
+
+    Args:
+        plan: a plan that the checker has accepted.
+        sizes: see `Sizes`.
+        device: the device.
+        backend: as --moe-backend: the kernel, plain torch, or a choice by device.
+
+    Attributes:
+        sizes: elements of each rank's `in`, then of each rank's `out`.
+
+    Raises:
+        ValueError: the backend cannot run on this device.
+    """
+
+    def __init__(
+        self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto"
+    ) -> None:
+        self.plan = plan
+        self._is_triton = kernels.backend_for(backend, device)[0] == "triton"
+        layout, order = Layout(walk(plan), sizes), order_of(plan)
+        self.sizes = [layout.size(r, b) for b in ("in", "out") for r in range(plan.ranks)]
+        self._lanes = [(r, i) for r, own in enumerate(order.rank_lanes) for i in range(len(own))]
+        self.table, self._names = _table(layout, order, self.sizes, device)
+
+    def run(self, ins: Sequence[Tensor], spins: int = SPINS) -> list[Tensor]:
+        """Run calls in a row and return each rank's `out`, [calls, elements].
+
+        Args:
+            ins: each rank's `in`, [calls, elements].
+            spins: checks of a semaphore before a wait gives up.
+
+        Raises:
+            RuntimeError: waits gave up; names their ranks, lanes and semaphores.
+            ValueError: the GPU cannot run all lanes at once.
+        """
+        calls, table = ins[0].shape[0], self.table
+        memory = ins[0].new_empty(calls * table.call_elements + 2 * table.tmp_elements)
+        of_calls = memory[: calls * table.call_elements].view(calls, table.call_elements)
+        parts = of_calls.split(self.sizes, dim=1)
+        for part, own in zip(parts, ins, strict=False):  # the outs follow
+            part.copy_(own)
+        if self._is_triton:
+            from fairseq_tutel.kernels.triton_plan import run_plan
+        else:
+            from fairseq_tutel.kernels.reference_plan import run_plan
+        stuck = run_plan(memory, table, calls, spins).tolist()
+        waiting = ", ".join(
+            f"rank {rank}, lane {lane} for {self._names[semaphore]}"
+            for (rank, lane), semaphore in zip(self._lanes, stuck, strict=True)
+            if semaphore >= 0
+        )
+        if waiting:
+            raise RuntimeError(f"Plan {self.plan.name!r} on one device waited in vain: {waiting}.")
+        return list(parts[self.plan.ranks :])
+
+
+def _table(
+    layout: Layout, order: Order, sizes: list[int], device: torch.device
+) -> tuple[PlanTable, list[str]]:
+    """Return the table, and the semaphores' names."""
+    plan = layout.plan
+    starts = [0, *accumulate(sizes)]
+    tmp_starts = [0, *accumulate(layout.size(rank, "tmp") for rank in range(plan.ranks))]
+
+    def place(rank: int, buffer: str, element: int) -> int:
+        if buffer == "tmp":
+            return -1 - tmp_starts[rank] - element
+        return starts[rank + plan.ranks * (buffer == "out")] + element
+
+    moves = {(move.rank, move.lane, move.index): move for move in layout.walked.moves}
+    levels = _levels(order)
+    rows: list[tuple[int, ...]] = []
+    sources: list[int] = []
+    row_levels: list[list[int]] = [[] for own in order.rank_lanes for _ in own]
+    names = [_semaphore(order, number) for number in range(len(order.steps))]
+    found = sorted({name for name in names if name})
+    number_of = {name: number for number, name in enumerate(found)}
+    per_call = Counter(names[number] for number in order.cause)
+    taken: Counter[str] = Counter()
+    for number, (step, site, name) in enumerate(zip(order.steps, order.sites, names, strict=True)):
+        before = len(rows)
+        if step.dst is not None:
+            move = moves[site]
+            for src, dst, length in layout.pieces(move):
+                to = place(move.target, move.dst.buffer, dst)
+                rows.append((MOVE, len(sources), to, length, len(src)))
+                sources += [
+                    place(move.rank, at.buffer, start)
+                    for at, start in zip(step.src, src, strict=True)
+                ]
+        elif number in order.cause:
+            taken[name] += 1
+            rows.append((WAIT, number_of[name], 0, per_call[name], taken[name]))
+        elif name:
+            rows.append((SIGNAL, number_of[name], 0, 0, 0))
+        row_levels[order.lanes[number]] += [levels[number]] * (len(rows) - before)
+    first_rows = accumulate(map(len, row_levels), initial=0)
+    bounds = [
+        [first + bisect_left(own, level) for level in range(max(levels, default=0) + 2)]
+        for first, own in zip(first_rows, row_levels, strict=False)
+    ]
+
+    def tensor(values: list[int] | list[tuple[int, ...]] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    table = PlanTable(
+        tensor(rows).view(-1, COLUMNS),
+        tensor(sources),
+        tensor(bounds),
+        len(found),
+        starts[-1],
+        tmp_starts[-1],
+    )
+    return table, found
+
+
+def _semaphore(order: Order, number: int) -> str:
+    """Return the name of a step's semaphore, if any. A put ends at once, so a flush needs none."""
+    step = order.steps[number]
+    if step.op in ("signal", "wait"):
+        return f"channel {step.channel}"
+    if step.semaphore is not None:
+        return f"semaphore {step.semaphore} of rank {order.ranks[number]}"
+    return ""
+
+
+def _levels(order: Order) -> list[int]:
+    """Return, for each step, the length of the longest chain of signals and posts before it."""
+    levels = [0] * len(order.steps)
+    of_lane: Counter[int] = Counter()
+    for number in order.run:
+        lane = order.lanes[number]
+        if number in order.cause:
+            of_lane[lane] = max(of_lane[lane], levels[order.cause[number]] + 1)
+        levels[number] = of_lane[lane]
+    return levels

@@ -1,0 +1,323 @@
+"""Shared memory of ranks on one host: a file that all ranks map, and waits in it.
+
+N ranks. The file has int64 words, each written by one rank and in its own cache line, and a region of bytes
+for each rank, into which the other ranks put. The file has a name only while it is empty, until all ranks
+have opened it, so a killed rank leaves no memory. A killed rank 0 may leave an empty file, which a later
+start removes. The file is mapped at its largest possible size. Bytes are allocated before use, since a
+write to unallocated memory would end the process.
+
+Words need no lock, since x86 shows one processor's writes to the others in order; other processors have no
+shared memory here. Each rank locks its byte of the file. The kernel releases the lock when the rank ends,
+so a waiting rank sees that at once. A stopped rank is seen after the timeout of groups.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import struct
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
+
+FOLDER = "/dev/shm"
+# Not i686, which writes 64 bits by two stores.
+ORDERED = ("x86_64", "AMD64")
+PREFIX = "fairseq_tutel-"
+# An older empty file without a lock belongs to a killed rank.
+ABANDONED_SECONDS = 60
+WORDS_OF_LINE = 8
+# A wait yields the processor after each check, and later sleeps. More frequent checks make small
+# collectives 2 to 4 times as slow if there are more ranks than cores.
+YIELD_SECONDS = 0.001
+SLEEP_SECONDS = (0.00005, 0.005)
+# The length of a sleep, as a part of the time waited before.
+SLEEP_PART = 1 / 50
+# struct flock: type, whence, start, length, process.
+FLOCK = "hhqqi4x"
+
+
+class SharedMemoryError(OSError):
+    """Ranks cannot share memory. All ranks raise the same sentence."""
+
+
+class SharedMemory:
+    """The shared memory of a group. Made by `meet`.
+
+    Attributes:
+        words: int64; word `line(i)` is the first of the caller's i-th line.
+        rank: this process's rank in the group.
+        ranks: N.
+        size: allocated bytes of each region.
+    """
+
+    def __init__(
+        self, descriptor: int, group: dist.ProcessGroup | None, lines: int, region: int, size: int
+    ) -> None:
+        self.group, self.size = group, size
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._descriptor, self._region = descriptor, _whole_pages(region)
+        self._first, self._start, total = _measures(self.ranks, lines, region)
+        self._mapped = mmap.mmap(descriptor, total)
+        self.words = memoryview(self._mapped)[: self._start].cast("q")
+        self._meetings = self._generation = 0
+        # Not earlier: closing any descriptor of a file releases the process's locks on it.
+        weakref.finalize(self, os.close, descriptor)
+
+    def line(self, index: int) -> int:
+        """Return the first word of a caller's line."""
+        return (self._first + index) * WORDS_OF_LINE
+
+    def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a rank's bytes, of which the first `size` are allocated."""
+        start = self._start + rank * self._region
+        return np.frombuffer(self._mapped, np.uint8, self._region, start)
+
+    def wait(self, word: int, least: int, source: int) -> None:
+        """Wait until a word that a rank writes is at least `least`.
+
+        Raises:
+            DistBackendError: the rank has ended, or did not write within the timeout of groups.
+        """
+        if self.words[word] < least:
+            backoff = Backoff(self)
+            while self.words[word] < least:
+                backoff.pause([source])
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this. Collective, as is `grow`."""
+        self._meetings += 1
+        self.words[self.rank * WORDS_OF_LINE] = self._meetings
+        for rank in range(self.ranks):
+            self.wait(rank * WORDS_OF_LINE, self._meetings, rank)
+
+    def grow(self, size: int) -> bool:
+        """Give regions more bytes, and lose their contents; return whether there were enough.
+
+        At least half of the folder's size stays free for others, such as data loaders.
+        """
+        self.meet()
+        self._generation += 1
+        word = self.ranks * WORDS_OF_LINE
+        if self.rank == 0:
+            state = os.fstatvfs(self._descriptor)
+            left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
+            is_spare = left >= state.f_blocks * state.f_frsize / 2
+            starts = [self._start + rank * self._region for rank in range(self.ranks)]
+            ranges = [(start, size) for start in starts]
+            grown = is_spare and not _allocate(self._descriptor, ranges)
+            self.words[word] = 2 * self._generation + grown
+        self.wait(word, 2 * self._generation, 0)
+        grown = self.words[word] == 2 * self._generation + 1
+        self.size = size if grown else self.size
+        return grown
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether another rank's process has ended."""
+        return not _locked(self._descriptor, rank, 1)
+
+
+class Channel:
+    """The count of signals from one rank to another, in a line: the source signals, the target polls.
+
+    Data that was put before a signal is visible after it.
+    """
+
+    __slots__ = ("_count", "_word", "_words")
+
+    def __init__(self, memory: SharedMemory, number: int) -> None:
+        self._words, self._word, self._count = memory.words, memory.line(number), 0
+
+    def signal(self) -> None:
+        """Add one to the count."""
+        self._count += 1
+        self._words[self._word] = self._count
+
+    def poll(self) -> bool:
+        """Take one signal if there is one; return whether there was."""
+        if self._words[self._word] <= self._count:
+            return False
+        self._count += 1
+        return True
+
+
+class Backoff:
+    """One wait for ranks: yields the processor between checks, later sleeps, and fails at the timeout."""
+
+    __slots__ = ("_ended", "_memory", "_start")
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory, self._start = memory, 0.0
+        self._ended: set[int] = set()
+
+    def pause(self, sources: Iterable[int]) -> None:
+        """Pause between two checks of a wait for these ranks of the group.
+
+        Raises:
+            DistBackendError: one of them has ended, or the timeout of groups has passed.
+        """
+        now = time.perf_counter()
+        self._start = self._start or now
+        waited = now - self._start
+        if waited < YIELD_SECONDS:
+            os.sched_yield()
+            return
+        sources = [rank for rank in set(sources) if rank != self._memory.rank]
+        # The caller checks once more after a rank has ended, since it may have written before.
+        if gone := self._ended.intersection(sources):
+            raise dist.DistBackendError(f"{self._names(gone)} ended")
+        self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
+        timeout = timeout_of_groups() or timeout_of(self._memory.group)
+        if waited > timeout.total_seconds():
+            raise dist.DistBackendError(f"{self._names(sources)} did not write for {waited:.1f} s")
+        if not self._ended:
+            time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        group = self._memory.group
+        return name_ranks(sorted(world.rank_in_job(rank, group) for rank in ranks))
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the timeout of a group on CPUs; None: of the default group."""
+    found = group or dist.group.WORLD
+    assert found is not None
+    return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
+
+
+def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
+    """Make shared memory for a group's ranks. Collective.
+
+    Args:
+        group: None for all ranks.
+        lines: number of the caller's cache lines.
+        region: the most bytes that a rank's region may ever have.
+        size: bytes that it has at first.
+
+    Raises:
+        SharedMemoryError: the ranks cannot share memory; it has the reason.
+        CommunicationError: a rank did not come.
+    """
+    operation = "the opening of shared memory"
+    ranks, path, problem, descriptor = dist.get_world_size(group), "", "", -1
+    if dist.get_rank(group) == 0:
+        path, descriptor, problem = _create()
+    try:
+        name = world.told_by_first(path, operation, group)
+        if name and not path:
+            descriptor, problem = _open(name)
+        if descriptor >= 0:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
+        problems = world.told_by_all(problem, operation, group)  # now all ranks have their locks
+    finally:
+        if path:
+            os.unlink(path)
+    problem = next(
+        (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each), ""
+    )
+    if path and not problem:
+        _, start, total = _measures(ranks, lines, region)
+        os.ftruncate(descriptor, total)
+        starts = [start + rank * _whole_pages(region) for rank in range(ranks)]
+        problem = _allocate(descriptor, [(0, start), *((each, size) for each in starts)])
+    problem = world.told_by_first(problem, operation, group)
+    if problem:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise SharedMemoryError(f"The ranks cannot share memory: {problem}.")
+    return SharedMemory(descriptor, group, lines, region, size)
+
+
+def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
+    """Return the caller's first line, the first byte of the regions, and the number of bytes."""
+    first = ranks + 1  # a line for each rank's `meet`, and one for `grow`
+    start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
+    return first, start, start + ranks * _whole_pages(region)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _create() -> tuple[str, int, str]:
+    """Return the path of a new empty file, its descriptor, and the problem, if any."""
+    if problem := _unordered():
+        return "", -1, problem
+    _remove_abandoned()
+    path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        return "", -1, f"{FOLDER} takes no file ({error.strerror})"
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+    return path, descriptor, ""
+
+
+def _remove_abandoned() -> None:
+    """Remove empty files of this user that a killed rank 0 left."""
+    for file in Path(FOLDER).glob(f"{PREFIX}*"):
+        # Another start may remove it at the same time.
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            age = time.time() - status.st_mtime
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and status.st_size == 0 and age > ABANDONED_SECONDS and not _is_locked(file):
+                file.unlink()
+
+
+def _is_locked(file: Path) -> bool:
+    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return _locked(descriptor, 0, 0)  # a length of 0: all of the file
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, start: int, length: int) -> bool:
+    """Return whether another process has locked bytes of a file."""
+    request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, request)
+    return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
+
+
+def _open(path: str) -> tuple[int, str]:
+    if problem := _unordered():
+        return -1, problem
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW), ""
+    except FileNotFoundError:
+        return -1, f"{path} is not there, as on another host or in another container"
+    except OSError as error:
+        return -1, f"{path} cannot be opened ({error.strerror})"
+
+
+def _unordered() -> str:
+    machine = platform.machine()
+    return "" if machine in ORDERED else f"a {machine} does not show writes in their order"
+
+
+def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
+    """Allocate the (start, size) ranges of a file; return the problem, if any."""
+    state = os.fstatvfs(descriptor)
+    try:
+        for start, size in ranges:
+            if size:
+                os.posix_fallocate(descriptor, start, size)
+    except OSError as error:
+        needed = sum(size for _, size in ranges) // 1024
+        free = state.f_bavail * state.f_frsize // 1024
+        return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
+    return ""

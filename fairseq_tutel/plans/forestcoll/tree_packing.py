@@ -1,0 +1,141 @@
+"""Tree packing: k trees from every root to all ranks, over links between ranks that have room for them.
+
+Trees grow one after the other, alike ones together: one that is m times there takes the link (x, y) as
+often as is left of it and as every set T of ranks with y, and without x, can spare: what leads into T, less
+all other trees that have yet to come there (Edmonds 1973; Berczi and Frank, Packing arborescences, 2009).
+The rest of the m become a tree of their own, as far as it has grown. There is always such a link. A set
+that can spare none never will: what leads into it and what must come in shrink together.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree that is so many times there.
+
+    Attributes:
+        root: where it begins.
+        copies: m.
+        edges: (from, to), in the order in which it grew: breadth first.
+    """
+
+    root: int
+    copies: int
+    edges: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def depths(self) -> dict[int, int]:
+        """Links from the root, by what it has reached."""
+        depths = {self.root: 0}
+        for source, target in self.edges:
+            depths[target] = depths[source] + 1
+        return depths
+
+
+def pack(
+    capacities: Sequence[Sequence[int]],
+    roots: Sequence[int],
+    trees: int,
+    tell: Callable[[str], None],
+) -> list[Tree]:
+    """Return k trees of every root, which together use no link more often than it may be.
+
+    Args:
+        capacities: of links between ranks, by (source, target); enough for the trees.
+        roots: R.
+        trees: k.
+        tell: receives a line of progress for every tree.
+    """
+    packing = _Packing(capacities)
+    growing = [Tree(root, trees) for root in reversed(roots)]
+    grown = []
+    while growing:
+        tree, others = packing.grow(growing.pop(), growing)
+        grown.append(tree)
+        growing = others
+        tell(f"{len(grown)} trees have grown, {len(growing)} have not")
+    return grown
+
+
+class _Packing:
+    """Links, as trees take from them.
+
+    Attributes:
+        links: what is left.
+        full: sets of ranks that can spare no more for trees that are there.
+    """
+
+    def __init__(self, capacities: Sequence[Sequence[int]]) -> None:
+        self.links = Flow.of(capacities)
+        self.everyone = (1 << len(capacities)) - 1
+        self.full: list[int] = []
+
+    def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
+        """Let a tree reach all ranks.
+
+        Returns:
+            The tree; and the others, with those that have split off from it.
+        """
+        others = list(others)
+        graph = self._with_demands(others)
+        depths = tree.depths
+        reached = sum(1 << vertex for vertex in depths)
+        while reached != self.everyone:
+            source, target = self._next(depths, reached)
+            copies = self._most(graph, source, target, tree.copies, others)
+            if not copies:
+                continue
+            self.links.add(source, target, -copies)
+            graph.add(source, target, -copies)
+            if copies < tree.copies:
+                others.append(replace(tree, copies=tree.copies - copies))
+                graph = self._with_demands(others)
+            tree = Tree(tree.root, copies, (*tree.edges, (source, target)))
+            depths[target] = depths[source] + 1
+            reached |= 1 << target
+        return tree, others
+
+    def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
+        """Return the widest link nearest to the root that may have something to spare."""
+        left, out = self.links.left, self.links.out
+        found, widest = None, (0, 0)
+        for source, depth in depths.items():
+            if found and -depth < widest[0]:
+                continue
+            onward = out[source] & ~reached
+            for full in self.full:
+                if onward & full and full & reached and not full >> source & 1:
+                    onward &= ~full
+            for target in members(onward):
+                if not found or (-depth, left[source][target]) > widest:
+                    found, widest = (source, target), (-depth, left[source][target])
+        assert found, "there is always a link"
+        return found
+
+    def _with_demands(self, others: Sequence[Tree]) -> Flow:
+        """Return the links with a vertex that leads to every other tree, and through it to its vertices."""
+        size = len(self.links.out)
+        graph = Flow.of(self.links.left, 1 + len(others))
+        for index, tree in enumerate(others):
+            graph.add(size, size + 1 + index, tree.copies)
+            for vertex in tree.depths:
+                graph.add(size + 1 + index, vertex, tree.copies)
+        return graph
+
+    def _most(
+        self, graph: Flow, source: int, target: int, copies: int, others: Sequence[Tree]
+    ) -> int:
+        """Return how many trees can take a link."""
+        size = len(self.links.out)
+        demand = sum(tree.copies for tree in others)
+        most = min(copies, self.links.left[source][target])
+        graph = graph.copy()
+        graph.add(size, source, demand + most)
+        sent, beyond = graph.push(size, target, demand + most)
+        if sent < demand + most:
+            self.full.append(self.everyone & ~beyond)
+        return min(most, sent - demand)

@@ -1,0 +1,392 @@
+"""The format of collective plans: a collective as steps for each rank, in one JSON file.
+
+N ranks, C chunks, S temporary chunks. Generators write plans (`plans.generators`), the checker refuses
+plans that could hang, race or give another result (`plans.checker`), and executors run them
+(`plans.executors`).
+
+**Chunks.** All offsets are numbers of chunks. A shard is divided into C chunks of equal size. If C does not
+divide it, the last chunks are short or empty, so one plan serves any number of elements, even 0. Each rank
+begins and ends with these chunks (a shard is C chunks, and so is all data of an all_reduce):
+
+| collective     | in            | out              | final content                                       |
+|----------------|---------------|------------------|-----------------------------------------------------|
+| all_gather     | C             | N * C            | out[g, c] = in of rank g [c]                        |
+| reduce_scatter | N * C         | C                | out[c] of rank r = sum over g of in of rank g [r, c]|
+| all_reduce     | C             | C                | out[c] = sum over g of in of rank g [c]             |
+| all_to_all     | N * C         | N * C            | out[s, c] of rank r = in of rank s [r, c]           |
+| broadcast      | C of the root | C                | out[c] = in of the root [c]                         |
+| reduce         | C             | C on the root    | out[c] of the root = sum over g of in of rank g [c] |
+
+`in` is never written. Between calls the caller of each rank owns its `in` and `out`. `tmp`, of S chunks,
+alternates between two buffers, so that a rank that is one call ahead does not overwrite data that a slower
+rank still reads.
+
+**Programs.** A rank has one or more lanes that run concurrently, each a list of steps in order:
+
+- put: copy `src` here to `dst` at the other end. It happens at any time until the other end's wait for the
+  next signal ends. Until then its destination may not be read or written, nor its source written; the
+  source is free after the next flush, too.
+- signal: after the earlier puts on this channel, add one to its count. It does not wait.
+- wait: wait for one more signal on this channel than earlier waits.
+- flush: wait until the earlier puts on this channel have read their sources.
+- copy: copy `src` to `dst`, here. reduce: write the sum of two or more `src`, in the listed order, to `dst`
+  here, which may be the first of them. Half types are summed in fp32 and rounded once.
+- post, pend: like signal and wait, between lanes of one rank.
+
+A channel leads from one rank to another. One lane does its puts, signals and flushes, one lane its waits.
+It has as many waits as signals, and a signal after the last put. Kind `ll` is MSCCL's LL protocol, whose
+packets have twice the bytes; the executors run it as `simple`.
+
+Source: MSCCL++ (Shah et al. 2025), its channels and plans, here small enough for a proof.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, NamedTuple
+
+FORMAT = 1
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+REDUCING = ("reduce_scatter", "all_reduce", "reduce")
+BUFFERS = ("in", "out", "tmp")
+KINDS = ("simple", "ll")
+# The fields of each operation.
+OPERATIONS = {
+    "put": ("channel", "src", "dst", "n"),
+    "signal": ("channel",),
+    "wait": ("channel",),
+    "flush": ("channel",),
+    "copy": ("src", "dst", "n"),
+    "reduce": ("src", "dst", "n"),
+    "post": ("semaphore",),
+    "pend": ("semaphore",),
+}
+
+
+class PlanError(ValueError):
+    """A plan is wrong. One sentence names the problem and the step."""
+
+
+class Place(NamedTuple):
+    """The first of some chunks."""
+
+    buffer: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a lane; `OPERATIONS` has the fields of each operation.
+
+    Attributes:
+        op: the operation.
+        channel: index of the channel.
+        src: one source, of a reduce two or more.
+        dst: the destination.
+        n: number of chunks.
+        semaphore: index of the semaphore between two lanes of the rank.
+    """
+
+    op: str
+    channel: int | None = None
+    src: tuple[Place, ...] = ()
+    dst: Place | None = None
+    n: int | None = None
+    semaphore: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A channel from one rank to another."""
+
+    source: int
+    target: int
+    kind: str = "simple"
+
+
+Lane = tuple[Step, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A collective of N ranks.
+
+    Attributes:
+        name: a name for users.
+        collective: one of `COLLECTIVES`.
+        ranks: N.
+        chunks: C.
+        temporary: S.
+        channels: all channels.
+        programs: the lanes of each rank.
+        root: of broadcast and reduce.
+        min_bytes: the least bytes of a rank's `in` for which the plan is meant.
+        max_bytes: the most; None: any.
+        network: digest of the network for which it was made; empty: any.
+        cut: lower bound of its network, as a fraction; empty: unknown.
+    """
+
+    name: str
+    collective: str
+    ranks: int
+    chunks: int
+    temporary: int = 0
+    channels: tuple[Channel, ...] = ()
+    programs: tuple[tuple[Lane, ...], ...] = ()
+    root: int | None = None
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    network: str = ""
+    cut: str = ""
+
+    @property
+    def in_chunks(self) -> int:
+        """Chunks of `in`."""
+        has_all = self.collective in ("reduce_scatter", "all_to_all")
+        return self.chunks * (self.ranks if has_all else 1)
+
+    @property
+    def out_chunks(self) -> int:
+        """Chunks of `out`."""
+        has_all = self.collective in ("all_gather", "all_to_all")
+        return self.chunks * (self.ranks if has_all else 1)
+
+    def size_of(self, buffer: str) -> int:
+        """Return a buffer's chunks."""
+        return {"in": self.in_chunks, "out": self.out_chunks, "tmp": self.temporary}[buffer]
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that identify the plan."""
+        text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def bytes_sent(self) -> dict[tuple[int, int], Fraction]:
+        """By (source, target), the bytes sent, as a fraction of a rank's `in`."""
+        total: Counter[tuple[int, int]] = Counter()
+        for *_, step in self.steps():
+            if step.op == "put" and step.channel is not None and step.n is not None:
+                channel = self.channels[step.channel]
+                total[channel.source, channel.target] += step.n
+        return {pair: Fraction(n, self.in_chunks) for pair, n in total.items()}
+
+    def steps(self) -> Iterator[tuple[int, int, int, Step]]:
+        """Yield (rank, lane, index, step) of every step."""
+        for rank, lanes in enumerate(self.programs):
+            for lane, steps in enumerate(lanes):
+                for index, step in enumerate(steps):
+                    yield rank, lane, index, step
+
+
+class Writer:
+    """Writes a plan step by step: each method adds a step to a rank's lane.
+
+    The first use of a channel makes it. Channels between the same two ranks differ by `tag`.
+    """
+
+    def __init__(self, ranks: int, kind: str = "simple") -> None:
+        self.ranks, self.kind = ranks, kind
+        self.lanes: list[dict[int, list[Step]]] = [{} for _ in range(ranks)]
+        self.channels: dict[tuple[int, int, Any], int] = {}
+
+    def _add(self, rank: int, lane: int, step: Step) -> None:
+        self.lanes[rank].setdefault(lane, []).append(step)
+
+    def _channel(self, source: int, target: int, tag: Any) -> int:
+        return self.channels.setdefault((source, target, tag), len(self.channels))
+
+    def put(
+        self,
+        rank: int,
+        target: int,
+        src: tuple[str, int],
+        dst: tuple[str, int],
+        n: int = 1,
+        *,
+        lane: int = 0,
+        tag: Any = 0,
+    ) -> None:
+        """Put n chunks to another rank."""
+        step = Step("put", self._channel(rank, target, tag), (Place(*src),), Place(*dst), n)
+        self._add(rank, lane, step)
+
+    def signal(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
+        """Signal to another rank."""
+        self._add(rank, lane, Step("signal", self._channel(rank, target, tag)))
+
+    def wait(self, rank: int, source: int, *, lane: int = 0, tag: Any = 0) -> None:
+        """Wait for another rank's signal."""
+        self._add(rank, lane, Step("wait", self._channel(source, rank, tag)))
+
+    def flush(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
+        """Wait until the puts to another rank have read their sources."""
+        self._add(rank, lane, Step("flush", self._channel(rank, target, tag)))
+
+    def copy(
+        self, rank: int, src: tuple[str, int], dst: tuple[str, int], n: int = 1, *, lane: int = 0
+    ) -> None:
+        """Copy n chunks."""
+        self.reduce(rank, [src], dst, n, lane=lane)
+
+    def reduce(
+        self,
+        rank: int,
+        sources: Iterable[tuple[str, int]],
+        dst: tuple[str, int],
+        n: int = 1,
+        *,
+        lane: int = 0,
+    ) -> None:
+        """Sum n chunks of several places, or copy those of one."""
+        places = tuple(Place(*source) for source in sources)
+        op = "reduce" if len(places) > 1 else "copy"
+        self._add(rank, lane, Step(op, None, places, Place(*dst), n))
+
+    def post(self, rank: int, semaphore: int, *, lane: int) -> None:
+        """Signal to another lane of the rank."""
+        self._add(rank, lane, Step("post", semaphore=semaphore))
+
+    def pend(self, rank: int, semaphore: int, *, lane: int) -> None:
+        """Wait for another lane of the rank."""
+        self._add(rank, lane, Step("pend", semaphore=semaphore))
+
+    def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
+        """Return the plan; `others` are further fields of it."""
+        channels = (Channel(source, target, self.kind) for source, target, _ in self.channels)
+        programs = (tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
+        return Plan(
+            name=name,
+            collective=collective,
+            ranks=self.ranks,
+            chunks=chunks,
+            channels=tuple(channels),
+            programs=tuple(programs),
+            **others,
+        )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as the content of its JSON file."""
+    return {
+        "format": FORMAT,
+        "name": plan.name,
+        "collective": plan.collective,
+        "ranks": plan.ranks,
+        "chunks": plan.chunks,
+        "temporary": plan.temporary,
+        "root": plan.root,
+        "bytes": [plan.min_bytes, plan.max_bytes],
+        "network": plan.network,
+        "cut": plan.cut,
+        "channels": [[each.source, each.target, each.kind] for each in plan.channels],
+        "programs": [
+            [[_step_to_json(s) for s in lane] for lane in lanes] for lanes in plan.programs
+        ],
+    }
+
+
+def _step_to_json(step: Step) -> dict[str, Any]:
+    fields = {name: getattr(step, name) for name in OPERATIONS[step.op]}
+    if "dst" in fields:
+        fields |= {"src": [list(place) for place in step.src], "dst": list(fields["dst"])}
+    return {"op": step.op, **fields}
+
+
+def from_json(data: Any) -> Plan:
+    """Read the content of a plan's file, whose steps the checker has still to check.
+
+    Raises:
+        PlanError: a field is missing, unknown or of another type; names the place.
+    """
+    _demand(isinstance(data, Mapping), "the plan is no JSON object")
+    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
+    known = {
+        "format", "name", "collective", "ranks", "chunks", "temporary", "root", "bytes", "network", "cut",
+        "channels", "programs",
+    }  # fmt: skip
+    _demand(data.keys() <= known, f"it has unknown fields: {sorted(data.keys() - known)}")
+    _demand(data.get("collective") in COLLECTIVES, f"collective is {data.get('collective')!r}")
+    sizes = data.get("bytes", [0, None])
+    _demand(_is_list(sizes) and len(sizes) == 2, "bytes is no pair of numbers")
+    _demand(_is_list(data.get("channels")), "it has no list of channels")
+    _demand(_is_list(data.get("programs")), "it has no list of programs")
+    root = data.get("root")
+    return Plan(
+        name=str(data.get("name", "")),
+        collective=data["collective"],
+        ranks=_number(data.get("ranks"), "ranks", 1),
+        chunks=_number(data.get("chunks"), "chunks", 1),
+        temporary=_number(data.get("temporary", 0), "temporary"),
+        channels=tuple(_channel_of(each, i) for i, each in enumerate(data["channels"])),
+        programs=tuple(_program_of(each, rank) for rank, each in enumerate(data["programs"])),
+        root=None if root is None else _number(root, "root"),
+        min_bytes=_number(sizes[0], "bytes"),
+        max_bytes=None if sizes[1] is None else _number(sizes[1], "bytes"),
+        network=str(data.get("network", "")),
+        cut=str(data.get("cut", "")),
+    )
+
+
+def _channel_of(data: Any, index: int) -> Channel:
+    where = f"channel {index}"
+    _demand(_is_list(data) and len(data) in (2, 3), f"{where} is no [from, to] or [from, to, kind]")
+    kind = data[2] if len(data) == 3 else "simple"
+    _demand(kind in KINDS, f"{where} is of kind {kind!r}; known are {', '.join(KINDS)}")
+    return Channel(_number(data[0], where), _number(data[1], where), kind)
+
+
+def _program_of(data: Any, rank: int) -> tuple[Lane, ...]:
+    _demand(_is_list(data), f"the program of rank {rank} is no list of lanes")
+    lanes = []
+    for lane, steps in enumerate(data):
+        _demand(_is_list(steps), f"lane {lane} of rank {rank} is no list of steps")
+        where = f"rank {rank}, lane {lane}, step"
+        lanes.append(tuple(_step_of(step, f"{where} {i}") for i, step in enumerate(steps)))
+    return tuple(lanes)
+
+
+def _step_of(data: Any, where: str) -> Step:
+    _demand(isinstance(data, Mapping), f"{where} is no JSON object")
+    op = data.get("op")
+    known = isinstance(op, str) and op in OPERATIONS
+    _demand(known, f"{where} has the unknown operation {op!r}")
+    wanted = {"op", *OPERATIONS[op]}
+    _demand(
+        set(data) == wanted, f"{where}, a {op}, has the fields {sorted(data)}, not {sorted(wanted)}"
+    )
+    fields: dict[str, Any] = {}
+    for name in OPERATIONS[op]:
+        if name == "src":
+            _demand(_is_list(data[name]), f"{where}: src is no list of places")
+            fields[name] = tuple(_place_of(each, where) for each in data[name])
+        elif name == "dst":
+            fields[name] = _place_of(data[name], where)
+        else:
+            fields[name] = _number(data[name], f"{where}: {name}", int(name == "n"))
+    return Step(op, **fields)
+
+
+def _place_of(data: Any, where: str) -> Place:
+    is_place = _is_list(data) and len(data) == 2 and data[0] in BUFFERS
+    _demand(is_place, f'{where}: {data!r} is no place, as ["in", 0]')
+    return Place(data[0], _number(data[1], f"{where}: a place's chunk"))
+
+
+def _is_list(data: Any) -> bool:
+    return isinstance(data, Sequence) and not isinstance(data, str)
+
+
+def _number(value: Any, what: str, least: int = 0) -> int:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62
+    _demand(is_number, f"{what} is {value!r:.40}, no whole number from {least} to 2^62")
+    return int(value)
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PlanError(f"This is no plan: {otherwise}.")

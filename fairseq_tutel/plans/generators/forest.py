@@ -1,0 +1,194 @@
+"""Forests as plans: trees bring each rank's shard to all ranks, and sums to their roots.
+
+N ranks, k trees per root, P slices. A shard is P k chunks. A tree with m copies has P m of them, m
+adjacent ones in each slice. Ranks send in rounds; all chunks from one rank to another in a round share a
+signal. When shards are distributed, a rank's round is its distance from the root. When data is summed, it
+is the distance from the farthest leaf below. Each slice is one round behind the one before: depth + P - 1
+rounds of a P-th of the bytes, in which links wait less. The root makes the last sum of a chunk, and the
+plan fixes the order of sums: after an all_reduce all ranks hold the same bits.
+
+A rank puts only into ranks that have begun the call: their data is in its sum, or they have sent a signal.
+
+The trees are those of ForestColl (`plans.forestcoll.forest`).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fairseq_tutel.plans.forestcoll.forest import Forest
+from fairseq_tutel.plans.format import Place, Plan, Writer
+
+
+def forest(
+    collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
+) -> Plan:
+    """Return a collective's plan over trees.
+
+    Args:
+        collective: any but all_to_all.
+        reducing: trees of the sums, from `grow_for`.
+        distributing: trees that distribute shards or sums, from `grow_for`.
+        slices: P.
+    """
+    one = distributing or reducing
+    assert one, "a collective reduces or distributes"
+    network = one.network if distributing else one.network.reversed
+    chunks = slices * one.share.trees
+    w = Writer(network.ranks)
+    temporary = _reduce(w, reducing, collective, slices) if reducing else 0
+    if distributing:
+        _distribute(w, distributing, bool(reducing), slices)
+    written = {step.channel for lanes in w.lanes for step in lanes[0] if step.op == "put"}
+    for (source, target, _), channel in w.channels.items():
+        if channel in written:
+            w.flush(source, target)
+    return w.plan(
+        f"forest {collective}, {network.name}",
+        collective,
+        chunks * (network.ranks if collective == "all_reduce" else 1),
+        temporary=temporary,
+        root=one.root,
+        network=network.digest,
+        cut=str(one.best.seconds),
+    )
+
+
+class _Branch(NamedTuple):
+    """An edge of a tree in one slice, which is p rounds behind the first slice.
+
+    Attributes:
+        tree: its first chunk among all shards.
+        n: number of chunks.
+        own: its first chunk in the root's shard; None if the parent is not the root.
+        parent: the rank nearer to the root.
+        child: the other rank.
+        depth: the parent's distance from the root, plus p.
+        height: the child's distance from the farthest leaf below it, plus p.
+    """
+
+    tree: int
+    n: int
+    own: int | None
+    parent: int
+    child: int
+    depth: int
+    height: int
+
+
+def _branches(forest: Forest, slices: int) -> list[_Branch]:
+    found = []
+    taken: Counter[int] = Counter()
+    for tree in forest.trees:
+        depths = tree.depths
+        heights = dict.fromkeys(depths, 0)
+        for parent, child in reversed(tree.edges):
+            heights[parent] = max(heights[parent], heights[child] + 1)
+        own = slices * taken[tree.root]
+        taken[tree.root] += tree.copies
+        first = own + (slices * tree.root * forest.share.trees if forest.root is None else 0)
+        found += [
+            _Branch(
+                tree=first + p * tree.copies,
+                n=tree.copies,
+                own=own + p * tree.copies if parent == tree.root else None,
+                parent=parent,
+                child=child,
+                depth=depths[parent] + p,
+                height=heights[child] + p,
+            )
+            for p in range(slices)
+            for parent, child in tree.edges
+        ]
+    return found
+
+
+def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
+    """Bring each root's chunks to `out` of all ranks: from its `in`, or its `out` if all have begun."""
+    branches = _branches(forest, slices)
+    if not begun:
+        pairs = sorted({(each.child, each.parent) for each in branches})
+        _signal(w, pairs)
+        chunks = slices * forest.share.trees
+        for rank in range(w.ranks) if forest.root is None else [forest.root]:
+            first = 0 if forest.root == rank else rank * chunks
+            w.copy(rank, Place("in", 0), Place("out", first), chunks)
+        _wait(w, pairs)
+    for depth in range(1 + max(branch.depth for branch in branches)):
+        messages = []
+        for branch in branches:
+            if branch.depth == depth:
+                place = Place("out", branch.tree)
+                source = place if branch.own is None or begun else Place("in", branch.own)
+                messages.append((branch.parent, branch.child, source, place, branch.n))
+        _send(w, messages)
+
+
+def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
+    """Bring the sum of each root's chunks of `in` to its `out`; return the size of `tmp`."""
+    branches = sorted(
+        _branches(forest, slices), key=lambda each: (each.height, each.child, each.tree)
+    )
+    # Each sum has its own place in the parent's `tmp`.
+    places: dict[tuple[int, int], Place] = {}
+    used: Counter[int] = Counter()
+    children: dict[tuple[int, int], list[_Branch]] = defaultdict(list)
+    for branch in branches:
+        places[branch.tree, branch.child] = Place("tmp", used[branch.parent])
+        used[branch.parent] += branch.n
+        children[branch.tree, branch.parent].append(branch)
+    # By the round before which all summands have arrived.
+    sums: dict[int, list[list[_Branch]]] = defaultdict(list)
+    for parts in children.values():
+        sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))
+    if collective == "reduce":
+        pairs = sorted({(each.parent, each.child) for each in branches})
+        _signal(w, pairs)
+        _wait(w, pairs)
+    for height in range(1 + max(sums)):
+        for parts in sums[height]:
+            tree, n, own, parent, *_ = parts[0]
+            arrived = [places[tree, part.child] for part in parts]
+            into = arrived[0]
+            if own is not None:
+                into = Place("out", own if collective == "reduce_scatter" else tree)
+            w.reduce(parent, [arrived[0], Place("in", tree), *arrived[1:]], into, n)
+        messages = []
+        for tree, n, _, parent, child, _, level in branches:
+            if level == height:
+                below = children.get((tree, child))
+                held = Place("in", tree)
+                if below:
+                    held = places[tree, min(part.child for part in below)]
+                messages.append((child, parent, held, places[tree, child], n))
+        _send(w, messages)
+    return max(used.values())
+
+
+def _signal(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
+    for rank, other in pairs:
+        w.signal(rank, other)
+
+
+def _wait(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
+    for rank, other in pairs:
+        w.wait(other, rank)
+
+
+def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> None:
+    """Put, signal and wait for all messages (rank, other rank, source, target, chunks) of a round."""
+    pairs: dict[tuple[int, int], list[tuple[Place, Place, int]]] = defaultdict(list)
+    for rank, other, source, target, n in sorted(messages):
+        pieces = pairs[rank, other]
+        if pieces:
+            last, there, before = pieces[-1]
+            adjacent = (last.buffer, last.chunk + before), (there.buffer, there.chunk + before)
+            if (source, target) == adjacent:
+                pieces[-1] = (last, there, before + n)
+                continue
+        pieces.append((source, target, n))
+    for (rank, other), pieces in pairs.items():
+        for source, target, n in pieces:
+            w.put(rank, other, source, target, n)
+    _signal(w, pairs)
+    _wait(w, pairs)

@@ -1,0 +1,396 @@
+"""MSCCL's XML files as plans.
+
+A file has a `gpu` for each rank with its thread blocks, `tb`, each with a peer to send to, one to receive
+from and a channel; the `step`s of a block run in order, each after the one that it depends on. Buffers are
+i, o and s, for in, out and scratch.
+
+| type | does               | type | does                             | type | does                |
+|------|--------------------|------|----------------------------------|------|---------------------|
+| s    | send src           | rrc  | receive, add to src, to dst      | cpy  | copy src to dst     |
+| r    | receive to dst     | rrs  | receive, add to src, send        | re   | add src to dst      |
+| rcs  | the same, and send | rrcs | receive, add to src, dst, send   | nop  | wait for another    |
+
+**Two-sided as one-sided.** There a receiver says where a message goes when it takes it, and a sender may be
+ahead: a put would race with what was done to that place before. Hence every message has chunks of `tmp` of
+its own, from where the receiver's step copies or adds; only what is received in scratch that no other step
+writes is put there at once. A block is a lane, dependencies are posted and pended, and what a put may
+still read is flushed before it is written.
+
+**In place** (inplace is 1 and outofplace is not) the caller's one buffer is `out`, after a copy of `in`,
+and for reduce_scatter a part of `tmp`, to where a file that writes its input has it copied, too.
+
+Source: the files that MSCCLang writes (Cowan et al. 2023), and what MSCCL's interpreter does with them.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from xml.parsers import expat
+
+from fairseq_tutel.plans.format import Place, Plan, PlanError, Writer
+
+COLLECTIVES = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+}
+BUFFERS = {"i": "in", "o": "out", "s": "tmp"}
+TYPES = ("s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop")
+RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
+SENDING = ("s", "rcs", "rrs", "rrcs")
+READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # of src
+STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # to dst
+LARGEST = 1 << 16  # of chunks, ranks and steps: more is a mistake
+Cell = tuple[str, int]
+Way = tuple[int, int, int]  # from whom, to whom, on which channel
+
+
+class _Step(NamedTuple):
+    """A step of a block.
+
+    Attributes:
+        type: one of `TYPES`.
+        sources: where chunks are; of a sum here all that are added.
+        dst: where they go.
+        n: how many.
+        after: (block, step) on which it depends.
+    """
+
+    type: str
+    sources: tuple[Place, ...]
+    dst: Place
+    n: int
+    after: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A thread block: whom it sends to and receives from (-1: nobody), its channel and its steps."""
+
+    send: int
+    recv: int
+    chan: int
+    steps: list[_Step]
+
+
+def from_xml(text: str | bytes) -> Plan:
+    """Read an MSCCL algorithm.
+
+    Only that it can be read is seen to here; whether it is right, the checker says.
+
+    Raises:
+        PlanError: it is no such file, or has what plans have no form for; the sentence says where.
+    """
+    algorithm = _parse(text)
+    ranks = _number(algorithm, "ngpus", 1)
+    coll = algorithm.get("coll", "")
+    _demand(coll in COLLECTIVES, f"coll is {coll!r}; known are {', '.join(COLLECTIVES)}")
+    loop = _number(algorithm, "nchunksperloop", 1)
+    parts = 1 if coll == "allreduce" else ranks
+    _demand(loop % parts == 0, f"nchunksperloop is {loop}, no multiple of {ranks} ranks")
+    scale = ranks if coll == "allgather" else 1  # its sizes are those of the whole
+    most = _number(algorithm, "maxBytes", 0, "0", most=1 << 62)
+    plan = Plan(
+        name=algorithm.get("name", ""),
+        collective=COLLECTIVES[coll],
+        ranks=ranks,
+        chunks=loop // parts,
+        min_bytes=-(-_number(algorithm, "minBytes", 0, "0", most=1 << 62) // scale),
+        max_bytes=most // scale if most else None,
+    )
+    programs: dict[int, list[_Block]] = {}
+    scratch = 0
+    for gpu in algorithm:
+        rank = _number(gpu, "id")
+        _demand(gpu.tag == "gpu" and rank < ranks, f"{gpu.tag} {rank} is none of {ranks} gpus")
+        _demand(rank not in programs, f"gpu {rank} is there twice")
+        own_scratch = _number(gpu, "s_chunks", 0, "0")
+        sizes = {"in": plan.in_chunks, "out": plan.out_chunks, "tmp": own_scratch}
+        programs[rank] = _blocks_of(gpu, rank, ranks, sizes)
+        scratch = max(scratch, own_scratch)
+    _demand(len(programs) == ranks, f"it has {len(programs)} gpus, not {ranks}")
+    in_place = algorithm.get("inplace") == "1" and algorithm.get("outofplace") != "1"
+    kind = "ll" if algorithm.get("proto") == "LL" else "simple"
+    return _translate(replace(plan, temporary=scratch), programs, in_place, kind)
+
+
+def _parse(text: str | bytes) -> ET.Element:
+    """Return the root; a document type, with which entities come, is refused."""
+    builder = ET.TreeBuilder()
+    parser = expat.ParserCreate()
+    parser.StartElementHandler = builder.start
+    parser.EndElementHandler = builder.end
+
+    def refuse(*_: object) -> None:
+        raise PlanError("This is no MSCCL algorithm: it has a document type; remove <!DOCTYPE …>.")
+
+    parser.StartDoctypeDeclHandler = refuse
+    try:
+        parser.Parse(text, True)
+    except PlanError:
+        raise
+    except (expat.ExpatError, LookupError, ValueError) as error:
+        raise PlanError(f"This is no MSCCL algorithm: {error}.") from None
+    root: ET.Element = builder.close()
+    _demand(root.tag == "algo", f"its root is {root.tag!r}, not 'algo'")
+    return root
+
+
+def _blocks_of(gpu: ET.Element, rank: int, ranks: int, sizes: Mapping[str, int]) -> list[_Block]:
+    blocks: list[_Block] = []
+    for index, tb in enumerate(gpu):
+        where = f"gpu {rank}, tb {index}"
+        _demand(tb.tag == "tb" and _number(tb, "id") == index, f"{where} is no tb of this id")
+        send, recv = _number(tb, "send", -1, "-1"), _number(tb, "recv", -1, "-1")
+        is_peer = max(send, recv) < ranks and rank not in (send, recv)
+        _demand(is_peer, f"{where} has the peers {send} and {recv}, not others of {ranks} ranks")
+        steps = [_step_of(step, at, where, sizes) for at, step in enumerate(tb)]
+        for at, step in enumerate(steps):
+            lacks = (step.type in SENDING and send < 0) or (step.type in RECEIVING and recv < 0)
+            _demand(not lacks, f"{where}, step {at}, a {step.type}, has no peer")
+        blocks.append(_Block(send, recv, _number(tb, "chan", -1, "0"), steps))
+    for index, block in enumerate(blocks):
+        for at, step in enumerate(block.steps):
+            other, before = step.after or (index, -1)
+            known = (
+                blocks[other].steps[: at if other == index else None] if other < len(blocks) else []
+            )
+            where = f"gpu {rank}, tb {index}, step {at} depends on tb {other}, step {before}"
+            _demand(before < len(known), f"{where}, which is not before it")
+    _merge_sums(blocks)
+    return blocks
+
+
+def _step_of(step: ET.Element, at: int, where: str, sizes: Mapping[str, int]) -> _Step:
+    where = f"{where}, step {at}"
+    _demand(step.tag == "step" and _number(step, "s") == at, f"{where} is no step of this number")
+    kind = step.get("type", "")
+    _demand(kind in TYPES, f"{where} has the type {kind!r}; known are {', '.join(TYPES)}")
+    n = 0 if kind == "nop" else _number(step, "cnt", 1)
+    places: list[Place] = []
+    for end, users in (("src", READING), ("dst", STORING)):
+        place = Place("in", 0)
+        if kind in users:
+            buffer = BUFFERS.get(step.get(f"{end}buf", ""))
+            _demand(buffer is not None, f"{where} has the {end}buf {step.get(f'{end}buf')!r}")
+            place = Place(str(buffer), _number(step, f"{end}off"))
+            size = sizes[place.buffer]
+            _demand(place.chunk + n <= size, f"{where} goes beyond the {size} chunks of {end}buf")
+        places.append(place)
+    block, before = (_number(step, name, -1, "-1") for name in ("depid", "deps"))
+    after = (block, before) if block >= 0 and before >= 0 else None
+    src, dst = places
+    return _Step(kind, (dst, src) if kind == "re" else (src,), dst, n, after)
+
+
+def cells_of(place: Place, n: int) -> set[Cell]:
+    """Return n chunks one by one."""
+    return {(place.buffer, place.chunk + i) for i in range(n)}
+
+
+def _merge_sums(blocks: list[_Block]) -> None:
+    """Make one sum of a copy or sum and those right after it to the same chunks: the last one's."""
+    depended = {step.after for block in blocks for step in block.steps}
+    for index, block in enumerate(blocks):
+        steps, last = block.steps, -1
+        for at, step in enumerate(steps):
+            if step.type == "re" and last >= 0:
+                before = steps[last]
+                is_same = before.type in ("cpy", "re") and before[2:4] == step[2:4]
+                if is_same and (index, last) not in depended:
+                    steps[at] = step._replace(sources=(*before.sources, step.sources[1]))
+                    steps[last] = before._replace(type="nop")
+            last = last if step.type == "nop" else at
+
+
+def _translate(plan: Plan, programs: Mapping[int, list[_Block]], in_place: bool, kind: str) -> Plan:
+    """Return the plan with its programs; `temporary` is the scratch."""
+    scratch, C = plan.temporary, plan.chunks
+    steps = [step for blocks in programs.values() for block in blocks for step in block.steps]
+    writes_input = any(step.type in STORING and step.dst.buffer == "in" for step in steps)
+    copies = plan.collective == "reduce_scatter" if in_place else writes_input
+    base = scratch + plan.in_chunks * copies
+    landings, temporary = _land(programs, base)
+    w = Writer(plan.ranks, kind)
+    for rank, blocks in sorted(programs.items()):
+        homes = {name: Place(name, 0) for name in BUFFERS.values()}
+        if copies:
+            homes["in"] = Place("tmp", scratch)
+            if in_place:
+                homes["out"] = Place("tmp", scratch + rank * C)
+        elif in_place:
+            homes["in"] = Place("out", rank * C if plan.collective == "all_gather" else 0)
+        _write_rank(w, rank, plan, [_moved(block, homes) for block in blocks], homes, landings)
+    return w.plan(
+        plan.name, plan.collective, C,
+        temporary=temporary, min_bytes=plan.min_bytes, max_bytes=plan.max_bytes,
+    )  # fmt: skip
+
+
+def _moved(block: _Block, homes: Mapping[str, Place]) -> _Block:
+    def move(place: Place) -> Place:
+        home = homes[place.buffer]
+        return Place(home.buffer, home.chunk + place.chunk)
+
+    def moved(step: _Step) -> _Step:
+        return step._replace(sources=tuple(map(move, step.sources)), dst=move(step.dst))
+
+    return replace(block, steps=list(map(moved, block.steps)))
+
+
+def _land(programs: Mapping[int, list[_Block]], base: int) -> tuple[Mapping[Way, list[Place]], int]:
+    """Return where the messages of every way land, in order, and the chunks of `tmp`."""
+    sent: dict[Way, list[int]] = {}
+    received: dict[Way, list[int]] = {}
+    landings: dict[Way, list[Place]] = defaultdict(list)
+    temporary = base
+    for rank, blocks in programs.items():
+        free = base
+        writes = sum(map(_stored, blocks), Counter[Cell]())
+        for index, block in enumerate(blocks):
+            for way, types, sizes in (
+                ((rank, block.send, block.chan), SENDING, sent),
+                ((block.recv, rank, block.chan), RECEIVING, received),
+            ):
+                own = [step.n for step in block.steps if step.type in types]
+                if own:
+                    once = way not in sizes
+                    _demand(once, f"gpu {rank}, tb {index}, has peer and channel of another tb")
+                    sizes[way] = own
+            for step in block.steps:
+                if step.type in RECEIVING:
+                    is_alone = all(writes[cell] == 1 for cell in cells_of(step.dst, step.n))
+                    is_direct = step.type in ("r", "rcs") and step.dst.buffer == "tmp" and is_alone
+                    place = step.dst if is_direct else Place("tmp", free)
+                    free += 0 if is_direct else step.n
+                    landings[block.recv, rank, block.chan].append(place)
+        temporary = max(temporary, free)
+    for way in sorted({*sent, *received}):
+        there, here = sent.get(way, []), received.get(way, [])
+        names = "gpu {} sends to gpu {} on channel {}".format(*way)
+        _demand(there == here, f"{names} messages of {there} chunks, and received are {here}")
+    return landings, temporary
+
+
+def _write_rank(
+    w: Writer,
+    rank: int,
+    plan: Plan,
+    blocks: list[_Block],
+    homes: Mapping[str, Place],
+    landings: Mapping[Way, list[Place]],
+) -> None:
+    """Write a rank's lanes, a block each; its places are where they are in the plan."""
+    semaphores: dict[tuple[int, int], int] = {}  # by who posts and who pends
+
+    def post(lane: int, other: int) -> None:
+        w.post(rank, semaphores.setdefault((lane, other), len(semaphores)), lane=lane)
+
+    def pend(lane: int, other: int) -> None:
+        w.pend(rank, semaphores.setdefault((other, lane), len(semaphores)), lane=lane)
+
+    pends, posts = _dependencies(blocks)
+    stored = [_stored(block) for block in blocks]
+    if homes["in"].buffer != "in":
+        w.copy(rank, ("in", 0), homes["in"], plan.in_chunks)
+        for lane in range(1, len(blocks)):
+            post(0, lane)
+            pend(lane, 0)
+    for lane, block in enumerate(blocks):
+        elsewhere = set[Cell]().union(*stored[:lane], *stored[lane + 1 :])
+        arriving = iter(landings.get((block.recv, rank, block.chan), ()))
+        leaving = iter(landings.get((rank, block.send, block.chan), ()))
+        unread: set[Cell] = set()  # what puts may still read
+        for at, step in enumerate(block.steps):
+            if (lane, at) in pends:
+                pend(lane, pends[lane, at])
+            arrived: tuple[Place, ...] = ()
+            if step.type in RECEIVING:
+                w.wait(rank, block.recv, lane=lane, tag=block.chan)
+                arrived = (next(arriving),)
+            sources, dst, leaves = _effect(step, arrived)
+            if sources and unread & cells_of(dst, step.n):
+                w.flush(rank, block.send, lane=lane, tag=block.chan)
+                unread = set()
+            if sources and sources != (dst,):
+                w.reduce(rank, sources, dst, step.n, lane=lane)
+            if leaves:
+                w.put(rank, block.send, leaves, next(leaving), step.n, lane=lane, tag=block.chan)
+                w.signal(rank, block.send, lane=lane, tag=block.chan)
+                unread |= cells_of(leaves, step.n)
+            if posts[lane, at] and unread & elsewhere:
+                w.flush(rank, block.send, lane=lane, tag=block.chan)
+                unread = set()
+            for other in posts[lane, at]:
+                post(lane, other)
+        if any(buffer != "tmp" for buffer, _ in unread):
+            w.flush(rank, block.send, lane=lane, tag=block.chan)
+    if homes["out"].buffer != "out":
+        for lane in range(1, len(blocks)):
+            post(lane, 0)
+            pend(0, lane)
+        w.copy(rank, homes["out"], ("out", 0), plan.out_chunks)
+
+
+def _effect(
+    step: _Step, arrived: tuple[Place, ...]
+) -> tuple[tuple[Place, ...], Place, Place | None]:
+    """Return what a step copies or adds up, if anything, where to, and what it sends, if anything."""
+    sources, dst = step.sources, step.dst
+    match step.type:
+        case "cpy" | "re":
+            return sources, dst, None
+        case "s":
+            return (), dst, sources[0]
+        case "r":
+            return arrived, dst, None
+        case "rcs":
+            return arrived, dst, arrived[0]
+        case "rrc":
+            return (*sources, *arrived), dst, None
+        case "rrs":
+            return (*arrived, *sources), arrived[0], arrived[0]
+        case "rrcs":
+            return (*sources, *arrived), dst, dst
+    return (), dst, None
+
+
+def _stored(block: _Block) -> Counter[Cell]:
+    """Return how many steps write a chunk."""
+    steps = (step for step in block.steps if step.type in STORING)
+    return Counter(cell for step in steps for cell in cells_of(step.dst, step.n))
+
+
+def _dependencies(
+    blocks: list[_Block],
+) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
+    """Return which block's post a step pends, and to which blocks a step posts, each by (block, step)."""
+    pends: dict[tuple[int, int], int] = {}
+    posts: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for lane, block in enumerate(blocks):
+        known = {lane: len(block.steps)}
+        for at, step in enumerate(block.steps):
+            if step.after is not None and known.get(step.after[0], -1) < step.after[1]:
+                known[step.after[0]] = step.after[1]
+                pends[lane, at] = step.after[0]
+                posts[step.after].append(lane)
+    return pends, posts
+
+
+def _number(
+    element: ET.Element, name: str, least: int = 0, default: str = "", *, most: int = LARGEST
+) -> int:
+    text = element.get(name, default)
+    value = int(text) if re.fullmatch("-?[0-9]{1,19}", text) else least - 1
+    wanted = f"no whole number from {least} to {most}"
+    _demand(least <= value <= most, f"{name} of <{element.tag}> is {text[:40]!r}, {wanted}")
+    return value
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PlanError(f"This is no MSCCL algorithm: {otherwise}.")

@@ -1,0 +1,158 @@
+"""Plans as MSCCL's XML files, for its runtime on GPUs; what they look like, `msccl_reader` says."""
+
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from itertools import zip_longest
+from typing import NamedTuple
+
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.format import Place, Plan, PlanError, Step
+from fairseq_tutel.plans.msccl.reader import BUFFERS, COLLECTIVES, Cell, cells_of
+
+OWN = ("own", None)  # the block of what a rank does by itself
+LETTERS = {ours: theirs for theirs, ours in BUFFERS.items()}
+NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
+NOP = {
+    "type": "nop", "srcbuf": "i", "srcoff": "-1", "dstbuf": "o", "dstoff": "-1", "cnt": "0",
+}  # fmt: skip
+End = tuple[str, int | None]  # send or recv on a channel
+
+
+class _Written(NamedTuple):
+    """A step of a file to be: its block, what it is, and the chunks that it reads and writes."""
+
+    block: End
+    attributes: dict[str, str]
+    reads: set[Cell]
+    writes: set[Cell]
+
+
+def to_xml(plan: Plan) -> str:
+    """Write a plan as an MSCCL algorithm, to be used out of place.
+
+    A put is sent when it is asked for and received when the wait for it is over. There is a block for each
+    end of a channel and one for what a rank does by itself; steps of different blocks that touch the same
+    chunks depend on each other. Signals of no puts have no form there, and no use: receivers say where data
+    goes, and when. Half types are rounded after each addition, since that is how they are added there.
+
+    Raises:
+        PlanError: the plan is not right, or of a collective with a root, which the form does not know.
+    """
+    check(plan)
+    if plan.collective not in NAMES:
+        raise PlanError(f"An MSCCL file cannot be of {plan.collective}: it names no root.")
+    scale = plan.ranks if plan.collective == "all_gather" else 1
+    is_ll = bool(plan.channels) and all(channel.kind == "ll" for channel in plan.channels)
+    numbers = _channel_numbers(plan)
+    algorithm = ET.Element("algo", _texts(
+        name=plan.name, proto="LL" if is_ll else "Simple", nchannels=max(numbers, default=0) + 1,
+        nchunksperloop=max(plan.in_chunks, plan.out_chunks), ngpus=plan.ranks,
+        coll=NAMES[plan.collective], inplace=0, outofplace=1,
+        minBytes=plan.min_bytes * scale, maxBytes=(plan.max_bytes or 0) * scale,
+    ))  # fmt: skip
+    for rank, steps in enumerate(_steps_of_ranks(plan)):
+        gpu = ET.SubElement(algorithm, "gpu", _texts(
+            id=rank, i_chunks=plan.in_chunks, o_chunks=plan.out_chunks, s_chunks=plan.temporary,
+        ))  # fmt: skip
+        _add_blocks(gpu, steps, plan, numbers)
+    ET.indent(algorithm)
+    return ET.tostring(algorithm, encoding="unicode")
+
+
+def _texts(**values: object) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+def _channel_numbers(plan: Plan) -> list[int]:
+    """Number the channels between the same two ranks."""
+    twins: Counter[tuple[int, int]] = Counter()
+    numbers = []
+    for channel in plan.channels:
+        numbers.append(twins[channel.source, channel.target])
+        twins[channel.source, channel.target] += 1
+    return numbers
+
+
+def _steps_of_ranks(plan: Plan) -> list[list[_Written]]:
+    """Return each rank's steps in one order in which all can be taken."""
+    order = order_of(plan)
+    arrived: dict[int, list[int]] = defaultdict(list)
+    for put, wait in order.arrival.items():
+        arrived[wait].append(put)
+    written: list[list[_Written]] = [[] for _ in range(plan.ranks)]
+    for number in order.run:
+        step, steps = order.steps[number], written[order.ranks[number]]
+        if step.op == "put":
+            steps.append(_leaf("s", ("send", step.channel), step, step.src[0]))
+        for put in sorted(arrived[number]):
+            sent = order.steps[put]
+            steps.append(_leaf("r", ("recv", sent.channel), sent, sent.src[0]))
+        if step.op in ("copy", "reduce"):
+            first, *others = step.src
+            if first != step.dst:
+                steps.append(_leaf("cpy", OWN, step, first))
+            steps += [_leaf("re", OWN, step, place) for place in others]
+    return written
+
+
+def _leaf(kind: str, block: End, step: Step, src: Place) -> _Written:
+    assert step.dst is not None and step.n is not None
+    attributes = _texts(
+        type=kind, srcbuf=LETTERS[src.buffer], srcoff=src.chunk,
+        dstbuf=LETTERS[step.dst.buffer], dstoff=step.dst.chunk, cnt=step.n,
+    )  # fmt: skip
+    reads = set() if kind == "r" else cells_of(src, step.n)
+    writes = set() if kind == "s" else cells_of(step.dst, step.n)
+    return _Written(block, attributes, reads | writes if kind == "re" else reads, writes)
+
+
+def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: list[int]) -> None:
+    """Write a rank's steps as blocks with dependencies: what touches a chunk waits for what wrote it."""
+    blocks: dict[End, ET.Element] = {}
+    known: dict[End, dict[str, int]] = defaultdict(dict)
+    leaves: list[ET.Element] = []  # of each step, what stands for it
+    writer: dict[Cell, int] = {}
+    readers: dict[Cell, set[int]] = defaultdict(set)
+    for number, step in enumerate(steps):
+        before = {writer[cell] for cell in step.reads | step.writes if cell in writer}
+        before = before.union(*(readers[cell] for cell in step.writes))
+        for cell in step.writes:
+            writer[cell] = number
+            readers[cell].clear()
+        for cell in step.reads:
+            readers[cell].add(number)
+        if step.block not in blocks:
+            blocks[step.block] = _new_block(gpu, step.block, plan, numbers)
+        block, seen = blocks[step.block], known[step.block]
+        needs: dict[str, int] = {}  # by block, the last step that is not known to be over
+        for other in sorted(before):
+            there = blocks[steps[other].block].get("id", "")
+            if there != block.get("id") and seen.get(there, -1) < other:
+                needs[there] = seen[there] = other
+        # A step depends on one other: the others are left to steps that do nothing.
+        kinds = [NOP] * (len(needs) - 1) + [step.attributes]
+        for attributes, there in zip_longest(kinds, needs):
+            leaf = _add_step(block, attributes, there, leaves[needs[there]] if needs else None)
+        leaves.append(leaf)
+
+
+def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.Element:
+    name, index = end
+    fields = {"id": len(gpu), "send": -1, "recv": -1, "chan": 0}
+    if index is not None:
+        channel = plan.channels[index]
+        fields[name] = channel.target if name == "send" else channel.source
+        fields["chan"] = numbers[index]
+    return ET.SubElement(gpu, "tb", _texts(**fields))
+
+
+def _add_step(
+    block: ET.Element, attributes: dict[str, str], there: str | None, leaf: ET.Element | None
+) -> ET.Element:
+    """Add a step that depends on a leaf of another block, if on any."""
+    deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
+    if there is not None and leaf is not None:
+        leaf.set("hasdep", "1")
+        deps |= {"depid": there, "deps": leaf.get("s", "")}
+    return ET.SubElement(block, "step", {"s": str(len(block)), **attributes, **deps})

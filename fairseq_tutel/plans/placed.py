@@ -1,0 +1,134 @@
+"""The plans of a training run: read from a file or folder, checked, and matched with the run's groups.
+
+A plan may be made for a network, whose file (`planning.network`) is in the same folder. A run is compared
+with it by the number of ranks on each host.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from fairseq_tutel.planning import network
+from fairseq_tutel.planning.network import Network
+from fairseq_tutel.plans import files
+from fairseq_tutel.plans.checker import Report, check
+from fairseq_tutel.plans.format import Plan
+
+OPTION = "--moe-collective-plans"
+# The collectives of a training run.
+USED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+
+@dataclass(frozen=True)
+class PlacedPlan:
+    """A checked plan and the hosts that it is for.
+
+    Attributes:
+        name: name of its file, without .json.
+        plan: the plan.
+        report: its cost.
+        hosts: number of ranks on each host, in order; None: any.
+    """
+
+    name: str
+    plan: Plan
+    report: Report
+    hosts: tuple[int, ...] | None = None
+
+    def fits(self, ranks: Sequence[int], local: int) -> bool:
+        """Return whether a group of ranks can run it, with `local` ranks on a host; 0: unknown."""
+        if len(ranks) != self.plan.ranks:
+            return False
+        return not local or self.hosts is None or self.hosts == hosts_of(ranks, local)
+
+
+def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
+    """Return how many of some ranks are on each host of `local` ranks, in order."""
+    return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
+
+
+def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
+    """Read all plans of a file, or of a folder's *.json files in the order of their names.
+
+    Plans with a digest in `proved` are not checked, since another rank has checked them.
+
+    Raises:
+        ValueError: there is no plan, or one cannot be read or is wrong; names the file.
+    """
+    place = Path(path)
+    found = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    networks = dict(_networks(found)) if place.is_dir() else {}
+    plans = {file: _read(file) for file in found if file not in networks}
+    if not plans:
+        raise ValueError(
+            f"{OPTION} is {path}, which has no plan; give a plan's FILE.json or a folder of plans."
+        )
+    if not place.is_dir() and plans[place].network:
+        networks = dict(_networks(place.parent.glob("*.json")))
+    hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
+    return tuple(_placed(file, plan, hosts, proved) for file, plan in plans.items())
+
+
+def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
+    for path in paths:
+        with contextlib.suppress(ValueError):  # the file has no network
+            yield path, network.read(path)
+
+
+def _read(file: Path) -> Plan:
+    try:
+        return files.read(file)
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from error
+
+
+def _placed(
+    file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]], proved: frozenset[str]
+) -> PlacedPlan:
+    """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
+    if plan.network and plan.network not in hosts:
+        raise ValueError(
+            f"{OPTION}: {file}: the plan is for the network {plan.network}, but no network file beside it "
+            "has this digest; put that network's file there."
+        )
+    try:
+        report = check(plan, plan.digest in proved)
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {file}: {error}") from error
+    return PlacedPlan(file.stem, plan, report, hosts.get(plan.network))
+
+
+def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
+    """Refuse plans that no group of a run can use.
+
+    Args:
+        plans: from `read`.
+        groups: the ranks of each group of more than one rank.
+        local: ranks of a host; 0: unknown.
+
+    Raises:
+        ValueError: names the plan and the fix.
+    """
+    for placed in plans:
+        plan = placed.plan
+        if plan.collective not in USED:
+            raise ValueError(
+                f"{OPTION}: {placed.name} is a plan of {plan.collective}, which no training run uses; "
+                "remove it."
+            )
+        if any(placed.fits(ranks, local) for ranks in groups):
+            continue
+        sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
+        if all(len(ranks) != plan.ranks for ranks in groups):
+            raise ValueError(
+                f"{OPTION}: {placed.name} is for {plan.ranks} ranks, and this run's groups have {sizes}; "
+                "make it for one of these, or leave it out."
+            )
+        hosts = "+".join(map(str, placed.hosts or ()))
+        here = "+".join(map(str, hosts_of(range(plan.ranks), local)))
+        raise ValueError(
+            f"{OPTION}: {placed.name} is for a network with {hosts} ranks on its hosts, and this run has "
+            f"{here}; make it for this network, start ranks as there, or leave it out."
+        )

@@ -1,0 +1,153 @@
+"""The checker: plans that are right pass and are measured, and every kind of wrong one is refused."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from plan_edits import in_packets, two_lanes, with_steps
+
+from fairseq_tutel.plans.checker import PlanError, check
+from fairseq_tutel.plans.format import Channel, Place, Step, Writer
+from fairseq_tutel.plans.generators import make
+
+ONE = make("one_phase", "all_reduce", 2)
+
+
+def test_what_a_plan_does():
+    report = check(make("ring", "all_gather", 4))
+    links = {(r, (r + 1) % 4) for r in range(4)}
+    assert report.steps == 4 * 13 and report.depth == 4  # one trip to say that a rank has begun
+    assert report.bytes_of_link == dict.fromkeys(links, 3)
+    assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
+    assert report.predicted(100, 1.0, 0.5) == 4 * 1 + 3 * 100 * 0.5
+    slow = {link: 2.0 if link == (0, 1) else 0.5 for link in links}
+    assert report.predicted(100, 1.0, slow) == 4 + 3 * 100 * 2
+    assert check(in_packets(make("one_phase", "all_reduce", 3))).bytes_of_link[0, 2] == 2
+    assert check(two_lanes()).depth == 2
+
+
+def test_sums_in_another_order_are_refused_but_for_their_first_two_terms():
+    plan = make("one_phase", "all_reduce", 3)
+    *_, step, _, _ = plan.programs[1][0]
+    assert step.op == "reduce"
+    a, b, c = step.src
+    index = plan.programs[1][0].index(step)
+    check(with_steps(plan, 1, 0, index, index + 1, replace(step, src=(b, a, c))))
+    with pytest.raises(
+        PlanError, match=r"rank 1, lane 0, step 6 \(reduce\) adds up .* another order"
+    ):
+        check(with_steps(plan, 1, 0, index, index + 1, replace(step, src=(a, c, b))))
+
+
+def writing(*calls, ranks=2, collective="all_gather", chunks=1, temporary=2, **others):
+    """Return a plan of calls of Writer."""
+    w = Writer(ranks)
+    for name, *arguments in calls:
+        lane = arguments.pop() if isinstance(arguments[-1], dict) else {}
+        getattr(w, name)(*arguments, **lane)
+    plan = w.plan("it", collective, chunks, temporary=temporary)
+    return replace(plan, **others)
+
+
+IN, OUT, TMP = Place("in", 0), Place("out", 0), Place("tmp", 0)
+OWN = ("copy", 0, IN, OUT)
+
+
+@pytest.mark.parametrize(
+    "plan, sentence",
+    [
+        # 1. shape
+        (replace(ONE, collective="gather"), "the collective 'gather' is none of all_gather,"),
+        (replace(ONE, ranks=3), "it has 2 programs for 3 ranks"),
+        (
+            replace(ONE, temporary=10**9),
+            "its ranks' buffers have 2000000004 chunks, more than 1048576",
+        ),
+        (replace(ONE, root=0), "it has the root 0, but all_reduce has none"),
+        (replace(two_lanes(), root=None), "its root is None, none of its 2 ranks"),
+        (replace(ONE, min_bytes=9, max_bytes=8), "it is meant for 9 to 8 bytes, so for none"),
+        (replace(ONE, channels=(Channel(0, 0),)), "channel 0 leads from rank 0 to rank 0"),
+        (replace(ONE, channels=(Channel(0, 1, "fast"),)), "channel 0 is of kind 'fast'"),
+        (
+            replace(ONE, channels=ONE.channels[:1]),
+            "rank 0, lane 0, step 2, a wait, is on channel 1 of 1",
+        ),
+        (
+            with_steps(ONE, 0, 0, 0, 0, Step("signal", 1)),
+            "step 0, a signal, is on channel 1 from rank 1",
+        ),
+        (
+            with_steps(ONE, 0, 0, 0, 0, Step("get")),
+            "rank 0, lane 0, step 0, a get, is no known operation",
+        ),
+        (writing(("copy", 0, IN, OUT, 0)), "rank 0, lane 0, step 0, a copy, moves 0 chunks"),
+        (
+            with_steps(ONE, 0, 0, 3, 4, Step("reduce", None, (IN,), OUT, 1)),
+            "step 3, a reduce, reads 1 places",
+        ),
+        (writing(("put", 0, 1, IN, Place("tmp", 2))), "goes beyond the 2 chunks of tmp on rank 1"),
+        (replace(two_lanes(), root=1), "a put, goes beyond the 0 chunks of in on rank 0"),
+        (writing(("copy", 0, OUT, IN)), "rank 0, lane 0, step 0, a copy, writes in, which"),
+        (writing(("copy", 0, TMP, TMP)), "rank 0, lane 0, step 0, a copy, writes what it reads"),
+        (writing(("reduce", 0, [IN, TMP], TMP)), "a reduce, writes what it reads"),
+        (writing(("signal", 0, 1), ("signal", 0, 1, {"lane": 1})), "uses channel 0 as lane 0 does"),
+        (writing(("put", 0, 1, IN, TMP)), "rank 0, lane 0, step 0, a put, has no signal after it"),
+        (writing(("signal", 0, 1)), "rank 0, lane 0, step 0: channel 0 has 1 signals and 0 waits"),
+        (writing(("pend", 1, 4, {"lane": 0})), "step 0: semaphore 4 has 0 posts and 1 pends"),
+        # 2. deadlock
+        (
+            writing(("wait", 0, 1), ("signal", 0, 1), ("wait", 1, 0), ("signal", 1, 0)),
+            "deadlock: rank 0, lane 0, step 0 (wait) waits for rank 1, lane 0, step 1 (signal), which "
+            "comes after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
+        ),
+        (
+            writing(("pend", 0, 0, {"lane": 0}), ("post", 0, 0, {"lane": 0})),
+            "step 0 (pend) waits for rank 0, lane 0, step 1 (post), which comes after itself",
+        ),
+        # 3. races: in a call, with the caller, with the next call, with the one after it
+        (
+            with_steps(ONE, 0, 0, 2, 4, *ONE.programs[0][0][3:1:-1]),
+            "rank 0, lane 0, step 2 (reduce) and rank 1, lane 0, step 0 (put) access tmp[1] of rank 0",
+        ),
+        (
+            writing(("put", 0, 1, IN, OUT), ("signal", 0, 1), ("wait", 1, 0), ("flush", 0, 1)),
+            "the caller, before the call, and rank 0, lane 0, step 0 (put) access out[0] of rank 1",
+        ),
+        (
+            with_steps(ONE, 0, 0, 4, 5),
+            "rank 0, lane 0, step 0 (put) and the caller, before the call, access in[0] of rank 0, one "
+            "writes, and nothing orders them; the second is of the next call",
+        ),
+        (
+            writing(("put", 0, 1, IN, TMP), ("signal", 0, 1), ("flush", 0, 1), ("wait", 1, 0)),
+            "rank 0, lane 0, step 0 (put) and rank 0, lane 0, step 0 (put) access tmp[0] of rank 1, one "
+            "writes, and nothing orders them; the second is of the call after the next",
+        ),
+        # 4. data
+        (
+            writing(("copy", 0, TMP, OUT)),
+            "rank 0, lane 0, step 0 (copy) reads tmp[0], which holds nothing",
+        ),
+        (
+            writing(OWN, ("reduce", 0, [IN, OUT], TMP)),
+            "rank 0, lane 0, step 1 (reduce) adds in[0] of rank 0 twice",
+        ),
+        (
+            writing(("reduce", 0, [IN, Place("in", 1)], TMP), chunks=2),
+            "rank 0, lane 0, step 0 (reduce) adds in[1] to in[0]",
+        ),
+        # 5. another result
+        (
+            writing(OWN),
+            "rank 0, lane 0, at the end: out[1] of rank 0 holds nothing, not in[0] of rank 1",
+        ),
+        (
+            writing(("copy", 1, IN, OUT), OWN, ranks=2, collective="all_reduce"),
+            "step 0 (copy) leaves in[0] of rank 0 in out[0] of rank 0, not in[0] of ranks 0, 1",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_in_a_sentence(plan, sentence):
+    with pytest.raises(PlanError) as refusal:
+        check(plan)
+    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,0 +1,52 @@
+"""Chunks to ranges of elements: plans run in one process, move by move, and give what they are to give.
+
+Covered: every generator's plans at sizes that do not divide; blocks of an all-to-all with sizes of
+their own that pass through other ranks; neighbours are one piece.
+"""
+
+from types import SimpleNamespace
+
+import plans
+import pytest
+import torch
+
+from fairseq_tutel.plans.checker.lengths import Kind
+from fairseq_tutel.plans.executors.layout import Layout, walk
+from fairseq_tutel.plans.generators import make
+
+
+@pytest.mark.parametrize("ranks", (3, 4))
+def test_plans_give_what_they_are_to_at_any_size(ranks):
+    for plan in plans.of(ranks):
+        for m in (0, 1, 2, 3, 7):
+            ins = plans.inputs(plan, m, dtype=torch.int64)
+            for got, wanted in zip(
+                plans.result(plan, m, ins), plans.wanted(plan, ins), strict=True
+            ):
+                assert torch.equal(got, wanted), (plan.name, m)
+
+
+@pytest.mark.parametrize("name", ("linear", "two_hops"))
+def test_blocks_of_their_own_sizes_pass_through_other_ranks(name):
+    n, plan = 4, make(name, "all_to_all", 4, **({"nodes": 2} if name == "two_hops" else {}))
+    sizes = [[(3 * s + 5 * d) % 4 for d in range(n)] for s in range(n)]
+    blocks = [[torch.arange(sizes[s][d]) + 16 * s + 4 * d for d in range(n)] for s in range(n)]
+    outs = plans.result(plan, sizes, [torch.cat(row) for row in blocks])
+    for d, out in enumerate(outs):
+        assert torch.equal(out, torch.cat([row[d] for row in blocks]))
+
+
+def test_neighbours_are_one_piece():
+    walked = walk(make("ring", "all_gather", 4))
+    assert all(len(Layout(walked, 10).pieces(move)) == 1 for move in walked.moves)
+    two_hops = walk(make("two_hops", "all_to_all", 4, nodes=2))
+    across = [move for move in two_hops.moves if len(move.kinds) == 2]
+    assert across and all(len(Layout(two_hops, 10).pieces(move)) == 1 for move in across)
+
+
+def test_a_slot_has_room_for_the_longest_chunk_it_ever_holds():
+    plan = SimpleNamespace(chunks=2)
+    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # of 3 elements: 2 and 1
+    slots = (frozenset({long, short}), frozenset({short}), frozenset())
+    layout = Layout(SimpleNamespace(plan=plan, tmp_kinds=(slots,)), 3)
+    assert layout.starts(0, "tmp") == [0, 2, 3, 3]

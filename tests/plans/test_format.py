@@ -1,0 +1,65 @@
+"""The plan's file: it is read as it was written, and what is no plan is refused in a sentence."""
+
+import json
+
+import pytest
+from plan_edits import in_packets, two_lanes
+
+from fairseq_tutel.plans.format import from_json, to_json
+from fairseq_tutel.plans.generators import make
+
+ONE = make("one_phase", "all_reduce", 2)
+
+
+@pytest.mark.parametrize(
+    "plan", [in_packets(make("tree", "reduce", 3, root=2)), two_lanes()], ids=lambda plan: plan.name
+)
+def test_a_plan_is_read_as_it_was_written(plan):
+    read = from_json(json.loads(json.dumps(to_json(plan))))
+    assert read == plan and read.digest == plan.digest
+    assert read.digest != ONE.digest
+
+
+STEP = ("programs", 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "path, value, sentence",
+    [
+        ((), [], "the plan is no JSON object"),
+        (("format",), 2, "its format is 2, not 1"),
+        (("rank",), 2, "it has unknown fields: ['rank']"),
+        (("collective",), "gather", "collective is 'gather'"),
+        (("ranks",), 0, "ranks is 0, no whole number from 1 to 2^62"),
+        (("chunks",), True, "chunks is True, no whole number from 1 to 2^62"),
+        (("bytes",), 5, "bytes is no pair of numbers"),
+        (("bytes",), [-1, None], "bytes is -1, no whole number from 0 to 2^62"),
+        (("root",), "0", "root is '0', no whole number from 0 to 2^62"),
+        (("channels",), None, "it has no list of channels"),
+        (("channels", 0), [0], "channel 0 is no [from, to] or [from, to, kind]"),
+        (("channels", 0), [0, 1, "fast"], "channel 0 is of kind 'fast'; known are simple, ll"),
+        (("programs",), "all", "it has no list of programs"),
+        (("programs", 1), {}, "the program of rank 1 is no list of lanes"),
+        (("programs", 1, 0), 7, "lane 0 of rank 1 is no list of steps"),
+        (STEP, "put", "rank 0, lane 0, step 0 is no JSON object"),
+        (("temporary",), 10**400, "temporary is 1000"),
+        ((*STEP, "op"), [], "rank 0, lane 0, step 0 has the unknown operation []"),
+        ((*STEP, "op"), "get", "rank 0, lane 0, step 0 has the unknown operation 'get'"),
+        (STEP, {"op": "wait"}, "a wait, has the fields ['op'], not ['channel', 'op']"),
+        ((*STEP, "n"), 0, "rank 0, lane 0, step 0: n is 0, no whole number from 1 to 2^62"),
+        ((*STEP, "src"), 0, "rank 0, lane 0, step 0: src is no list of places"),
+        ((*STEP, "dst"), ["top", 0], """: ['top', 0] is no place, as ["in", 0]"""),
+        ((*STEP, "dst", 1), -1, "a place's chunk is -1, no whole number from 0 to 2^62"),
+    ],
+)
+def test_what_is_no_plan_is_refused(path, value, sentence):
+    data = json.loads(json.dumps(to_json(ONE)))
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if path:
+        at[path[-1]] = value
+    with pytest.raises(ValueError) as refusal:
+        from_json(data if path else value)
+    text = str(refusal.value)
+    assert text.startswith("This is no plan: ") and sentence in text and "\n" not in text

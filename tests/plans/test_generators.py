@@ -1,0 +1,118 @@
+"""Plans by name: the checker lets all pass, and they send what their docstrings say."""
+
+from collections import Counter
+from fractions import Fraction
+from math import log2
+
+import pytest
+
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.generators import GENERATORS, make, usual
+
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+
+
+def plans(name: str, counts=RANKS):
+    """All that a generator makes."""
+    generator = GENERATORS[name]
+    for collective in generator.collectives:
+        for ranks in counts:
+            if name == "recursive_doubling" and ranks & (ranks - 1):
+                continue
+            for nodes in range(1, ranks + 1 if "nodes" in generator.options else 2):
+                if ranks % nodes == 0:
+                    for root in {0, ranks - 1} if "root" in generator.options else (0,):
+                        yield make(name, collective, ranks, nodes=nodes, root=root)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_plan_is_right(name):
+    for plan in plans(name, RANKS[:-1] if "nodes" in GENERATORS[name].options else RANKS):
+        check(plan)
+
+
+def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
+    """Messages that a rank sends, and what is in them in units of its `in`."""
+    of_rank = [s for r, _, _, s in plan.steps() if r == rank and s.channel is not None]
+    ours = [s for s in of_rank if to(plan.channels[s.channel].target)]
+    puts = Counter()
+    messages = 0
+    for step in ours:
+        if step.op == "put":
+            puts[step.channel] += step.n
+        elif step.op == "signal":
+            messages += bool(puts.pop(step.channel, 0))
+    chunks = sum(step.n for step in ours if step.op == "put")
+    return messages, Fraction(chunks, plan.in_chunks)
+
+
+@pytest.mark.parametrize(("name", "collective", "messages", "size", "depth"), [
+    ("ring", "all_gather", lambda N: N - 1, lambda N: N - 1, lambda N: N),
+    ("ring", "reduce_scatter", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: N - 1),
+    ("ring", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2 * N - 2),
+    ("recursive_doubling", "all_gather", log2, lambda N: N - 1, log2),
+    ("recursive_doubling", "reduce_scatter", log2, lambda N: Fraction(N - 1, N), log2),
+    ("recursive_doubling", "all_reduce", log2, log2, log2),
+    ("one_phase", "all_gather", lambda N: N - 1, lambda N: N - 1, lambda N: 1),
+    ("one_phase", "reduce_scatter", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
+    ("one_phase", "all_reduce", lambda N: N - 1, lambda N: N - 1, lambda N: 1),
+    ("two_phase", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2),
+    ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
+])  # fmt: skip
+def test_every_rank_sends_what_the_table_says(name, collective, messages, size, depth):
+    for ranks in (2, 4, 8) if name == "recursive_doubling" else (2, 3, 5, 8):
+        plan = make(name, collective, ranks)
+        assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}
+        assert check(plan).depth == depth(ranks)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2)])
+def test_plans_of_nodes_send_few_messages_across(nodes, local):
+    L, n = local, nodes
+    for name, within, across in (
+        ("hierarchical", (2 * (L - 1), Fraction(2 * (L - 1), L)), (n - 1, Fraction(n - 1, L))),
+        ("two_hops", (L - 1, Fraction(L - 1, L)), (n - 1, Fraction(n - 1, n))),
+    ):
+        plan = make(name, GENERATORS[name].collectives[0], n * L, nodes=n)
+        assert check(plan).depth == {"hierarchical": 3, "two_hops": 2}[name]
+        for r in range(n * L):
+            assert sent(plan, r, lambda peer, r=r: peer // L == r // L) == within
+            assert sent(plan, r, lambda peer, r=r: peer // L != r // L) == across
+
+
+def test_a_tree_sends_to_each_rank_once():
+    for ranks in (2, 3, 7, 8):
+        for collective in ("broadcast", "reduce"):
+            plan = make("tree", collective, ranks, root=ranks - 1)
+            assert sum(sent(plan, r)[0] for r in range(ranks)) == ranks - 1
+            assert check(plan).depth == 1 + int(log2(ranks))
+
+
+def test_what_cannot_be_made_is_refused():
+    for arguments, sentence in (
+        (("spiral", "all_reduce", 4), "no plan 'spiral'; known are ring"),
+        (("linear", "reduce", 4), "linear makes no 'reduce': it makes all_to_all"),
+        (("recursive_doubling", "all_gather", 6), "a power of two, not 6 ranks"),
+        (("ring", "all_gather", 0), "0 ranks cannot be divided"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make(*arguments)
+    for options, sentence in (
+        ({"nodes": 3}, "4 ranks cannot be divided among 3 nodes"),
+        ({"root": 4}, "root 4 is none of 4 ranks"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make("hierarchical", "all_reduce", 4, **options)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_usual_plans_are_for_all_bytes(collective):
+    for ranks in (2, 3, 4, 8):
+        least = 0
+        for plan in usual(collective, ranks):
+            assert (plan.collective, plan.ranks, plan.min_bytes) == (collective, ranks, least)
+            least = None if plan.max_bytes is None else plan.max_bytes + 1
+        assert least is None
+    with pytest.raises(ValueError, match="makes no 'broadcast'"):
+        usual("broadcast", 2)

@@ -1,0 +1,92 @@
+"""Plans that keep a chunk in a place of `out` of another length are refused: sizes need not divide."""
+
+import pytest
+
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.executors.layout import walk
+from fairseq_tutel.plans.format import PlanError, Writer
+
+
+def gather_parked():
+    """all_gather: each rank parks its short chunk in the place of the long one."""
+    w = Writer(2)
+    for rank in range(2):
+        other = 1 - rank
+        w.copy(rank, ("in", 1), ("out", 2 * rank))
+        w.copy(rank, ("out", 2 * rank), ("out", 2 * rank + 1))
+        w.copy(rank, ("in", 0), ("out", 2 * rank))
+        w.put(rank, other, ("in", 0), ("tmp", 0), 2)
+        w.signal(rank, other)
+        w.wait(rank, other)
+        w.copy(rank, ("tmp", 0), ("out", 2 * other), 2)
+        w.flush(rank, other)
+    return w.plan("gather", "all_gather", 2, temporary=2)
+
+
+def exchange_parked():
+    """all_to_all: a rank parks the other's block in the place of its own."""
+    w = Writer(2)
+    for rank in range(2):
+        other = 1 - rank
+        w.put(rank, other, ("in", other), ("tmp", 0))
+        w.signal(rank, other)
+        w.wait(rank, other)
+        w.copy(rank, ("tmp", 0), ("out", rank))
+        w.copy(rank, ("out", rank), ("out", other))
+        w.copy(rank, ("in", rank), ("out", rank))
+        w.flush(rank, other)
+    return w.plan("exchange", "all_to_all", 1, temporary=1)
+
+
+def sum_parked(collective):
+    """all_reduce or reduce_scatter: the sum of a chunk is made in another one's place, then copied."""
+    w = Writer(2)
+    for rank in range(2):
+        other = 1 - rank
+        mine, theirs = (0, 0) if collective == "all_reduce" else (2 * rank, 2 * other)
+        w.put(rank, other, ("in", theirs), ("tmp", 0), 2)
+        w.signal(rank, other)
+        w.wait(rank, other)
+        sums = [[("in", mine + c), ("tmp", c)] for c in range(2)]
+        w.reduce(rank, sums[1] if rank == 0 else sums[1][::-1], ("out", 0))
+        w.copy(rank, ("out", 0), ("out", 1))
+        w.reduce(rank, sums[0] if rank == 0 else sums[0][::-1], ("out", 0))
+        w.flush(rank, other)
+    return w.plan("sum", collective, 2, temporary=2)
+
+
+def sum_of_blocks():
+    """all_to_all that also adds blocks of two sources in `tmp`, for nobody."""
+    w = Writer(2)
+    for rank in range(2):
+        other = 1 - rank
+        w.put(rank, other, ("in", other), ("tmp", 0))
+        w.signal(rank, other)
+        w.wait(rank, other)
+        w.copy(rank, ("tmp", 0), ("out", other))
+        w.copy(rank, ("in", rank), ("out", rank))
+        w.reduce(rank, [("in", rank), ("tmp", 0)], ("tmp", 1))
+        w.flush(rank, other)
+    return w.plan("blocks", "all_to_all", 1, temporary=2)
+
+
+@pytest.mark.parametrize(
+    "plan, what",
+    [
+        (
+            gather_parked(),
+            r"step 0 \(copy\) writes a chunk of another length to out\[0\] of rank 0",
+        ),
+        (exchange_parked(), r"\(copy\) writes a chunk of another length to out\["),
+        (
+            sum_parked("all_reduce"),
+            r"step 3 \(reduce\) writes a chunk of another length to out\[0\]",
+        ),
+        (sum_parked("reduce_scatter"), r"\(reduce\) writes a chunk of another length to out\[0\]"),
+        (sum_of_blocks(), r"step 5 \(reduce\) adds chunks of different lengths"),
+    ],
+)
+def test_chunks_of_other_lengths_are_refused_by_checker_and_executors(plan, what):
+    for refuse in (check, walk):
+        with pytest.raises(PlanError, match=what):
+            refuse(plan)

@@ -1,0 +1,227 @@
+"""MSCCL's files: those that its tools write are plans that the checker lets pass, and ours come back."""
+
+from fractions import Fraction
+
+import pytest
+from test_generators import plans
+
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.format import Plan, PlanError, Writer
+from fairseq_tutel.plans.generators import GENERATORS, make
+from fairseq_tutel.plans.msccl.reader import from_xml
+from fairseq_tutel.plans.msccl.writer import to_xml
+
+# As MSCCLang writes it: in place, where the output is the only buffer.
+GATHER = """<algo name="allgather_ring" proto="LL" nchannels="1" nchunksperloop="3" ngpus="3" coll="allgather"
+ inplace="1" outofplace="0" minBytes="3072" maxBytes="0">
+  <gpu id="0" i_chunks="0" o_chunks="3" s_chunks="0">
+    <tb id="0" send="1" recv="2" chan="0">
+      <step s="0" type="s" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+      <step s="1" type="rcs" srcbuf="o" srcoff="2" dstbuf="o" dstoff="2" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+      <step s="2" type="r" srcbuf="o" srcoff="1" dstbuf="o" dstoff="1" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+    </tb>
+  </gpu>
+  <gpu id="1" i_chunks="0" o_chunks="3" s_chunks="0">
+    <tb id="0" send="2" recv="0" chan="0">
+      <step s="0" type="s" srcbuf="o" srcoff="1" dstbuf="o" dstoff="1" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+      <step s="1" type="rcs" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+      <step s="2" type="r" srcbuf="o" srcoff="2" dstbuf="o" dstoff="2" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+    </tb>
+  </gpu>
+  <gpu id="2" i_chunks="0" o_chunks="3" s_chunks="0">
+    <tb id="0" send="0" recv="1" chan="0">
+      <step s="0" type="s" srcbuf="o" srcoff="2" dstbuf="o" dstoff="2" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+      <step s="1" type="rcs" srcbuf="o" srcoff="1" dstbuf="o" dstoff="1" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+      <step s="2" type="r" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>
+    </tb>
+  </gpu>
+</algo>
+"""  # noqa: E501
+
+
+def algorithm(coll: str, loop: int, gpus: list, **attributes) -> str:
+    """A file: a gpu is blocks (send, recv, steps), a step "type src dst [dep]": "rrc i0 o1 2.0"."""
+    given = {"name": coll, "proto": "Simple", "inplace": 1} | attributes
+    lines = [
+        f'<algo nchunksperloop="{loop}" ngpus="{len(gpus)}" coll="{coll}" '
+        + " ".join(f'{name}="{value}"' for name, value in given.items())
+        + ">"
+    ]
+    for rank, blocks in enumerate(gpus):
+        lines.append(f'<gpu id="{rank}" i_chunks="{loop}" o_chunks="{loop}" s_chunks="{loop}">')
+        for index, (send, recv, steps) in enumerate(blocks):
+            lines.append(f'<tb id="{index}" send="{send}" recv="{recv}" chan="0">')
+            for at, step in enumerate(steps):
+                kind, src, dst, *after = step.split()
+                block, before = after[0].split(".") if after else (-1, -1)
+                lines.append(
+                    f'<step s="{at}" type="{kind}" srcbuf="{src[0]}" srcoff="{src[1:]}" '
+                    f'dstbuf="{dst[0]}" dstoff="{dst[1:]}" cnt="1" depid="{block}" deps="{before}"/>'
+                )
+            lines.append("</tb>")
+        lines.append("</gpu>")
+    return "\n".join([*lines, "</algo>"])
+
+
+def all_pairs(N: int = 3) -> str:
+    """allreduce in place: the first block of rank r adds up chunk r of all."""
+    gpus = []
+    for r in range(N):
+        peers = [p for p in range(N) if p != r]
+        blocks = []
+        for index, p in enumerate(peers):
+            steps = [f"s i{p} s{r}", f"r i{r} s{p}"]
+            if index == 0:
+                steps += [f"nop i0 i0 {other}.1" for other in range(1, N - 1)]
+                steps += [f"re s{q} i{r}" for q in peers]
+            last = 2 + (N - 2) + (N - 1) - 1
+            steps += [f"s i{r} i{r}" + (f" 0.{last}" if index else ""), f"r i{p} i{p}"]
+            blocks.append((p, p, steps))
+        gpus.append(blocks)
+    return algorithm("allreduce", N, gpus)
+
+
+def ring(N: int = 4) -> str:
+    """allreduce out of place, with the four steps that receive and send at once."""
+    gpus = []
+    for r in range(N):
+        sums = [f"rrs i{(r - 1 - t) % N} o0" for t in range(1, N - 1)]
+        passed = [f"rcs i0 o{(r - t) % N}" for t in range(1, N - 1)]
+        steps = [f"s i{(r - 1) % N} o0", *sums, f"rrcs i{r} o{r}", *passed, f"r i0 o{(r + 1) % N}"]
+        gpus.append([((r + 1) % N, (r - 1) % N, steps)])
+    return algorithm("allreduce", N, gpus, inplace=0, outofplace=1)
+
+
+def input_written() -> str:
+    """allreduce out of place that adds up in its input."""
+    gpus = [
+        [(1, 1, ["s i1 i1", "rrc i0 i0", "cpy i0 o0", "s i0 o0", "r i1 o1"])],
+        [(0, 0, ["s i0 i0", "rrc i1 i1", "cpy i1 o1", "s i1 o1", "r i0 o0"])],
+    ]
+    return algorithm("allreduce", 2, gpus, inplace=0)
+
+
+def scattered() -> str:
+    """reduce_scatter in place, where the output is a part of the input; two blocks with a dependency."""
+    gpus = [
+        [(1, -1, ["s i1 i1"]), (-1, 1, ["r i0 s0"]), (-1, -1, ["re s0 i0 1.0"])],
+        [(0, -1, ["s i0 i0"]), (-1, 0, ["r i1 s1"]), (-1, -1, ["re s1 o0 1.0"])],
+    ]
+    return algorithm("reduce_scatter", 2, gpus)
+
+
+def exchanged() -> str:
+    """alltoall in place: what leaves is overwritten by what comes, when it has left."""
+    gpus = [
+        [(1, 1, ["s i1 o0", "r i0 o1"])],
+        [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])],
+    ]
+    return algorithm("alltoall", 2, gpus)
+
+
+def one_scratch() -> str:
+    """allreduce where rank 1 receives both chunks in one place of scratch."""
+    both = ["s i0 s0", "s i1 s1"]
+    gpus = [
+        [(1, 1, [*both, "r i0 s0", "cpy i0 o0", "re s0 o0", "r i1 s1", "cpy i1 o1", "re s1 o1"])],
+        [(0, 0, [*both, "r i0 s0", "cpy s0 o0", "re i0 o0", "r i1 s0", "cpy s0 o1", "re i1 o1"])],
+    ]
+    return algorithm("allreduce", 2, gpus, inplace=0)
+
+
+def depended() -> str:
+    """allreduce where rank 0 sends copies before it adds to them, and asks for what came last first."""
+    local = ["cpy i0 o0", "cpy i1 o1", "nop i0 i0 1.1", "re s1 o1 2.1", "re s0 o0 2.0"]
+    sums = ["cpy s0 o0", "re i0 o0", "cpy s1 o1", "re i1 o1"]
+    gpus = [
+        [(-1, -1, local), (1, -1, ["s o0 s0 0.0", "s o1 s1 0.1"]), (-1, 1, ["r i0 s0", "r i1 s1"])],
+        [(0, 0, ["s i0 s0", "s i1 s1", "r o0 s0", "r o1 s1", *sums])],
+    ]
+    return algorithm("allreduce", 2, gpus, inplace=0)
+
+
+@pytest.mark.parametrize(("text", "collective", "load"), [
+    (GATHER, "all_gather", 4),  # twice its two shards: packets have flags
+    (all_pairs(), "all_reduce", Fraction(4, 3)),
+    (ring(), "all_reduce", Fraction(6, 4)),
+    (input_written(), "all_reduce", 1),
+    (scattered(), "reduce_scatter", Fraction(1, 2)),
+    (one_scratch(), "all_reduce", 1),
+    (depended(), "all_reduce", 1),
+], ids=["gather", "pairs", "ring", "input", "scattered", "scratch", "depended"])  # fmt: skip
+def test_a_file_is_a_plan_that_is_right(text, collective, load):
+    plan = from_xml(text)
+    links = check(plan).bytes_of_link
+    assert plan.collective == collective
+    for rank in range(plan.ranks):
+        assert sum(part for (source, _), part in links.items() if source == rank) == load
+
+
+def test_sizes_and_kind_of_a_file():
+    plan = from_xml(GATHER.encode())
+    assert (plan.name, plan.min_bytes, plan.max_bytes) == ("allgather_ring", 1024, None)
+    assert {channel.kind for channel in plan.channels} == {"ll"}
+
+
+def in_common(plan: Plan) -> tuple:
+    """What a plan and its file share: sizes, kinds, what is sent, and how much is added at once."""
+    sums = sorted((rank, len(step.src)) for rank, _, _, step in plan.steps() if step.op == "reduce")
+    sizes = (plan.collective, plan.ranks, plan.chunks, plan.min_bytes, plan.max_bytes)
+    return *sizes, sums, {channel.kind for channel in plan.channels}, check(plan).bytes_of_link
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATORS if name != "tree"])
+def test_plans_come_back(name):
+    for plan in plans(name, counts=(1, 2, 3, 4, 6)):
+        assert in_common(from_xml(to_xml(plan))) == in_common(plan)
+
+
+def test_lanes_come_back_and_chunks_used_twice():
+    w = Writer(2, "ll")
+    for r in range(2):
+        for c in range(2):
+            w.copy(r, ("in", c), ("tmp", 4))
+            w.put(r, 1 - r, ("tmp", 4), ("tmp", c))
+            w.signal(r, 1 - r)
+            w.flush(r, 1 - r)
+            w.wait(r, 1 - r, lane=1)
+        w.copy(r, ("tmp", 0), ("tmp", 2), 2, lane=1)
+        w.post(r, 0, lane=1)
+        w.pend(r, 0, lane=0)
+        sources = [("in", 0), ("tmp", 2)]
+        w.reduce(r, sources if r == 0 else sources[::-1], ("out", 0), 2)
+    plan = w.plan("lanes", "all_reduce", 2, temporary=5, min_bytes=8, max_bytes=4096)
+    assert in_common(from_xml(to_xml(plan))) == in_common(plan)
+
+
+BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
+
+
+@pytest.mark.parametrize(("before", "after", "sentence"), [
+    ("<algo", BOMB + "<algo", "it has a document type"),
+    ("</algo>", "", "no element found"),
+    ('coll="allgather"', 'coll="broadcast"', "coll is 'broadcast'; known are allgather"),
+    ('nchunksperloop="3"', 'nchunksperloop="4"', "nchunksperloop is 4, no multiple of 3 ranks"),
+    ('ngpus="3"', 'ngpus="9e9"', "ngpus of <algo> is '9e9', no whole number from 1 to 65536"),
+    ('<gpu id="2"', '<gpu id="1"', "gpu 1 is there twice"),
+    ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2, not others of 3"),
+    ('send="1"', 'send="-1"', "gpu 0, tb 0, step 0, a s, has no peer"),
+    ('type="rcs"', 'type="rcx"', "gpu 0, tb 0, step 1 has the type 'rcx'"),
+    ('dstbuf="o" dstoff="2"', 'dstbuf="q" dstoff="2"', "gpu 0, tb 0, step 1 has the dstbuf 'q'"),
+    ('dstbuf="o" dstoff="2"', 'dstbuf="o" dstoff="3"', "step 1 goes beyond the 3 chunks of dstbuf"),
+    ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which is not before"),
+    ('type="rcs"', 'type="r"', r"gpu 0 sends to gpu 1 on channel 0 messages of \[1\] chunks"),
+])  # fmt: skip
+def test_a_file_that_is_wrong_is_refused(before, after, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        from_xml(GATHER.replace(before, after, 1))
+
+
+def test_what_a_file_cannot_say_is_refused():
+    with pytest.raises(PlanError, match="cannot be of broadcast: it names no root"):
+        to_xml(make("tree", "broadcast", 2))
+
+
+def test_an_all_to_all_in_place_is_refused_since_blocks_need_not_be_alike():
+    with pytest.raises(PlanError, match="writes a chunk of another length to out"):
+        check(from_xml(exchanged()))

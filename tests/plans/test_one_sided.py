@@ -1,0 +1,283 @@
+"""Plans in shared memory: the two-sided form's bits, and no byte beyond the plan's.
+
+Covered: every generator, no elements to a million and numbers that do not divide,
+memory full of what nobody wrote; rows; several lanes that wait for each other; blocks of unequal sizes,
+through other ranks; bytes by source and destination; memory that grows, or cannot; many calls with pauses;
+a killed and a stopped rank in the middle of them; what does not fit is refused.
+"""
+
+import errno
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+
+import mortal
+import pytest
+import torch
+import torch.distributed as dist
+from plan_edits import in_packets
+
+from fairseq_tutel.plans.executors import shared_memory
+from fairseq_tutel.plans.executors.one_sided import OneSided
+from fairseq_tutel.plans.executors.one_sided_steps import COPY
+from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.format import Writer
+from fairseq_tutel.plans.generators import GENERATORS, make
+from fairseq_tutel.ranks import guard
+from fairseq_tutel.ranks.guard import guarded
+
+DTYPES = (torch.float64, torch.float16, torch.uint8)
+OF_NODES = ("hierarchical", "two_hops")
+
+
+def in_lanes(ranks):
+    """All-reduce of two chunks, a lane each; the second lane adds up when the first has."""
+    w = Writer(ranks)
+    for rank, lane in itertools.product(range(ranks), (1, 0)):
+        others = [each for each in range(ranks) if each != rank]
+        for other in others:
+            w.put(rank, other, ("in", lane), ("tmp", 2 * rank + lane), lane=lane, tag=lane)
+            w.signal(rank, other, lane=lane, tag=lane)
+        for other in others:
+            w.wait(rank, other, lane=lane, tag=lane)
+        if lane == 0:
+            w.pend(rank, 5, lane=lane)
+        places = [("in" if r == rank else "tmp", lane + 2 * r * (r != rank)) for r in range(ranks)]
+        w.reduce(rank, places, ("out", lane), lane=lane)
+        if lane == 1:
+            w.post(rank, 5, lane=lane)
+    return w.plan("lanes", "all_reduce", 2, temporary=2 * ranks)
+
+
+def plans_of(ranks):
+    """Yield plans of all generators, and one of several lanes with channels of kind ll."""
+    yield in_packets(in_lanes(ranks))
+    for name, generator in GENERATORS.items():
+        nodes = 2 if name in OF_NODES and ranks % 2 == 0 else 1
+        if name != "recursive_doubling" or ranks & (ranks - 1) == 0:
+            for collective in generator.collectives:
+                yield make(name, collective, ranks, nodes=nodes)
+
+
+def bytes_put(program, m, dtype):
+    """Return the bytes that a call of a program copies to each other rank."""
+    total = Counter()
+    for each in program._compiled(m, 1, dtype).slices:
+        steps = each.steps
+        for code, target, _ in (step for lane in steps.lanes for step in lane):
+            if code == COPY and (view := steps.views[target]).rank != program.rank:
+                total[program.rank, view.rank] += view.length * dtype.itemsize
+    return total
+
+
+def shards(plan, m):
+    return plan.in_chunks // plan.chunks * m, plan.out_chunks // plan.chunks * m
+
+
+def same(sizes, dtypes):
+    """Return what is other than in two-sided form."""
+    rank, wrong = dist.get_rank(), []
+    for plan in plans_of(dist.get_world_size()):
+        two, one = TwoSided(plan, None), OneSided(plan, None)
+        has_out = plan.collective != "reduce" or rank == plan.root
+        for m, dtype in itertools.product(sizes, dtypes):
+            generator = torch.Generator().manual_seed(rank)
+            before, after = shards(plan, m)
+            own = (100 * torch.randn(before, 2, generator=generator)).to(dtype)
+            wanted, kept = own.new_empty(after, 2), own.clone()
+            two.start(own, wanted, m).wait()
+            one.memory.region(rank)[: one.memory.size] = 0xFF
+            one.memory.meet()
+            for _ in range(2):
+                got = own.new_empty(after, 2)
+                one.start(own, got, m).wait()
+                if not torch.equal(kept, own) or (has_out and not torch.equal(wanted, got)):
+                    wrong.append((plan, m, dtype))
+        m = 8 * 9 * 5 * plan.chunks
+        planned = {ends: 8 * m * part for ends, part in plan.bytes_sent.items() if ends[0] == rank}
+        shard = plan.in_chunks // plan.chunks
+        if bytes_put(one, m, torch.float64) != {ends: n * shard for ends, n in planned.items()}:
+            wrong.append(plan)
+    return [str(each)[:200] for each in wrong]
+
+
+@pytest.mark.parametrize(
+    ("number", "sizes", "dtype"),
+    [(2, (0, 1, 20011), torch.float32), (4, (10007,), torch.bfloat16)],
+)
+def test_bits_and_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
+    assert ranks(number).run(same, sizes, [dtype]) == [[]] * number
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "m"), [(3, 499_999), (4, 499_999), (8, 99_999)])
+def test_bits_and_bytes_of_any_size_and_kind(ranks, number, m):
+    assert ranks(number).run(same, (3, m), DTYPES) == [[]] * number
+
+
+def ragged(calls):
+    """Return all-to-alls of blocks of random sizes that came out wrong, and what is said of others."""
+    number, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    draw = random.Random(3)
+    programs = [
+        OneSided(make(name, "all_to_all", number, nodes=nodes), None)
+        for name, nodes in (("linear", 1), ("two_hops", 2))
+    ]
+    for _ in range(calls):
+        most = draw.choice((3, 40, 9000))
+        sizes = [
+            [draw.choice((0, draw.randrange(most))) for _ in range(number)] for _ in range(number)
+        ]
+        own = torch.cat([torch.full((n, 3), 10.0 * rank + to) for to, n in enumerate(sizes[rank])])
+        wanted = [torch.full((row[rank], 3), 10.0 * of + rank) for of, row in enumerate(sizes)]
+        sizes = tuple(map(tuple, sizes))
+        for program in programs:
+            got = own.new_empty(sum(map(len, wanted)), 3)
+            program.start(own, got, sizes).wait()
+            if not torch.equal(got, torch.cat(wanted)):
+                wrong.append((program.plan.name, sizes))
+    return wrong
+
+
+def test_blocks_of_any_sizes(ranks):
+    assert ranks(4).run(ragged, 12) == [[]] * 4
+
+
+def unfit():
+    """Return what is said of tensors that do not fit."""
+    program = OneSided(make("linear", "all_to_all", 2), None)
+    with pytest.raises(ValueError) as error:
+        program.start(torch.ones(5), torch.ones(6), 3).wait()
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    sentence = "linear all_to_all needs 6 elements of `in` for sizes of 3, and has 5."
+    assert ranks(2).run(unfit) == [sentence] * 2
+
+
+def grown(what):
+    """Return the bytes of a region before and after a large call, and whether its result is right."""
+    program = OneSided(make("one_phase", "all_reduce", 2), None)
+    before, patch = program.memory.size, pytest.MonkeyPatch()
+    if what == "full":
+        patch.setattr(os, "posix_fallocate", no_space)
+    elif what == "others'":
+        state = SimpleNamespace(f_bavail=60, f_blocks=100, f_frsize=1 << 18)
+        patch.setattr(os, "fstatvfs", lambda _: state)
+    right = []
+    for m in (10, 300_001, 300_001, 7, 50_000):
+        own = torch.arange(m, dtype=torch.float64) + dist.get_rank()
+        out = torch.empty_like(own)
+        program.start(own, out, m).wait()
+        right.append(torch.equal(out, 2 * torch.arange(m, dtype=torch.float64) + 1))
+    patch.undo()
+    return before, program.memory.size, all(right)
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_memory_grows_and_a_call_needs_no_more_than_there_is(ranks):
+    least, most = 4 * (1 << 14), 4 * (1 << 20)
+    for what, after in (("free", most), ("full", least), ("others'", 4 * (1 << 18))):
+        assert ranks(2).run(grown, what) == [(least, after, True)] * 2
+
+
+def many(calls, longest):
+    """Call plans in turn, with random sizes and pauses; return the calls with other bits."""
+    number, rank = dist.get_world_size(), dist.get_rank()
+    plans = [
+        make("two_phase", "all_reduce", number),
+        make("one_phase", "all_reduce", number),
+        make("ring", "all_reduce", number),
+    ]
+    programs = [OneSided(plan, None) for plan in plans]
+    together, alone, wrong = random.Random(1), random.Random(rank), []
+    for call in range(calls):
+        program, m = together.choice(programs), together.choice((1, 9, 500, 70_000))
+        own = torch.arange(m) * (call + 1) + rank
+        if alone.random() < 0.1:
+            time.sleep(alone.random() * longest)
+        out = torch.full_like(own, -1)
+        program.start(own, out, m).wait()
+        if not torch.equal(out, number * own + number * (number - 1) // 2 - number * rank):
+            wrong.append((call, program.plan.name, m))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("number", "calls"),
+    [(2, 200), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (2, 3, 4, 8))],
+)
+def test_calls_in_a_row_with_pauses(ranks, number, calls):
+    assert ranks(number).run(many, calls, 0.01) == [[]] * number
+
+
+def until_the_end(rank, folder, fate):
+    """Call a plan again and again; rank 1 meets its fate in the middle."""
+    shared_memory.FOLDER = folder
+    guard.set_timeout(1)
+    group = dist.new_group(timeout=guard.timeout_of_groups())
+    program = OneSided(make("ring", "all_reduce", 3), group)
+    with guarded("the all-reduce of a test", group):
+        for call in range(100):
+            if (rank, call) == (1, 50):
+                fate()
+            program.start(torch.ones(999), torch.empty(999), 999).wait()
+
+
+@pytest.mark.parametrize("fate", [mortal.die, mortal.stop])
+def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
+    said, seconds = mortal.run(until_the_end, 3, [0, 2], str(tmp_path), fate)
+    for rank, sentence in zip((0, 2), said, strict=True):
+        assert f"CommunicationError: rank {rank} could not finish the all-reduce of" in sentence
+        assert "rank 1 did not answer a roll call of 1 s; look at the log of rank 1" in sentence
+    assert seconds < 12  # a time-out, two roll calls, and a busy machine
+    assert list(tmp_path.iterdir()) == []
+
+
+def limits_and_complex():
+    """Return the time-out of a group, and whether complex numbers come."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    own = torch.full((3,), complex(dist.get_rank(), 1), dtype=torch.complex128)
+    out = own.new_zeros(6)
+    OneSided(make("one_phase", "all_gather", 2), group).start(own, out, 3).wait()
+    return shared_memory.timeout_of(group).total_seconds(), out.real.tolist()
+
+
+def test_a_group_s_own_time_out_and_complex_numbers(ranks):
+    assert ranks(2).run(limits_and_complex) == [(7.0, [0.0] * 3 + [1.0] * 3)] * 2
+
+
+def test_an_empty_file_that_a_killed_rank_left_goes_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    names = ["left", "young", "full", "locked"]
+    files = {name: tmp_path / f"{shared_memory.PREFIX}{name}" for name in names}
+    for name, file in files.items():
+        file.write_bytes(b"x" if name == "full" else b"")
+        if name != "young":
+            os.utime(file, (1, 1))
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX, 1, 0); "
+        "print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(files["locked"])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        other.stdout.readline()
+        path, descriptor, problem = shared_memory._create()
+        other.stdin.close()
+    os.close(descriptor)
+    assert not problem
+    assert not files["left"].exists()
+    assert all(files[name].exists() for name in names[1:]) and os.path.exists(path)

@@ -1,0 +1,103 @@
+"""Plans of a run are read and proved, or refused in a sentence that names file, reason and fix.
+
+Covered: a file, a folder, its network's file, an order by names; what is no plan, a wrong plan, no plan
+at all; other ranks, hosts, collectives; a network whose file is not there.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from fairseq_tutel.planning import network
+from fairseq_tutel.plans import placed as placed_plans
+from fairseq_tutel.plans.format import to_json
+from fairseq_tutel.plans.generators import make
+
+BOXES = network.find("boxes:2x2:10:1")
+PLAN = dataclasses.replace(make("one_phase", "all_reduce", 4), network=BOXES.digest)
+
+
+def write(path, data):
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_a_folder_has_plans_in_the_order_of_names_and_their_network(tmp_path):
+    write(tmp_path / "b.json", to_json(PLAN))
+    write(tmp_path / "a.json", to_json(make("ring", "all_gather", 2)))
+    write(tmp_path / "network.json", network.to_json(BOXES))
+    found = placed_plans.read(str(tmp_path))
+    assert [(each.name, each.plan.ranks, each.hosts) for each in found] == [
+        ("a", 2, None),
+        ("b", 4, (2, 2)),
+    ]
+    assert found[1].report.depth == 1
+    assert placed_plans.read(str(tmp_path / "b.json")) == found[1:]
+    groups = [range(4), (0, 2), (0, 1)]
+    for local in (0, 2):  # who shares a host, if anybody says
+        placed_plans.refuse_unused(found, groups, local)
+        assert found[1].fits(range(4), local) and not found[1].fits((0, 1), local)
+
+
+WRONG = to_json(make("one_phase", "all_reduce", 2))
+WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"] != "wait"]
+
+
+@pytest.mark.parametrize(
+    "data, sentence",
+    [
+        ("{", r"x\.json can not be read as a plan \("),
+        ("[" * 100_000, r"x\.json can not be read as a plan \("),
+        (json.dumps({"format": 1}), r"x\.json: This is no plan: collective is None"),
+        (json.dumps(WRONG), r"x\.json: Plan 'one_phase all_reduce' .*channel"),
+        (json.dumps(network.to_json(BOXES)), r"x\.json: This is no plan: "),
+        (
+            json.dumps(to_json(PLAN)),
+            r"x\.json: the plan is for the network \w+, but no network file beside it",
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
+    (tmp_path / "x.json").write_text(data)
+    for place in (tmp_path / "x.json", tmp_path):
+        if "gpus" in data and place == tmp_path:  # a network's file beside none
+            continue
+        with pytest.raises(ValueError, match=sentence) as error:
+            placed_plans.read(str(place))
+        said = str(error.value)
+        assert said.startswith("--moe-collective-plans") and said.endswith(".")
+
+
+@pytest.mark.parametrize("name", ("", "none.json"))
+def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"--moe-collective-plans.*(which has no plan|No such file)"
+    ):
+        placed_plans.read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "plan, hosts, sentence",
+    [
+        (
+            make("ring", "all_gather", 3),
+            None,
+            "x is for 3 ranks, and this run's groups have 2 and 4; make it",
+        ),
+        (
+            PLAN,
+            (2, 2),
+            r"x is for a network with 2\+2 ranks on its hosts, and this run has 4; make it",
+        ),
+        (
+            make("tree", "broadcast", 4),
+            None,
+            "x is a plan of broadcast, which no training run uses; remove",
+        ),
+    ],
+)
+def test_a_plan_that_no_group_can_run_is_refused(plan, hosts, sentence):
+    placed = placed_plans.PlacedPlan("x", plan, placed_plans.check(plan), hosts)
+    with pytest.raises(ValueError, match=f"--moe-collective-plans: {sentence}"):
+        placed_plans.refuse_unused([placed], [range(4), (0, 2)], 4)

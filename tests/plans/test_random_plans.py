@@ -1,0 +1,96 @@
+"""Random plans at random sizes: both executors give what the plan's steps give chunk by chunk.
+
+The oracle holds every chunk as a tensor of its own, so it computes no ranges of elements.
+"""
+
+from random import Random
+
+import plans
+import pytest
+import torch
+import torch.distributed as dist
+from plan_edits import drawn
+
+from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.executors.one_sided import OneSided
+from fairseq_tutel.plans.executors.two_sided import TwoSided, add_up
+from fairseq_tutel.plans.format import PlanError
+
+
+def random_plan(dice, ranks):
+    """A generated plan after up to three edits that leave it right."""
+    plan = dice.choice(plans.of(ranks))
+    for _ in range(30):
+        edited = drawn(dice, plan, 1)
+        try:
+            check(edited)
+        except PlanError:
+            continue
+        plan = edited
+        if dice.random() < 0.4:
+            break
+    return plan
+
+
+def cut(shard, chunks):
+    size = -(-len(shard) // chunks)
+    return [shard[c * size : (c + 1) * size] for c in range(chunks)]
+
+
+def evaluated(plan, shards):
+    """Every rank's `out`; shards are each rank's, in order."""
+    held = {}
+    for rank, own in enumerate(shards):
+        pieces = [piece for shard in own for piece in cut(shard, plan.chunks)]
+        held |= {(rank, "in", i): piece for i, piece in enumerate(pieces)}
+    order = order_of(plan)
+    for number in order.run:
+        step, rank = order.steps[number], order.ranks[number]
+        if step.dst is None:
+            continue
+        target = rank if step.channel is None else plan.channels[step.channel].target
+        for i in range(step.n):
+            terms = [held[rank, place.buffer, place.chunk + i] for place in step.src]
+            total = torch.empty_like(terms[0])
+            add_up(terms, total)
+            held[target, step.dst.buffer, step.dst.chunk + i] = total
+    return [
+        torch.cat([held.get((r, "out", i), torch.empty(0)) for i in range(plan.out_chunks)])
+        for r in range(plan.ranks)
+    ]
+
+
+def run(seeds):
+    """Return the seeds whose result differs on this rank."""
+    wrong, rank, n = [], dist.get_rank(), dist.get_world_size()
+    for seed in seeds:
+        dice = Random(seed)
+        plan, m = random_plan(dice, n), dice.randrange(40)
+        sizes = m
+        if plan.collective == "all_to_all":
+            sizes = tuple(tuple(dice.randrange(12) for _ in range(n)) for _ in range(n))
+        generator = torch.Generator().manual_seed(seed)
+        count = plan.in_chunks // plan.chunks
+        shards = [
+            [
+                torch.randn(m if sizes == m else sizes[r][d], generator=generator)
+                for d in range(count)
+            ]
+            if plan.collective != "broadcast" or r == plan.root
+            else []
+            for r in range(n)
+        ]
+        own = torch.cat(shards[rank]) if shards[rank] else torch.empty(0)
+        wanted = evaluated(plan, shards)[rank]
+        for program in (TwoSided(plan, None), OneSided(plan, None)):
+            out = torch.full_like(wanted, -1.0)
+            program.start(own, out, sizes).wait()
+            if not torch.equal(out, wanted):
+                wrong.append((seed, plan.name, sizes, program.__class__.__name__))
+    return wrong
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(300), marks=pytest.mark.long)])
+def test_random_plans_give_what_their_steps_do(ranks, seeds):
+    assert ranks(4).run(run, list(seeds)) == [[]] * 4

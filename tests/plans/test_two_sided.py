@@ -1,0 +1,187 @@
+"""Plans over two-sided messages: torch's bits, sums in the plan's order, no byte beyond the plan's.
+
+Covered: every collective on 4 ranks (2 to 8 long), no elements to a million and sizes that do not divide,
+rows, fp32, fp16 and integers; blocks of an all-to-all of any size, through other ranks; bytes by source
+and destination; calls that begin before others end; a killed and a stopped rank.
+"""
+
+import itertools
+from collections import Counter
+
+import mortal
+import plans
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.comm.collectives import Started
+from fairseq_tutel.plans.executors.layout import Layout, walk
+from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.format import REDUCING
+from fairseq_tutel.plans.generators import make
+from fairseq_tutel.ranks import guard
+
+TYPES = (torch.float32, torch.int64, torch.float16)
+CASES = ((0, TYPES[0]), (1, TYPES[1]), (5, TYPES[2]), (4099, TYPES[0]))
+
+
+def data(rank, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+
+
+def run(program, own, out_len, sizes):
+    out = own.new_empty(out_len, *own.shape[1:])
+    program.start(own, out, sizes).wait()
+    return out
+
+
+def every_collective(cases):
+    """Run all plans on this rank; return what is wrong."""
+    wrong, rank = [], dist.get_rank()
+    for plan in plans.of(dist.get_world_size()):
+        program = TwoSided(plan, None)
+        for m, dtype in cases:
+            ins = plans.inputs(plan, m, 2, dtype=dtype)
+            wanted = plans.result(plan, m, ins)[rank]
+            kept = ins[rank].clone()
+            got = run(program, ins[rank], len(wanted), m)
+            if not (torch.equal(got, wanted) and torch.equal(kept, ins[rank])):
+                wrong.append((plan.name, m, dtype))
+            by_rank = plans.wanted(plan, ins)[rank]
+            # All pairs add up in the order of ranks; others otherwise, as far as digits go.
+            same = (
+                plan.name.startswith(("one_phase", "two_phase")) or plan.collective not in REDUCING
+            )
+            rounded = 0.5 * plan.ranks if dtype == torch.float16 else 1e-3
+            off = 0.0 if same or dtype == torch.int64 else rounded
+            torch.testing.assert_close(got, by_rank, rtol=0, atol=off)
+    return wrong
+
+
+def test_bits_are_those_of_a_fixed_order(ranks):
+    assert ranks(4).run(every_collective, CASES) == [[]] * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "most"), ((2, 10**6), (3, 4099), (4, 999_999), (8, 99_999)))
+def test_bits_of_every_size_and_type(ranks, number, most):
+    cases = list(itertools.product((0, 1, 5, most), TYPES))
+    assert ranks(number).run(every_collective, cases) == [[]] * number
+
+
+def blocks(sizes):
+    return tuple(map(tuple, sizes.tolist()))
+
+
+def ragged(seed):
+    """Return whether all rows came, there and back, as torch brings them."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 5, (n, n), generator=generator)
+    sizes[:, seed % n] = 0  # a rank that gets nothing
+    rows = data(rank, int(sizes[rank].sum()), 3)
+    wanted = rows.new_empty(int(sizes[:, rank].sum()), 3)
+    dist.all_to_all_single(wanted, rows, sizes[:, rank].tolist(), sizes[rank].tolist())
+    fine = []
+    for name in ("linear", "two_hops"):
+        program = TwoSided(make(name, "all_to_all", n, nodes=2 if name == "two_hops" else 1), None)
+        there = run(program, rows, len(wanted), blocks(sizes))
+        back = run(program, there, len(rows), blocks(sizes.T))
+        fine.append(torch.equal(there, wanted) and torch.equal(back, rows))
+    return fine
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_of_any_size_cross_as_torch_brings_them(ranks, seed):
+    assert ranks(4).run(ragged, seed) == [[True, True]] * 4
+
+
+def bytes_sent(m):
+    """Return of every plan the bytes from this rank to others, and the most messages of a round."""
+    found, original = [], dist.batch_isend_irecv
+    for plan in plans.of(dist.get_world_size()):
+        sent, rounds = Counter(), []
+
+        def counting(operations, sent=sent, rounds=rounds):
+            for each in operations:
+                if each.op is dist.isend:
+                    sent[each.peer] += each.tensor.numel() * each.tensor.itemsize
+            rounds.append(Counter((each.op.__name__, each.peer) for each in operations))
+            return original(operations)
+
+        ins = plans.inputs(plan, m)
+        dist.batch_isend_irecv = counting
+        try:
+            run(TwoSided(plan, None), ins[dist.get_rank()], m * plan.out_chunks // plan.chunks, m)
+        finally:
+            dist.batch_isend_irecv = original
+        found.append((dict(sent), max(max(each.values()) for each in rounds)))
+    return found
+
+
+def test_bytes_by_source_and_destination_are_the_plans_in_one_message_a_round(ranks):
+    m, got = 11, ranks(4).run(bytes_sent, 11)
+    for number, plan in enumerate(plans.of(4)):
+        walked, wanted = walk(plan), Counter()
+        layout = Layout(walked, m)
+        for move in walked.moves:
+            if move.step.op == "put":
+                wanted[move.rank, move.target] += 4 * sum(map(layout.length, move.kinds))
+        sent = {(r, to): n for r, of in enumerate(got) for to, n in of[number][0].items()}
+        assert sent == wanted, plan.name
+        assert {of[number][1] for of in got} == {1}
+
+
+def many_at_once():
+    """Begin three calls of several rounds before the first is waited for."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    program, outs = TwoSided(make("ring", "all_gather", n), None), torch.empty(3, 5 * n)
+    calls = [program.start(data(rank, 5) + i, out, 5) for i, out in enumerate(outs)]
+    begun = [call.is_completed() for call in calls]
+    for call in calls:
+        call.wait()
+    wanted = torch.stack([torch.cat([data(r, 5) + i for r in range(n)]) for i in range(3)])
+    return begun, [call.is_completed() for call in calls], torch.equal(outs, wanted)
+
+
+def test_calls_may_begin_before_others_end(ranks):
+    assert ranks(4).run(many_at_once) == [([False] * 3, [True] * 3, True)] * 4
+
+
+def thousand():
+    program, own = (
+        TwoSided(make("one_phase", "all_reduce", dist.get_world_size()), None),
+        torch.ones(7),
+    )
+    for _ in range(1000):
+        own = run(program, own, 7, 7) / dist.get_world_size()
+    return own.tolist()
+
+
+@pytest.mark.long
+def test_a_thousand_calls_in_a_row(ranks):
+    assert ranks(4).run(thousand) == [[1.0] * 7] * 4
+
+
+TIMEOUT = 1
+
+
+def _reduce(rank, fate):
+    guard.set_timeout(TIMEOUT)
+    group = dist.new_group(timeout=guard.timeout_of_groups())
+    program = TwoSided(make("one_phase", "all_reduce", 3), group)
+    own, out = torch.ones(3), torch.empty(3)
+    Started(program.start(own, out, 3), "a plan", group).wait()
+    if rank == 1:
+        fate()
+    with guard.guarded("a plan", group):
+        Started(program.start(own, out, 3), "a plan", group).wait()
+
+
+@pytest.mark.parametrize("fate", [mortal.die, pytest.param(mortal.stop, marks=pytest.mark.long)])
+def test_a_dead_or_stopped_rank_is_named(fate):
+    said, seconds = mortal.run(_reduce, 3, [0, 2], fate)
+    for rank, sentence in zip((0, 2), said, strict=True):
+        assert f"rank {rank} could not finish a plan" in sentence
+        assert "rank 1 did not answer a roll call of 1 s" in sentence
+    assert seconds < 3 * TIMEOUT + 2 * guard.GRACE_SECONDS + 4
