@@ -271,7 +271,9 @@ def _tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTun
         "zero_stage": options.moe_zero_stage,
         "checkpoint_activations": bool(_get(cfg, "checkpoint_activations")),
     }
-    return UpdateTuner(layers, options.moe_adaptive_window, path, conditions=conditions, **choices)
+    machine = _machine_of(task_cfg, root)
+    window = options.moe_adaptive_window
+    return UpdateTuner(layers, window, path, conditions=conditions, machine=machine, **choices)
 
 
 def node_size(config: MoEConfig, task_cfg: Any) -> int:
