@@ -18,7 +18,7 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_tutel.moe.metrics import metric_names, metric_rows
+from fairseq_tutel.moe.metrics import METRICS, metric_names, metric_rows
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
@@ -237,14 +237,13 @@ def _log_scalars(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
 
 def _columns(top_k: int) -> dict[str, int]:
     """Return the metrics that are logged layer by layer: by a shorter name, their column."""
-    short = {
-        "entropy": "entropy_gating",
-        "max_violation": "moe_max_violation",
-        "dropped": "moe_dropped",
-        "dead_experts": "moe_dead_experts",
-        **{f"weight{j}": f"expert{j}_weight" for j in range(1, top_k + 1)},
+    columns = metric_names(top_k)
+    return {
+        short: columns.index(name)
+        for metric in METRICS
+        if metric.layers
+        for short, name in zip(metric.names(top_k, metric.layers), metric.names(top_k), strict=True)
     }
-    return {name: metric_names(top_k).index(metric) for name, metric in short.items()}
 
 
 def _averages(sums_LN: Tensor, column: int) -> list[float | None]:
