@@ -199,7 +199,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         (("--moe-use-2dh", "--moe-a2a-algorithm", "auto"), "--moe-use-2dh and --moe-a2a-algorithm auto"),
         (
             ("--moe-a2a-algorithm", "auto", "--moe-machine-file", "none.json"),
-            "--moe-machine-file: none.json can not be read as a machine",
+            "--moe-machine-file: none.json cannot be read as a hardware profile",
         ),
         (("--moe-parallel-type", "tensor"), "(--moe-parallel-type) is 'tensor'; give adaptive:r"),
         (("--moe-a2a-ffn-overlap-degree", 99), "(--moe-a2a-ffn-overlap-degree) is 99; give a whole"),

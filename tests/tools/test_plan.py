@@ -143,7 +143,7 @@ REFUSED = {
     "alpha": (("--alpha-us", -1), "--alpha-us is -1; give microseconds from 0."),
     "dense": (("--dense-parameters", -1), "--dense-parameters is -1; give a number from 0."),
     "zero": (("--zero-stage", 3), "--zero-stage is 3; give 0, 1 or 2."),
-    "machine": (("--machine", "FOLDER/none.json"), "FOLDER/none.json can not be read as a machine"),
+    "machine": (("--machine", "FOLDER/none.json"), "FOLDER/none.json cannot be read as a hardware profile"),
     "json": (("--json", "FOLDER/none/plan.json"), "--json is FOLDER/none/plan.json; give the name"),
     "plot": (("--plot", "FOLDER/plan.txt"), "--plot is FOLDER/plan.txt; end it in one of .png, "),
     "plot's folder": (("--plot", "FOLDER"), "--plot is FOLDER; give the name of a file in"),
