@@ -1,6 +1,6 @@
-"""Write all flags and names into docs/flags.md, and the most used flags into README.md, from the code.
+"""Writes all flags, names and metrics into docs/flags.md, and the most used flags into README.md.
 
-`python docs/make_tables.py` rewrites them; with --check it only says whether they are up to date.
+`python docs/make_tables.py` rewrites them; with --check it only reports whether they are up to date.
 """
 
 import re
@@ -16,6 +16,7 @@ from fairseq.tasks import TASK_REGISTRY
 import page
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.config import BY_OWNER, options_of
+from fairseq_tutel.moe.metrics import METRICS
 from fairseq_tutel.moe.options import Option, options_in
 from fairseq_tutel.tools.flags import OTHER_TABLES
 
@@ -76,7 +77,7 @@ def flags_by_theme() -> str:
 
 
 def _entry(option: Option) -> str:
-    """Return what an option takes, its default and its help: `--flag` (of, values, default): help."""
+    """Return the line of an option: `--flag` (owner, values, default): help."""
     takes = re.sub(", (?=[^,]*$)", " or ", ", ".join(f"`{each}`" for each in option.choices))
     if not takes and option.rule and not option.same_as:
         takes = re.split(r"give |choose ", option.rule[1], maxsplit=1)[1].replace("one of ", "")
@@ -86,7 +87,7 @@ def _entry(option: Option) -> str:
 
 
 def names() -> str:
-    """Return the list of everything that is registered."""
+    """Return the list of registered architectures, tasks, criterions and optimizers."""
     kinds = {
         f"architectures of `{model}`": archs
         for model, archs in ARCH_MODEL_INV_REGISTRY.items()
@@ -101,13 +102,25 @@ def names() -> str:
 
 
 def most_used() -> str:
-    """Return the table of the flags that most trainings give, with the first words of their help."""
+    """Return the table of the most used flags, with the first words of their help."""
     by_flag = {option.flag: option for option in all_options()}
     rows = [("flag", "default", "meaning"), ("---", "---", "---")]
     for flag in MOST_USED:
         option = by_flag[flag]
         rows.append((f"`{flag}`", _code(option.default), re.split("[;:] ", option.help)[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def metrics() -> str:
+    """Return the list of metrics, J for the choice, with the names of their lists over layers."""
+    return "\n".join(
+        _wrapped(
+            f"- `{metric.name.format('J')}`"
+            + (f" (list: `moe_layers_{metric.layers.format('J')}`)" if metric.layers else "")
+            + f": {metric.help}"
+        )
+        for metric in METRICS
+    )
 
 
 def _code(value: object) -> str:
@@ -125,16 +138,16 @@ def _wrapped(text: str) -> str:
 
 
 def pages() -> dict[Path, dict[str, str]]:
-    """Return what stands in each page, by the names of the places there."""
+    """Return the generated texts of each page, by the names of their places."""
     plugin.register()
     return {
         README: {"most used flags": most_used()},
-        FLAGS: {"flags": flags_by_theme(), "names": names()},
+        FLAGS: {"flags": flags_by_theme(), "names": names(), "metrics": metrics()},
     }
 
 
 def filled_in(path: Path) -> str:
-    """Return a page's text with everything in its place."""
+    """Return the text of a page with the generated texts."""
     return page.filled(path.read_text(), path.name, pages()[path])
 
 

@@ -1,8 +1,8 @@
-"""What a criterion logs of the experts: averages over the layers and, on request, each layer and expert.
+"""Logs the experts' metrics: averages over layers and, if enabled, those of each layer and expert.
 
-fairseq adds up what is logged under one key, over micro-batches and ranks, and hands the sums to a
-class method that knows no model. So one key holds all numbers, and says itself what they are: it is a
-`Layout` as JSON. One vector costs one addition and one read by the host, however many numbers.
+fairseq sums logged values by key, over micro-batches and ranks, and passes the sums to a class method
+without the model. So one key holds a vector of all numbers, and is itself their `Layout` as JSON. A vector
+needs one addition and one host read, however many numbers it has.
 
 L MoE layers, E experts, N metrics of a layer.
 """
@@ -18,33 +18,37 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_tutel.moe.metrics import metric_names, metric_rows
+from fairseq_tutel.moe.metrics import METRICS, metric_names, metric_rows
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 PREFIX = "moe_numbers "
-# What the keys begin with that a micro-batch adds to the logging output.
+# Prefixes of the keys that `expert_log` returns.
 OURS = ("moe_", "all_to_all_")
-# Of the numbers in a line of the log: behind stock's own, of which a progress bar shows the first ones.
+# Priority of the numbers in a log line: behind fairseq's own.
 PRIORITY = 900
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the numbers of a micro-batch are: sums, each times the real tokens it is an average over.
+    """The meaning of a micro-batch's numbers. Averages are multiplied by their real tokens.
 
-    In this order: the tokens; what is averaged over layers, that is losses and then the N metrics; and,
-    where layers are named, for each of them its metrics and tokens, then the copies that chose each of
-    its experts, and those of them that were dropped.
+    In this order:
+
+    - the tokens
+    - averages over layers: the losses, then the N metrics
+    - for each logged layer its metrics and its tokens
+    - assignments of each expert of the logged layers
+    - dropped assignments of each of these experts
 
     Attributes:
         losses: names of the losses.
-        top_k: K, which names the metrics.
-        layers: labels of the layers with numbers of their own.
-        experts: E of each of these.
-        limited: whether an expert can be full, in each of these.
-        lists: whether they are to be logged as lists.
-        scalars: whether they are to be logged as scalars.
+        top_k: K, which determines the names of metrics.
+        layers: labels of the logged layers.
+        experts: E of each logged layer.
+        limited: whether an expert can be full, for each logged layer.
+        lists: whether they are logged as lists.
+        scalars: whether they are logged as scalars.
     """
 
     losses: tuple[str, ...]
@@ -57,19 +61,19 @@ class Layout:
 
     @property
     def averages(self) -> list[str]:
-        """The names of what is averaged over layers."""
+        """Names of the averages over layers."""
         return [*self.losses, *metric_names(self.top_k)]
 
 
 @cache
 def key_of(layout: Layout) -> str:
-    """Return the key to log the numbers by, alike on all ranks."""
+    """Return the key of a layout, equal on all ranks."""
     return PREFIX + json.dumps(asdict(layout))
 
 
 @cache
 def layout_of(key: str) -> Layout:
-    """Return the layout that a key is made of."""
+    """Return the layout of a key."""
     fields: dict[str, Any] = json.loads(key.removeprefix(PREFIX))
     made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return Layout(**made)
@@ -78,15 +82,15 @@ def layout_of(key: str) -> Layout:
 def expert_log(
     layers: list[MoEFeedForward], combined: Tensor, *, lists: bool, scalars: bool
 ) -> dict[str, Any]:
-    """Return what a micro-batch adds to the logging output.
+    """Return the entries of a micro-batch in the logging output.
 
-    A layer that layerdrop left out weighs nothing, nor does a batch without real tokens.
+    A layer that layerdrop skipped has no weight, nor has a batch without real tokens.
 
     Args:
-        layers: all MoE layers of the model, in its order; of them some may not have been used.
+        layers: all MoE layers of the model, in its order.
         combined: [] their balance loss, on their device.
-        lists: log every layer's and expert's numbers as lists.
-        scalars: log them as scalars.
+        lists: whether to log the numbers of each layer and expert as lists.
+        scalars: whether to log them as scalars.
     """
     each = layers if lists or scalars else []
     layout = Layout(
@@ -108,7 +112,7 @@ def expert_log(
 
 
 def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a stock criterion logged; some log whatever they find."""
+    """Return logging outputs without the entries of `expert_log`; some criterions log all they find."""
     return [
         {key: value for key, value in log.items() if not key.startswith(OURS)}
         for log in logging_outputs
@@ -116,11 +120,11 @@ def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
-    """Log what `expert_log` summed, weighted by real tokens over micro-batches and ranks."""
+    """Log the averages over micro-batches and ranks, weighted by real tokens."""
     keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
-    for index, key in enumerate(keys):  # several of a model for pairs of languages
+    for index, key in enumerate(keys):  # models for several language pairs have several keys
         numbers = sum(log[key] for log in logging_outputs if key in log)
-        _log_numbers(layout_of(key), numbers.cpu().double(), index)  # the only read by the host
+        _log_numbers(layout_of(key), numbers.cpu().double(), index)  # the only host read
     batches = sum(log.get("moe_micro_batches", 0) for log in logging_outputs)
     for name in ("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"):
         if any(name in log for log in logging_outputs):
@@ -129,7 +133,7 @@ def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
 
 
 def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedForward]) -> Tensor:
-    """Return the numbers of a layout; `seen` are the layers that were used."""
+    """Return the numbers of a layout; `seen` are the layers that had a forward pass."""
     records = [layer.record for layer in seen]
     rows_LN, tokens_L1 = metric_rows([record.tally for record in records])
     of_losses = [loss for record in records for loss in record.losses.values()]
@@ -154,7 +158,7 @@ def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedFor
 
 
 def _chosen(layer: MoEFeedForward, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the copies that chose each expert [E], and those of them that were dropped [E]."""
+    """Return the assignments of each expert [E], and the dropped ones [E]."""
     if not layer.seen:
         nothing = like.new_zeros(layer.config.num_experts)
         return nothing, nothing
@@ -200,8 +204,7 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 def _log_lists(layout: Layout, sums_LN: Tensor, sums_2E: Tensor, index: int) -> None:
     """Log a list over layers for each metric, and lists over experts for each layer.
 
-    fairseq's meters round numbers, not lists, and checkpoints keep none of ours: lists are derived from
-    two meters of sums, which nobody prints.
+    fairseq's meters hold no lists, so they are derived from two meters of sums, which are not printed.
     """
     meter = _sum_up("layers", sums_LN, index)
     for name, column in _columns(layout.top_k).items():
@@ -214,60 +217,59 @@ def _log_lists(layout: Layout, sums_LN: Tensor, sums_2E: Tensor, index: int) -> 
 
 
 def _log_scalars(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
-    """Log the same as scalars, each of which fairseq averages by itself."""
+    """Log the same numbers as scalars."""
     tokens_L = sums_LN[:, -1].tolist()
     for name, column in _columns(layout.top_k).items():
-        # moe_dropped_decoder_1 is the list of a layer's experts, in shares.
+        # moe_dropped_decoder_1 is a list over experts.
         name = "dropped_percent" if name == "dropped" else name
         averages = _averages(sums_LN, column)
         for label, value, tokens in zip(layout.layers, averages, tokens_L, strict=True):
             metrics.log_scalar(f"moe_{name}_{label}", value, tokens, PRIORITY, round=4)
     for label, part, limited in _parts(layout):
-        copies_E = sums_2E[0, part].tolist()
+        assigned_E = sums_2E[0, part].tolist()
         for e, load in enumerate(_load(sums_2E, part)):
             metrics.log_scalar(
-                f"moe_load_{label}_expert{e}", load, sum(copies_E), PRIORITY, round=3
+                f"moe_load_{label}_expert{e}", load, sum(assigned_E), PRIORITY, round=3
             )
         if limited:
             for e, share in enumerate(_dropped(sums_2E, part)):
                 metrics.log_scalar(
-                    f"moe_dropped_{label}_expert{e}", share, copies_E[e], PRIORITY, round=4
+                    f"moe_dropped_{label}_expert{e}", share, assigned_E[e], PRIORITY, round=4
                 )
 
 
 def _columns(top_k: int) -> dict[str, int]:
-    """Return the metrics that are logged layer by layer: by a shorter name, their column."""
-    short = {
-        "entropy": "entropy_gating",
-        "max_violation": "moe_max_violation",
-        "dropped": "moe_dropped",
-        "dead_experts": "moe_dead_experts",
-        **{f"weight{j}": f"expert{j}_weight" for j in range(1, top_k + 1)},
+    """Return the columns of the metrics that are logged for each layer, by their short names."""
+    columns = metric_names(top_k)
+    return {
+        short: columns.index(name)
+        for metric in METRICS
+        if metric.layers
+        for short, name in zip(metric.names(top_k, metric.layers), metric.names(top_k), strict=True)
     }
-    return {name: metric_names(top_k).index(metric) for name, metric in short.items()}
 
 
 def _averages(sums_LN: Tensor, column: int) -> list[float | None]:
-    """Return a metric of each layer; None of a layer that saw no token."""
+    """Return a metric of each layer, None for a layer without tokens."""
     rows = sums_LN.tolist()
     return [row[column] / row[-1] if row[-1] > 0 else None for row in rows]
 
 
 def _load(sums_2E: Tensor, part: slice) -> list[float]:
-    """Return the load of a layer's experts, 1 at an even share."""
-    copies_E = sums_2E[0, part].tolist()
-    even = max(sum(copies_E), 1) / len(copies_E)
-    return [copies / even for copies in copies_E]
+    """Return the load of a layer's experts, in even shares."""
+    assigned_E = sums_2E[0, part].tolist()
+    even = max(sum(assigned_E), 1) / len(assigned_E)
+    return [n / even for n in assigned_E]
 
 
 def _dropped(sums_2E: Tensor, part: slice) -> list[float]:
-    """Return the dropped share, from 0 to 1, of the copies that chose each of a layer's experts."""
-    copies_E, dropped_E = sums_2E[:, part].tolist()
-    return [n / max(of, 1) for of, n in zip(copies_E, dropped_E, strict=True)]
+    """Return the dropped share, from 0 to 1, of the assignments of each expert of a layer."""
+    assigned_E, dropped_E = sums_2E[:, part].tolist()
+    return [n / max(of, 1) for of, n in zip(assigned_E, dropped_E, strict=True)]
 
 
 def _parts(layout: Layout) -> Iterator[tuple[str, slice, bool]]:
-    """Yield (label, its part of a row over all layers' experts, whether they can be full)."""
+    """Yield (label, slice of its experts, whether they can be full) of each logged layer."""
     ends = accumulate(layout.experts)
     for label, size, end, limited in zip(
         layout.layers, layout.experts, ends, layout.limited, strict=True
@@ -278,8 +280,8 @@ def _parts(layout: Layout) -> Iterator[tuple[str, slice, bool]]:
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
     """Add to a meter, and return its key.
 
-    Checkpoints keep meters: with the shape in its name, one of another shape is another meter. So is one of
-    another layout, by its index.
+    Checkpoints contain meters. The key has the shape and the index of the layout, so that sums of different
+    layouts are never added.
     """
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
@@ -289,7 +291,7 @@ def _sum_up(name: str, sums: Tensor, index: int) -> str:
 def _derive(name: str, meter: str, view: Callable[[Tensor], list], digits: int) -> None:
     def rounded(meters: Any) -> list[float | None]:
         sums = meters[meter].sum
-        if not torch.is_tensor(sums):  # nothing since the last reset
+        if not torch.is_tensor(sums):  # empty since the last reset
             return []
         return [None if value is None else round(value, digits) for value in view(sums)]
 

@@ -1,14 +1,14 @@
-"""Adaptive parallelism: one stored layout of sliced experts, several ways to share the work.
+"""Adaptive parallelism: one stored layout of expert shards, several ways to distribute the computation.
 
-P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r of them get a row; H hidden_dim. Rank
-(e, q) of expert e keeps slice q, whatever r is, so that switching between two steps moves nothing:
+P ranks, E experts, s shards of an expert (P = E * s, or s = 1); each row is sent to r of its ranks; H
+hidden_dim. Rank (e, q) stores shard q of expert e for any r, so changing r moves no weights:
 
-    r = 0  every rank gathers all experts; no row travels
-    r = 1  an expert's ranks gather it whole; each takes a part of its rows (expert + data)
-    r = s  nobody gathers; every row goes to all of the expert's ranks (expert + model)
-    else   groups of s / r consecutive ranks gather H / r of the expert; every row goes to r ranks
+    r = 0  every rank gathers all experts; no row is sent
+    r = 1  an expert's ranks gather it whole; each computes a part of its rows (expert + data)
+    r = s  no gathering; every row is sent to all ranks of its expert (expert + model)
+    else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
 
-The partial outputs of r ranks are summed where the row came from.
+The partial outputs of r ranks are summed on the row's source rank.
 
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
@@ -31,37 +31,37 @@ WHAT = "the gathering of experts' weights"
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return every r: 0 and the divisors of s; with `whole_hidden` (a norm over it) 0 and 1."""
+    """Return every r: 0 and the divisors of s; 0 and 1 if experts need their whole hidden dimension."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
 
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
-    """Return the largest r that is allowed and at most `degree`, for a layer with fewer slices."""
+    """Return the largest allowed r that is at most `degree`."""
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
 
 
 def weights_of(
     experts: ExpertStack, topology: Topology, options: ExchangeOptions, device: torch.device
 ) -> Weights:
-    """Return where this forward's tensors come from. Collective where ranks share the experts.
+    """Return the source of this forward's weights. Collective if ranks share the experts.
 
     Args:
-        experts: this rank's.
-        topology: where the others are.
-        options: of this forward: its r and its stamp.
-        device: of the rows.
+        experts: experts of this rank.
+        topology: groups of the ranks that share the experts.
+        options: r and call ID of this forward.
+        device: device of the rows.
 
     Raises:
-        ValueError: experts that were pruned or parametrized, of which other ranks know nothing.
+        ValueError: torch.nn.utils.prune or parametrize replaced a parameter of the experts.
     """
     if topology.expert_parallel_size == 1 or not experts.weights.are_own:
         return experts.weights
     gone = sorted(set(experts.names) - set(experts.expert_parameters()))
     if gone:
         raise ValueError(
-            f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
-            "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
+            f"the experts' {', '.join(gone)} are not parameters, which ranks that share the experts need; "
+            "remove the reparametrization of torch.nn.utils.prune or parametrize."
         )
     degree = options.strategy.adaptive_r
     gathered = gather_weights(experts, topology, degree, options.stamp)
@@ -71,18 +71,18 @@ def weights_of(
 def gather_weights(
     experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp = NO_STAMP
 ) -> dict[str, Any]:
-    """Return the tensors that this rank computes with under r = `degree`. Collective, with autograd.
+    """Return the weights with which this rank computes under r = `degree`. Collective and differentiable.
 
-    Backward sums the gradients of all ranks that gathered, and keeps the own slice's.
+    Backward sums the gradients of all ranks that gathered, and keeps those of the own shard.
 
     Args:
-        experts: this rank's.
-        topology: where the others are.
+        experts: experts of this rank.
+        topology: groups of the ranks that share the experts.
         degree: r.
-        stamp: of this call, which r = 0 compares here: no counts travel then.
+        stamp: call ID, which r = 0 compares here, since it exchanges no counts.
 
     Raises:
-        ValueError: the topology was made without the groups that r needs.
+        ValueError: the topology has no groups for this r.
     """
     named = experts.expert_parameters()
     slices = experts.part.slices
@@ -113,7 +113,7 @@ def _compare(stamp: Stamp, group: dist.ProcessGroup, device: torch.device) -> No
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Turn [G, e, ...] of G ranks into [experts, ...], slices of an expert along `dim`."""
+    """Merge [G, e, ...] of G ranks to [experts, ...], with the shards of an expert along `dim`."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat
@@ -122,13 +122,13 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
 
 
 def _in_place(tensor: Tensor, part: int, number: int) -> Tensor:
-    """Put part `part` of `number` where it is in the whole last dimension, with zeros elsewhere."""
+    """Place part `part` of `number` in the whole last dimension, with zeros elsewhere."""
     width = tensor.shape[-1]
     return F.pad(tensor, (part * width, (number - 1 - part) * width))
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of several tensors at once: each [...] becomes [G, ...] of the group's G ranks."""
+    """All-gather of several tensors: each [...] becomes [G, ...] for the G ranks of the group."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

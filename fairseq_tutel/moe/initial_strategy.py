@@ -1,6 +1,6 @@
-"""What a configuration says of how a layer runs, before anything is measured.
+"""The strategy that a configuration gives a layer, before anything is measured.
 
-T tokens, D model_dim, K top_k, s slices of an expert, r ranks that get a row.
+T tokens, D model_dim, K top_k, s shards of an expert, r ranks to which a row is sent.
 """
 
 import torch
@@ -12,8 +12,8 @@ from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks.groups import Topology
 
-TOKENS = 4096  # of a rank's micro-batch, where nobody says
-WIRE_BYTES = {"bf16": 2, "fp8": 1}  # of an element
+TOKENS = 4096  # default for a rank's micro-batch
+WIRE_BYTES = {"bf16": 2, "fp8": 1}  # bytes of an element by transfer dtype
 
 
 def static_strategy(
@@ -23,17 +23,17 @@ def static_strategy(
     machine: Machine | None = None,
     element_bytes: int = 4,
 ) -> Strategy:
-    """Return how a layer of this configuration runs.
+    """Return the strategy of a layer. The last three arguments choose the algorithm if it is auto.
 
     Args:
-        config: of the layer.
-        topology: where its experts live.
-        tokens: T of a rank, for `a2a_algorithm` auto.
-        machine: likewise; None takes typical numbers of the device that there is.
-        element_bytes: likewise, of an element of a row as it is computed.
+        config: configuration of the layer.
+        topology: its groups.
+        tokens: T of a rank.
+        machine: hardware profile; None: a typical one of this device.
+        element_bytes: bytes of an element of a row.
 
     Raises:
-        ValueError: an r that these slices do not allow, or that the topology has no groups for.
+        ValueError: r does not fit the shards, or the topology has no groups for it.
     """
     algorithm, grid = config.a2a_algorithm, topology.grid
     slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
@@ -52,16 +52,16 @@ def static_strategy(
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:
-    """Return the r that a configuration asks for in a layer of so many slices; larger ones are s.
+    """Return the configured r of a layer with `slices` shards of an expert, at most s.
 
     Raises:
-        ValueError: it is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
+        ValueError: r is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
     """
     degree = config.adaptive_r
     name, value = "adaptive_r", str(degree)
     if degree < 0:
         name, value = "parallel_type", config.parallel_type
-        degree = degree_of(config.parallel_type, slices) or 0  # which MoEConfig took for one
+        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked it
     degree = min(degree, slices)
     if degree not in allowed_degrees(slices):
         raise ValueError(
@@ -70,12 +70,12 @@ def static_degree(config: MoEConfig, slices: int) -> int:
         )
     if degree > 1 and config.hidden_layer_norm:
         raise ValueError(
-            f"{label_of(name)} is {value}, which would give a rank a part of the hidden dimension, but the "
-            "layer norm of --scale-fc needs the whole; give 0 or 1."
+            f"{label_of(name)} is {value}, which splits the hidden dimension, but the layer norm of "
+            "--scale-fc needs the whole; give 0 or 1."
         )
     return degree
 
 
 def is_tuned(config: MoEConfig) -> bool:
-    """Whether a configuration leaves something of how a layer runs to the tuner."""
+    """Whether the tuner chooses any part of the strategy."""
     return "auto" in (config.adaptive, config.parallel_type)

@@ -1,15 +1,17 @@
-"""Metrics: Routing -> the numbers a person looks at.
+"""The metrics of routing: one table, `METRICS`, from which logs, charts and docs are made.
 
-What costs time, the sums over tokens, is taken layer by layer as a `Tally`; the rest is a few operations on
-small tensors for all layers together. Nothing is read on the host.
+To add a metric, add one entry. A metric is either a mean over tokens, whose sum each layer computes in its
+forward, or a function of the counts of assignments, computed once per micro-batch for all layers. Nothing
+is read on the host.
 
-T tokens, E experts, K top_k, L layers, N metrics of a layer.
+T tokens, E experts, K top_k, L layers, S sums of a layer, N metrics of a layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,123 +19,270 @@ from torch import Tensor
 from fairseq_tutel.moe.routing import Routing
 
 
+class Decisions(NamedTuple):
+    """The gate's output in at least fp32, with zeros for padding: probabilities and weights of choices."""
+
+    probs_TE: Tensor
+    weights_TK: Tensor
+
+
+class Counts(NamedTuple):
+    """Counts of L layers with the same K and E: assignments, dropped or not, with a slot, and without."""
+
+    tokens_L: Tensor
+    assigned_LKE: Tensor
+    load_LE: Tensor  # assigned_LKE of all choices
+    kept_LE: Tensor
+    dropped_LK: Tensor
+
+    def per_assignment(self, sums_L: Tensor) -> Tensor:
+        """Divide by the assignments of each layer."""
+        return sums_L / self.load_LE.sum(dim=1).clamp_min(1)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Tally:
-    """What one micro-batch of a layer comes to, on the device and without a gradient.
+class Metric:
+    """A number of a layer that is logged.
+
+    Exactly one of `token_sum` and `of_counts` is given.
+
+    Attributes:
+        name: its key in the log. In a metric of every choice, {} stands for the choice, from 1.
+        help: its row in the docs.
+        token_sum: returns the sum over tokens, [] or [K]; the metric is its mean over real tokens.
+        of_counts: returns the metric of each layer, [L] or [L, K].
+        layers: name of its list over layers in the JSON log; empty: none is logged.
+        title: of its chart in the report; without one, the chart is named like the metric.
+        unit: label of the chart's axis.
+        text: how to read the chart.
+        drawn: whether the report draws it.
+        from_zero: whether the chart's axis begins at 0.
+        unless_zero: whether a chart of zeros alone is left out.
+    """
+
+    name: str
+    help: str
+    token_sum: Callable[[Decisions], Tensor] | None = None
+    of_counts: Callable[[Counts], Tensor] | None = None
+    layers: str = ""
+    title: str = ""
+    unit: str = ""
+    text: str = ""
+    drawn: bool = True
+    from_zero: bool = False
+    unless_zero: bool = False
+
+    def names(self, top_k: int, name: str | None = None) -> list[str]:
+        """Return the names of its columns, or those made of another name: one, or one for each choice."""
+        choices = range(1, top_k + 1) if self.is_per_choice else range(1)
+        return [(name or self.name).format(choice) for choice in choices]
+
+    @property
+    def is_per_choice(self) -> bool:
+        """Whether there is one for each choice."""
+        return "{}" in self.name
+
+
+def _entropies(decisions: Decisions) -> Tensor:
+    # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
+    probs_TE = decisions.probs_TE
+    logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
+    return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
+
+
+def _fifth(counts: Counts, largest: bool) -> Tensor:
+    fifth = max(math.ceil(0.2 * counts.assigned_LKE.shape[2]), 1)
+    extreme_LKF = counts.assigned_LKE.topk(fifth, largest=largest).values
+    return 100 * extreme_LKF.sum(dim=2) / counts.tokens_L.clamp_min(1).unsqueeze(1)
+
+
+def _overflow(counts: Counts) -> Tensor:
+    # Every token has a first choice; with expert choice, its dropped ones are tokens that no expert chose.
+    later_LK = counts.assigned_LKE[:, 1:].sum(dim=2)
+    asked_LK = torch.cat([counts.tokens_L.unsqueeze(1), later_LK], dim=1)
+    return 100 * counts.dropped_LK / asked_LK.clamp_min(1)
+
+
+def _dropped(counts: Counts) -> Tensor:
+    return counts.per_assignment(100 * (counts.load_LE - counts.kept_LE).sum(dim=1))
+
+
+def _violation(counts: Counts) -> Tensor:
+    return counts.per_assignment(counts.load_LE.shape[1] * counts.load_LE.amax(dim=1))
+
+
+# Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
+# Balancing) for the violation, which is theirs plus 1.
+METRICS = (
+    Metric(
+        name="entropy_gating",
+        help="entropy of the gate, in nats: from 0 to ln E",
+        token_sum=_entropies,
+        layers="entropy",
+        title="Gate entropy",
+        unit="entropy (nats)",
+        text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
+    ),
+    Metric(
+        name="expert{}_weight",
+        help="mean weight of choice J",
+        # With expert choice, a token has a column for each expert that chose it: the caller keeps K.
+        token_sum=lambda decisions: decisions.weights_TK.sum(dim=0),
+        layers="weight{}",
+        title="Weights",
+        unit="mean weight",
+        text="Factors of the outputs of a token's choices.",
+    ),
+    Metric(
+        name="expert{}_balance_top",
+        help="percent of tokens at the busiest fifth of the experts",
+        of_counts=lambda counts: _fifth(counts, largest=True),
+        drawn=False,
+    ),
+    Metric(
+        name="expert{}_balance_bottom",
+        help="percent of tokens at the least busy fifth of the experts",
+        of_counts=lambda counts: _fifth(counts, largest=False),
+        drawn=False,
+    ),
+    Metric(
+        name="overflow_expert{}",
+        help="percent of dropped assignments of choice J; with expert choice, 1: percent of tokens that no "
+        "expert chose",
+        of_counts=_overflow,
+        title="Dropped share by choice",
+        unit="dropped (%)",
+        text="Later choices are dropped more often, since first choices come before them.",
+        from_zero=True,
+        unless_zero=True,
+    ),
+    Metric(
+        name="unused_expert{}_count",
+        help="experts that no token chose as choice J",
+        of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
+        drawn=False,
+    ),
+    Metric(
+        name="moe_dead_experts",
+        help="experts that no token chose",
+        of_counts=lambda counts: counts.load_LE.eq(0).sum(dim=1),
+        layers="dead_experts",
+        title="Dead experts",
+        unit="experts",
+        text="Experts that no token of a micro-batch chose.",
+        from_zero=True,
+    ),
+    Metric(
+        name="moe_dropped",
+        help="percent of dropped assignments",
+        of_counts=_dropped,
+        layers="dropped",
+        title="Dropped share",
+        unit="dropped (%)",
+        text="Percent of all assignments whose expert was full. Always 0 without a capacity.",
+        from_zero=True,
+        unless_zero=True,
+    ),
+    Metric(
+        name="moe_max_violation",
+        help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
+        "MaxVio is this minus 1",
+        of_counts=_violation,
+        layers="max_violation",
+        title="Busiest expert",
+        unit="load (even shares)",
+        text="Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingCounts:
+    """Counts and sums of one layer in one micro-batch, on the device and without a gradient.
 
     Attributes:
         num_tokens: [] int64, real tokens.
-        assigned_KE: [K, E] int64, copies of each choice that asked for each expert.
-        kept_E: [E] int64, copies that found a place.
-        dropped_K: [K] int64, copies of each choice that found none.
-        p_log_p: [] sum over the real tokens and all experts of p log p: minus the gate's entropy, in nats.
-        weights_K: [K] sum over the real tokens of the weight of each choice.
+        assigned_KE: [K, E] int64, assignments of each choice to each expert, dropped or not.
+        kept_E: [E] int64, assignments that got a slot.
+        dropped_K: [K] int64, assignments of each choice that got none.
+        sums_S: [S] the sums over tokens of `METRICS`, in their order.
     """
 
     num_tokens: Tensor
     assigned_KE: Tensor
     kept_E: Tensor
     dropped_K: Tensor
-    p_log_p: Tensor
-    weights_K: Tensor
-
-
-def metric_names(top_k: int) -> list[str]:
-    """Return the names of the N metrics of a layer with K choices, in the order of `metric_rows`."""
-    choices = range(1, top_k + 1)
-    return [
-        "entropy_gating",
-        *(f"expert{j}_weight" for j in choices),
-        *(f"expert{j}_balance_top" for j in choices),
-        *(f"expert{j}_balance_bottom" for j in choices),
-        *(f"overflow_expert{j}" for j in choices),
-        *(f"unused_expert{j}_count" for j in choices),
-        "moe_dead_experts",
-        "moe_dropped",
-        "moe_max_violation",
-    ]
+    sums_S: Tensor
 
 
 @torch.no_grad()
-def tally_of(routing: Routing) -> Tally:
-    """Count a decision."""
-    probs_TE, weights_TK = routing.probs_TE, routing.weights_TK
+def count_routing(routing: Routing) -> RoutingCounts:
+    """Count the assignments of a routing, and sum over its tokens."""
+    top_k = len(routing.dropped_K)
     # At least fp32: half precision can not hold sums over tokens.
-    dtype = torch.promote_types(probs_TE.dtype, torch.float32)
-    probs_TE = probs_TE.to(dtype)
+    dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
+    probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
-    # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
-    logs_TE = probs_TE.clamp_min(torch.finfo(dtype).tiny).log_()
-    return Tally(
+    decisions = Decisions(probs_TE, weights_TK.to(dtype))
+    sums = [m.token_sum(decisions).view(-1)[:top_k] for m in METRICS if m.token_sum is not None]
+    return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,
         kept_E=routing.counts_E,
         dropped_K=routing.dropped_K,
-        p_log_p=torch.dot(probs_TE.flatten(), logs_TE.flatten()),
-        # Where experts choose, a token has a column for each expert that took it.
-        weights_K=weights_TK.sum(dim=0, dtype=dtype)[: len(routing.dropped_K)],
+        sums_S=torch.cat(sums),
     )
 
 
-def metric_rows(tallies: Sequence[Tally]) -> tuple[Tensor, Tensor]:
-    """Return the metrics of layers with the same K and the real tokens that they are of.
+def metric_names(top_k: int) -> list[str]:
+    """Return the names of the N metrics of a layer with K choices, in the order of `metric_rows`."""
+    return [name for metric in METRICS for name in metric.names(top_k)]
 
-    - entropy_gating: mean token entropy of the gate, in nats.
-    - moe_dropped: percent of all copies that found their expert full.
-    - moe_max_violation: load of the busiest expert over the mean load, all choices, before dropping.
-    - moe_dead_experts: experts that no token chose.
-    - for choice J (from 1) with h_e = 100 * count_e / T: expertJ_balance_top and _bottom are the sums
-      of the largest and smallest max(ceil(0.2 E), 1) of h, unused_expertJ_count the number of zeros,
-      overflow_expertJ = 100 * dropped / assigned, expertJ_weight the mean weight over tokens.
+
+def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
+    """Return the metrics of layers with the same K, and their real tokens.
 
     Returns:
         rows_LN: [L, N] fp32, the columns named by `metric_names`.
         tokens_L1: [L, 1] fp32.
-
-    Source: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
-    Balancing) for the violation, which is theirs plus 1.
     """
-    same = groupby(tallies, key=lambda tally: tally.assigned_KE.shape)
+    same = groupby(counted, key=lambda counts: counts.assigned_KE.shape)
     parts = [_rows(list(layers)) for _, layers in same]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([rows for rows, _ in parts]), torch.cat([tokens for _, tokens in parts])
 
 
-def _rows(tallies: list[Tally]) -> tuple[Tensor, Tensor]:
-    assigned_LKE = torch.stack([tally.assigned_KE for tally in tallies]).float()
-    kept_LE = torch.stack([tally.kept_E for tally in tallies])
-    dropped_LK = torch.stack([tally.dropped_K for tally in tallies])
-    entropy_L = -torch.stack([tally.p_log_p for tally in tallies])
-    weights_LK = torch.stack([tally.weights_K for tally in tallies])
-    tokens_L1 = torch.stack([tally.num_tokens for tally in tallies]).float().unsqueeze(1)
-    at_least_1_L1 = tokens_L1.clamp_min(1)
-
-    num_experts = assigned_LKE.shape[2]
-    fifth = max(math.ceil(0.2 * num_experts), 1)
-    top_LKF = assigned_LKE.topk(fifth).values
-    bottom_LKF = assigned_LKE.topk(fifth, largest=False).values
-    balance_LB = 100 * torch.cat([top_LKF, bottom_LKF], dim=1).sum(dim=2)  # B is 2 K
-    # Everybody makes a first choice; where experts choose, its dropped ones are tokens that none took.
-    asked_LK = torch.cat([tokens_L1, assigned_LKE[:, 1:].sum(dim=2)], dim=1)
-    load_LE = assigned_LKE.sum(dim=1)
-    copies_L1 = load_LE.sum(dim=1, keepdim=True)
-    lost_L1 = copies_L1 - kept_LE.sum(dim=1, keepdim=True)
-    busiest_L1 = load_LE.amax(dim=1, keepdim=True)
-    zeros_LJ = torch.cat([assigned_LKE, load_LE.unsqueeze(1)], dim=1).eq(0).sum(dim=2)  # J is K + 1
+def _rows(counted: list[RoutingCounts]) -> tuple[Tensor, Tensor]:
+    tokens_L = torch.stack([counts.num_tokens for counts in counted]).float()
+    assigned_LKE = torch.stack([counts.assigned_KE for counts in counted]).float()
+    counts = Counts(
+        tokens_L=tokens_L,
+        assigned_LKE=assigned_LKE,
+        load_LE=assigned_LKE.sum(dim=1),
+        kept_LE=torch.stack([counts.kept_E for counts in counted]),
+        dropped_LK=torch.stack([counts.dropped_K for counts in counted]),
+    )
+    sums_LS = torch.stack([counts.sums_S for counts in counted])
+    tokens_L1 = tokens_L.unsqueeze(1)
+    summed = [metric for metric in METRICS if metric.of_counts is None]
+    widths = [len(metric.names(assigned_LKE.shape[1])) for metric in summed]
+    means = iter((sums_LS / tokens_L1.clamp_min(1)).split(widths, dim=1))
     columns = [
-        torch.cat([entropy_L.unsqueeze(1), weights_LK, balance_LB], dim=1) / at_least_1_L1,
-        100 * dropped_LK / asked_LK.clamp_min(1),
-        zeros_LJ,
-        torch.cat([100 * lost_L1, num_experts * busiest_L1], dim=1) / copies_L1.clamp_min(1),
+        next(means) if metric.of_counts is None else metric.of_counts(counts).view(len(counted), -1)
+        for metric in METRICS
     ]
     return torch.cat(columns, dim=1).float(), tokens_L1
 
 
 def routing_metrics(routing: Routing) -> dict[str, Tensor]:
-    """Return the metrics of one micro-batch by name, as scalars on the device; see `metric_rows`."""
-    rows_LN, _ = metric_rows([tally_of(routing)])
+    """Return the metrics of one micro-batch by name, as scalars on the device; see `METRICS`."""
+    rows_LN, _ = metric_rows([count_routing(routing)])
     return dict(zip(metric_names(len(routing.dropped_K)), rows_LN[0].unbind(), strict=True))
+
+
+# Former names.
+Tally, tally_of = RoutingCounts, count_routing

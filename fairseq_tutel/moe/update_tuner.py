@@ -1,4 +1,4 @@
-"""The tuner at work in a training: each update's capacity bucket, its time, and one choice for all ranks.
+"""UpdateTuner: chooses the strategy of each training update, the same on all ranks.
 
 T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
 """
@@ -10,6 +10,8 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,10 +20,11 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.files.small import json_of
-from fairseq_tutel.moe.adaptive import allowed_degrees
+from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
 from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.planning.cost import OVERLAPS
+from fairseq_tutel.planning.cost import OVERLAPS, Cluster, Work, step_seconds
+from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 from fairseq_tutel.planning.tuner import Tuner
 from fairseq_tutel.ranks import world
@@ -29,34 +32,36 @@ from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 
-WIDENING = 0.25  # of where a bucket begins, where that is wider: dropless loads have a long tail
-WARM_UPDATES = (
-    2  # the first makes the optimizer's state, the second's peak says what memory is free
+WIDENING = (
+    0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
 )
-WATCH_EVERY = 10  # updates of a settled bucket to one that is timed
-SAVE_EVERY = 10  # measurements
+WARM_UPDATES = (
+    2  # the first allocates the optimizer state; the peak of the second tells the free memory
+)
+WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
+SAVE_EVERY = 10  # recorded costs
 FORMAT = 3
 
 
 class UpdateTuner:
-    """Chooses how the MoE layers of a model run, update by update.
+    """Chooses the strategy of the MoE layers of a model, update by update.
 
     Call `begin` before the first micro-batch of an update, `add_micro_batch` before each further one, and
-    `end` after the last backward, on every rank. `begin` holds one small all-reduce over all ranks and one
-    host read. The first updates run as given: what memory is left is known after them.
+    `end` after the last backward, on every rank. `begin` needs one small all-reduce over all ranks and one
+    host synchronization. The first updates use the given strategy, to measure the free memory.
 
     Args:
-        layers: of one model, on ranks that exchange tokens.
-        window: width of a capacity bucket (the paper's R), in places of an expert; large ones are a
-            quarter of where they begin.
-        path: of the dictionary of what was found; read at the first `begin`, written whenever a bucket is
-            settled. None keeps none.
+        layers: all MoE layers of one model, on ranks that exchange tokens.
+        window: width of a capacity bucket (R in the paper), in slots of an expert. Large buckets are a
+            quarter of their lower end wide.
+        path: file of the dictionary. It is read at the first `begin`, and written when a bucket is settled.
         overlaps: numbers of chunks to choose from.
-        algorithms: to choose from; None for all that the layers' ranks allow.
-        conditions: what else measurements depend on, such as the precision, by name.
+        algorithms: all-to-all algorithms to choose from; None: all that the layers' ranks allow.
+        conditions: further conditions of the measurements, such as the precision, by name.
+        machine: hardware profile of the predictions that choose the candidates; None: a typical one.
 
     Raises:
-        ValueError: there is nothing to choose from, since every rank has all experts.
+        ValueError: there is nothing to choose, since every rank has all experts.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class UpdateTuner:
         overlaps: Sequence[int] = OVERLAPS,
         algorithms: Sequence[str] | None = None,
         conditions: Mapping[str, Any] | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.layers, self.window, self.path = _checked(layers), window, path
         first = self.layers[0]
@@ -78,32 +84,34 @@ class UpdateTuner:
         if algorithms is None:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
         self.static, self.conditions = first.strategy, dict(conditions or {})
-        self._pairs = tuple(overlaps), tuple(algorithms)
-        # Made when the model is where it is trained, and all of its memory was taken once.
+        self._pairs, self._machine = (tuple(overlaps), tuple(algorithms)), machine
+        # Created after the warm updates, when the model is on its device and its peak memory is known.
         self._tuner: Tuner | None = None
-        self._room: float | None = None  # bytes that this rank had left in the last update
-        # Of the last update: its key and strategy, if it was chosen; milliseconds on this rank.
+        self._free: float | None = None  # bytes that this rank had left in the last update
+        # The last update: its key and strategy, if it was chosen; milliseconds on this rank.
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
-        self._micro_batches = [0]  # tokens of each on this rank
-        self._updates, self._warm, self._recorded, self._said_unwritten = 0, 0, 0, False
+        self._micro_batches = [0]  # tokens of each micro-batch on this rank
+        self._updates, self._warm, self._recorded, self._warned = 0, 0, 0, False
         for layer in self.layers:
             if layer.config.capacity_factor <= 0:
                 layer.watch_load()
 
     @property
     def tuner(self) -> Tuner:
-        """The search; collective where it is made."""
+        """The search. Collective at the first access."""
         if self._tuner is None:
-            self._tuner = Tuner(self._degrees(), *self._pairs)
+            self._tuner = Tuner(self._degrees(), *self._pairs, self.static)
+            on_gpu = self._device().type == "cuda"
+            machine = self._machine or typical(torch.cuda.get_device_name() if on_gpu else None)
+            self._machine = world.told_by_first(machine, "the agreement on a hardware profile")
             self._load()
         return self._tuner
 
     def begin(self, num_tokens: int) -> Strategy:
-        """Choose how this update runs, by the tokens of its first micro-batch on the busiest rank.
+        """Choose the strategy of this update by the tokens of its first micro-batch on the busiest rank.
 
-        Collective over all ranks. Where the last update did not `end` on every rank, its time does not
-        count.
+        Collective over all ranks. The last update does not count unless it called `end` on every rank.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
@@ -115,7 +123,7 @@ class UpdateTuner:
         strategy, self._last = self.static, None
         if self._warm >= WARM_UPDATES:
             key = self.key(tokens, busiest / of_last * tokens if of_last else 0.0)
-            strategy = self.tuner.choose(key, self._best_beside(key))
+            strategy = self.tuner.choose(key, partial(self._predicted, math.ceil(tokens)))
             self._last = key, strategy
         for layer in self.layers:
             layer.follow(strategy)
@@ -128,124 +136,135 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Count a further micro-batch of an update, whose time is taken for each of all its tokens."""
+        """Add a further micro-batch: an update's cost is its time per token of all micro-batches."""
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
-        """Stop the clock; of several calls in an update the last counts.
+        """Stop the clock. If it is called several times in an update, the last call counts.
 
         Raises:
-            RuntimeError: no update was begun.
+            RuntimeError: `begin` was not called.
         """
         if not self._updates:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:
-            self._room = _free_bytes(self._device())
+            self._free = _free_bytes(self._device())
         if self._is_timed:
             self._wait_for_gpu()
             self._milliseconds = 1000 * (time.perf_counter() - self._started)
 
     def key(self, tokens: float, busiest: float) -> str:
-        """Return the bucket of an update.
+        """Return the name of an update's bucket.
 
         Args:
-            tokens: of a micro-batch on the busiest rank.
-            busiest: what an expert of such a micro-batch is expected to get, at most; 0: not known.
+            tokens: tokens of a micro-batch on the busiest rank.
+            busiest: expected assignments of the busiest expert in such a micro-batch; 0: unknown.
         """
-        places = max(_capacity(layer, tokens, busiest) for layer in self.layers)
+        slots = max(_capacity(layer, tokens, busiest) for layer in self.layers)
         low, above = 0, self.window
-        while places >= above:
+        while slots >= above:
             low, above = above, above + max(self.window, int(WIDENING * above))
-        return f"{self._rule}{low} to {above - 1} places"
+        factor = self.layers[0].config.capacity_factor
+        return f"capacity factor {factor:g}, {low} to {above - 1} places"
 
-    @property
-    def _rule(self) -> str:
-        """What the keys of this capacity factor begin with."""
-        return f"capacity factor {self.layers[0].config.capacity_factor:g}, "
-
-    def _best_beside(self, key: str) -> Strategy | None:
-        """Return what is best in the settled bucket that is nearest to one, if there is any."""
-
-        def low(key: str) -> int:
-            return int(key.removeprefix(self._rule).partition(" ")[0])
-
-        alike = [known for known in self.tuner.best if known.startswith(self._rule)]
-        nearest = min(alike, key=lambda known: abs(low(known) - low(key)), default=None)
-        return None if nearest is None else self.tuner.best[nearest]
+    def _predicted(self, tokens: int, strategy: Strategy) -> float:
+        """Return the seconds of all layers' forward and backward that the cost model predicts."""
+        assert self._machine is not None
+        if strategy.plan:
+            strategy = replace(strategy, algorithm="linear")
+        total = 0.0
+        for layer in self.layers:
+            config, topology = layer.config, layer.topology
+            size, grid = topology.expert_parallel_size, topology.grid
+            nodes, local = (grid.nodes, grid.local) if grid else (1, size)
+            work = Work(
+                tokens=tokens,
+                model_dim=config.model_dim,
+                hidden_dim=config.hidden_dim,
+                experts=config.num_experts,
+                top_k=config.top_k,
+                bytes_per_element=_weights(layer)[0].element_size(),
+                glu=config.expert_type == "glu",
+            )
+            slices = layer.experts.part.slices
+            degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
+            cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+            total += step_seconds(
+                work, self._machine, cluster, replace(strategy, adaptive_r=degree)
+            )
+        return total
 
     def _record(self, milliseconds: float, tokens: float) -> None:
         assert self._last is not None
         key, strategy = self._last
-        known = self.tuner.settled(key)
-        # Per token, since updates of one bucket differ in those.
+        was_settled = self.tuner.settled(key)
+        # Per token, since updates of one bucket differ in their tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
-        self._recorded += not known
-        if known and not self.tuner.settled(key) and world.is_first():
-            logger.info(
-                "adaptive: %s: updates take longer or shorter than they did: measured anew", key
-            )
-        if self.tuner.settled(key) and not known:
-            self._say(key)
+        self._recorded += not was_settled
+        if was_settled and not self.tuner.settled(key) and world.is_first():
+            logger.info("adaptive: %s: the time of updates has changed; measuring again", key)
+        if self.tuner.settled(key) and not was_settled:
+            self._log_best(key)
             self._save()
-        elif not known and self._recorded % SAVE_EVERY == 0:
-            self._save()  # a job that is ended early goes on from here
+        elif not was_settled and self._recorded % SAVE_EVERY == 0:
+            self._save()  # an interrupted run continues from here
 
-    def _say(self, key: str) -> None:
+    def _log_best(self, key: str) -> None:
         if not world.is_first():
             return
         costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
         best = self.tuner.best[key]
         gain = ""
         if self.static in costs:
-            gain = f", {costs[self.static] / costs[best]:.3g} times as fast as the way given"
+            gain = f", {costs[self.static] / costs[best]:.3g} times as fast as the given strategy"
         logger.info(
             "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank%s; the "
-            "slowest of %d ways took %.4g ms",
+            "slowest of %d strategies took %.4g ms",
             key, best.adaptive_r, best.overlap, best.algorithm, costs[best], gain, len(costs),
             max(costs.values()),
         )  # fmt: skip
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
-        """Return the most of all ranks of five numbers.
+        """Return the maximum over all ranks of five numbers.
 
-        The tokens of this micro-batch; then of the last update: milliseconds, what an expert got in its
-        last micro-batch, the tokens of all its micro-batches, and of the last one.
+        - tokens of this micro-batch
+        - milliseconds of the last update; infinite if any rank did not measure it
+        - assignments of the busiest expert in the last micro-batch
+        - tokens of all micro-batches of the last update
+        - tokens of its last micro-batch
         """
-        device = self._device()
-        # A rank that measured nothing voids the measurement.
-        took = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
-        told = [num_tokens, took, 0.0, sum(self._micro_batches), self._micro_batches[-1]]
-        mine = torch.tensor(told, dtype=torch.float64, device=device)
-        needs = [layer.busiest for layer in self.layers if layer.busiest is not None]
-        if needs:
-            mine[2] = torch.stack(needs).max()
-        all_reduce(mine, "the tuner's agreement on an update", op=dist.ReduceOp.MAX)
-        return tuple(mine.tolist())
+        milliseconds = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
+        own = [num_tokens, milliseconds, 0.0, sum(self._micro_batches), self._micro_batches[-1]]
+        numbers = torch.tensor(own, dtype=torch.float64, device=self._device())
+        loads = [layer.busiest for layer in self.layers if layer.busiest is not None]
+        if loads:
+            numbers[2] = torch.stack(loads).max()
+        all_reduce(numbers, "the tuner's agreement on an update", op=dist.ReduceOp.MAX)
+        return tuple(numbers.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return every r that a layer may run with, but for those that take too much memory.
+        """Return every r that the layers allow, except those whose gathered weights need too much memory.
 
-        Gathered experts and their gradients may take half of what is free, on the rank that has least,
-        beside those of the r that was given, which may take what it takes.
+        Compared with the given r, gathered weights and their gradients may take half of the free memory
+        of the rank that has least.
         """
         every = {
             r
             for layer in self.layers
             for r in allowed_degrees(layer.experts.part.slices, layer.config.hidden_layer_norm)
         }
-        room = _free_bytes(self._device()) if self._room is None else self._room
-        limit = torch.tensor(room / 2, device=self._device())
+        free = _free_bytes(self._device()) if self._free is None else self._free
+        limit = torch.tensor(free / 2, device=self._device())
         all_reduce(limit, "the tuner's agreement on memory", op=dist.ReduceOp.MIN)
         given = self.static.adaptive_r
         most = self._gathered_bytes(given) + float(limit)
         return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
 
     def _gathered_bytes(self, degree: int) -> int:
-        """Return what a forward and backward hold of gathered experts under r: weights and gradients."""
+        """Return the bytes of gathered weights and their gradients under r."""
         total = 0
         for layer in self.layers:
-            parameters = layer.experts.expert_parameters().values()
-            own = sum(p.numel() * p.element_size() for p in parameters)
+            own = sum(p.numel() * p.element_size() for p in _weights(layer))
             ranks = layer.topology.expert_parallel_size
             total += (
                 2 * own * (ranks if degree == 0 else max(1, layer.experts.part.slices // degree))
@@ -253,14 +272,14 @@ class UpdateTuner:
         return total
 
     def _device(self) -> torch.device:
-        return next(iter(self.layers[0].experts.expert_parameters().values())).device
+        return _weights(self.layers[0])[0].device
 
     def _wait_for_gpu(self) -> None:
         if self._device().type == "cuda" and self._is_timed:
             torch.cuda.synchronize(self._device())
 
     def signature(self) -> dict[str, Any]:
-        """Return what measurements hold for: a dictionary of another signature is not used."""
+        """Return the conditions of the measurements. A dictionary of another signature is not used."""
         place, config = self.layers[0].topology, self.layers[0].config
         on_gpu = self._device().type == "cuda"
         return {
@@ -277,12 +296,12 @@ class UpdateTuner:
             "window": self.window,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
-            "dtype": str(next(iter(self.layers[0].experts.expert_parameters().values())).dtype),
+            "dtype": str(_weights(self.layers[0])[0].dtype),
             **self.conditions,
         }
 
     def _load(self) -> None:
-        """Read the dictionary on rank 0 and give it to all."""
+        """Read the dictionary on rank 0 and broadcast it."""
         if self.path is None:
             return
         found = None
@@ -293,23 +312,21 @@ class UpdateTuner:
         if found is None:
             return
         try:
-            refused = self.tuner.load(found)
+            skipped = self.tuner.load(found)
         except ValueError as error:
-            _say_unreadable(self.path, error)
-            self._tuner = Tuner(self.tuner.rs, *self._pairs)
+            _warn_unreadable(self.path, error)
+            self._tuner = Tuner(self.tuner.rs, *self._pairs, self.static)
             return
         if world.is_first():
+            settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)
             logger.info(
-                "adaptive: from %s: %d buckets settled, %d to be gone on with, %d whose best cannot be "
-                "chosen here",
-                self.path,
-                len(self.tuner.best),
-                len(self.tuner.costs) - len(self.tuner.best),
-                refused,
-            )
+                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped, since their best "
+                "strategy is not available here",
+                self.path, settled, all_of_them - settled, skipped,
+            )  # fmt: skip
 
     def _save(self) -> None:
-        """Write the dictionary on rank 0; a full disk costs the dictionary and not the training."""
+        """Write the dictionary on rank 0. An error is a warning: training continues."""
         if self.path is None or not world.is_first():
             return
         content = {"format": FORMAT, "signature": self.signature(), "buckets": self.tuner.state()}
@@ -322,15 +339,19 @@ class UpdateTuner:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.remove(temporary)
-            if not self._said_unwritten:
-                self._said_unwritten = True
+            if not self._warned:
+                self._warned = True
                 logger.warning("adaptive: %s was not written: %s", self.path, error)
 
 
-def _free_bytes(device: torch.device) -> float:
-    """Return the memory that this rank had left when it took most: of its GPU, or its part of the host's.
+def _weights(layer: MoELayer) -> list[torch.Tensor]:
+    return list(layer.experts.expert_parameters().values())
 
-    A process keeps memory that it freed: on a host the most is what it takes now.
+
+def _free_bytes(device: torch.device) -> float:
+    """Return the bytes that were free at this rank's peak, on its GPU or in its share of the host.
+
+    On a host the peak is now, since a process keeps memory that it freed.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -340,7 +361,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
-    """Return the places an expert needs, by the sign rule of the capacity factor."""
+    """Return the slots that an expert needs, by the sign of the capacity factor."""
     config = layer.config
     factor = config.capacity_factor
     limit = config.top_k * math.ceil(abs(factor) * tokens / config.num_experts)
@@ -357,37 +378,37 @@ def _checked(layers: Sequence[MoELayer]) -> list[MoELayer]:
 
 
 def _read(path: str, signature: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the buckets of a dictionary, or None and a word where there are none for this model."""
+    """Return the buckets of a dictionary, or None if it is missing, unreadable or of another signature."""
     try:
         content = json_of(path)
-        there = {"format": content["format"], **content["signature"]}
+        saved = {"format": content["format"], **content["signature"]}
         buckets = content["buckets"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _say_unreadable(path, error)
+        _warn_unreadable(path, error)
         return None
     here = {"format": FORMAT, **signature}
-    names = [name for name in here if there.get(name) != here[name]]
+    names = [name for name in here if saved.get(name) != here[name]]
     if names:
-        differing = ", ".join(f"{n} is {there.get(n)} there and {here[n]} here" for n in names)
-        logger.info("adaptive: %s does not hold here and is measured anew: %s", path, differing)
+        differing = ", ".join(f"{n} is {saved.get(n)} there and {here[n]} here" for n in names)
+        logger.info("adaptive: %s is of another setup; measuring again: %s", path, differing)
         return None
     return buckets
 
 
-def _say_unreadable(path: str, error: Exception) -> None:
+def _warn_unreadable(path: str, error: Exception) -> None:
     if world.is_first():
-        logger.warning("adaptive: %s cannot be read (%s), and is measured anew", path, error)
+        logger.warning("adaptive: %s cannot be read (%s); measuring again", path, error)
 
 
 def _warn_if_unwritable(path: str) -> None:
-    """Say at once, and not after the search, that what is found will be lost."""
+    """Warn before the search if its results cannot be saved."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        fine = os.access(folder, os.W_OK) and not os.path.isdir(path)
+        writable = os.access(folder, os.W_OK) and not os.path.isdir(path)
     except OSError:
-        fine = False
-    if not fine:
-        logger.warning("adaptive: %s cannot be written; what is found will be lost", path)
+        writable = False
+    if not writable:
+        logger.warning("adaptive: %s cannot be written; the tuner's results will be lost", path)

@@ -1,9 +1,8 @@
-"""Cost: what a training step and its memory are, by an alpha-beta-gamma model, for any cluster.
+"""Cost model: seconds and bytes of a training step on any cluster (an alpha-beta-gamma model).
 
 W ranks on nodes of L, expert-parallel size P, E experts; s = max(1, P // E) ranks share an expert's hidden
-dimension. T tokens a rank, D model_dim, H hidden_dim, K experts of a token, R = T * K rows. The load is
-even, and nothing is in the links' way. What collectives take: `links`. Formulas and sources:
-docs/scaling.md.
+dimension. T tokens of a rank, D model_dim, H hidden_dim, K experts of a token, R = T * K rows. Load is even
+and links have no other traffic. Times of collectives: `links`. Formulas and sources: docs/scaling.md.
 """
 
 import math
@@ -21,7 +20,7 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one rank computes in a step.
+    """The computation of one rank in a step.
 
     Attributes:
         tokens: T.
@@ -29,12 +28,12 @@ class Work:
         hidden_dim: H of one expert.
         experts: E of a layer, over all ranks.
         top_k: K.
-        bytes_per_element: of weights, gradients and rows: 2 or 4.
-        glu: three matrices an expert instead of two.
-        layers: MoE layers.
-        dense_parameters: all that every rank holds, trained by data parallelism.
-        zero_stage: of --moe-zero-stage.
-        offload: the optimizer's state is in host memory.
+        bytes_per_element: size of weights, gradients and rows: 2 or 4.
+        glu: whether experts have three matrices instead of two.
+        layers: number of MoE layers.
+        dense_parameters: parameters trained by data parallelism.
+        zero_stage: --moe-zero-stage.
+        offload: whether optimizer state is in host memory.
     """
 
     tokens: int
@@ -51,7 +50,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Copies of tokens that go to an expert, R."""
+        """R, the token-expert assignments of a rank."""
         return self.tokens * self.top_k
 
     @property
@@ -61,21 +60,21 @@ class Work:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one expert."""
+        """Number of weights of one expert."""
         return self.matrices * self.model_dim * self.hidden_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ranks and how many of them share one set of experts.
+    """Nodes, ranks and EP groups.
 
     Attributes:
-        nodes: of the cluster.
+        nodes: number of nodes.
         local: L, ranks of a node.
         expert_parallel_size: P, consecutive ranks: a part of a node, or whole nodes.
 
     Raises:
-        ValueError: P divides neither L nor, in whole nodes, W.
+        ValueError: P is neither a divisor of L nor whole nodes that divide W.
     """
 
     nodes: int
@@ -97,12 +96,12 @@ class Cluster:
 
     @property
     def group_local(self) -> int:
-        """Ranks of an expert group in one node."""
+        """Ranks of an EP group in one node."""
         return min(self.expert_parallel_size, self.local)
 
     @property
     def group_nodes(self) -> int:
-        """Nodes of an expert group."""
+        """Nodes of an EP group."""
         return self.expert_parallel_size // self.group_local
 
     def slices(self, experts: int) -> int:
@@ -113,10 +112,9 @@ class Cluster:
 def experts_seconds(
     work: Work, machine: Machine, cluster: Cluster, strategy: Strategy, *, backward: bool = False
 ) -> float:
-    """Return the time of one chunk of rows through a layer's experts.
+    """Return the seconds of one row chunk in a layer's experts.
 
-    The slower of arithmetic, and of reading the weights and rows. The backward computes twice as much,
-    and writes gradients of weights and rows.
+    The maximum of arithmetic and of memory traffic of weights and rows. Backward takes twice as long.
     """
     chunk = work.rows / strategy.overlap
     copies = max(1, strategy.adaptive_r)  # of a row, each with hidden_dim / copies
@@ -133,27 +131,34 @@ def experts_seconds(
 def step_parts(
     work: Work, machine: Machine, cluster: Cluster, strategy: Strategy
 ) -> dict[str, float]:
-    """Return the seconds of every part of a step, forward and backward of all layers.
+    """Return the seconds of each part of a step: forward and backward of all layers.
 
-    "exchange" is what of the exchanges is not hidden behind the experts.
+    "exchange" is the part of all-to-alls that is not overlapped with the experts.
 
     Raises:
-        ValueError: these experts can not be shared out so; see `refuse`.
+        ValueError: the experts do not fit the ranks; see `refuse`.
     """
     refuse(work, cluster, strategy)
+    # Forward exchanges the counts of rows and reads them on the host; backward reuses them.
+    counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
+    host_read_s = machine.launch_s if _sends_rows(cluster, strategy) else 0.0
     layer = {
         "gate": _gate_seconds(work, machine),
         "dispatch and combine": _local_seconds(work, machine, cluster, strategy),
-        "counts": _counts_seconds(work, machine, cluster, strategy),
+        "counts": _exchange_seconds(counts_bytes, machine, cluster, strategy) + host_read_s,
         "exchange": 0.0,
         "experts": 0.0,
         "gather weights": _gather_seconds(work, machine, cluster, strategy),
     }
-    trip = _trip_seconds(work, machine, cluster, strategy)
+    row_bytes = work.model_dim * work.bytes_per_element
+    chunk_bytes = strategy.adaptive_r * work.rows * row_bytes / strategy.overlap
+    exchange = _exchange_seconds(chunk_bytes, machine, cluster, strategy)
     for backward in (False, True):
         chunk = experts_seconds(work, machine, cluster, strategy, backward=backward)
         layer["experts"] += strategy.overlap * chunk
-        layer["exchange"] += _pipelined(trip, chunk, strategy.overlap) - strategy.overlap * chunk
+        layer["exchange"] += (
+            _pipelined(exchange, chunk, strategy.overlap) - strategy.overlap * chunk
+        )
     dense = work.dense_parameters
     return {
         **{part: work.layers * seconds for part, seconds in layer.items()},
@@ -166,14 +171,14 @@ def step_parts(
 
 
 def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the time of a step, without optimizer and data."""
+    """Return the seconds of a step, without optimizer and data loading."""
     return sum(step_parts(work, machine, cluster, strategy).values())
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the bytes of every kind that a rank's device holds, as if all of them at once.
+    """Return a rank's bytes on its device by kind, as if all were allocated at once.
 
-    Activations are those of the MoE layers alone. The optimizer is Adam.
+    Activations are those of the MoE layers. The optimizer is Adam.
     """
     refuse(work, cluster, strategy)
     size = work.bytes_per_element
@@ -185,25 +190,25 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
     saved = work.tokens * work.model_dim + work.rows * (
         (copies + 1) * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
     )
-    buffers = (2 if strategy.algorithm == "linear" else 3) if _travels(cluster, strategy) else 0
+    buffers = (2 if strategy.algorithm == "linear" else 3) if _sends_rows(cluster, strategy) else 0
     return {
         "parameters": held.weights,
         "gradients": held.gradients,
         "optimizer state": held.state,
         "activations": work.layers * saved * size,
         "row buffers": buffers * rows_bytes,
-        # The weights of all layers stay for the backward; one layer's gradient of them is added.
+        # Gathered weights of all layers are kept for backward, with the gradients of one layer.
         "gathered weights": (work.layers + 1) * gathered * size,
     }
 
 
 def host_bytes(work: Work, cluster: Cluster) -> int:
-    """Return the bytes of optimizer state that a rank holds in host memory."""
+    """Return a rank's bytes of optimizer state in host memory."""
     return _held(work, cluster).host
 
 
 def refuse(work: Work, cluster: Cluster, strategy: Strategy) -> None:
-    """Refuse what no layer can do.
+    """Check that a layer can run like this.
 
     Raises:
         ValueError: neither of E and P divides the other, or r is not 0 or a divisor of s.
@@ -222,17 +227,14 @@ def refuse(work: Work, cluster: Cluster, strategy: Strategy) -> None:
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
-    """Yield every way to run the layers: P, and for each r, d and algorithm.
-
-    P is a part of a node or whole nodes, and divides E or is a multiple of it.
-    """
+    """Yield all (P, r, d, algorithm) with which the layers can run."""
     world = nodes * local
     for size in _divisors(world):
         fits = local % size == 0 or size % local == 0
         if not fits or (work.experts % size and size % work.experts):
             continue
         cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-        if size == 1:  # all experts are here: nothing to gather, nothing travels
+        if size == 1:  # no gathering and no all-to-all
             yield cluster, Strategy()
             continue
         yield cluster, Strategy(adaptive_r=0)
@@ -245,7 +247,7 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to run the layers and what it costs a rank: seconds of a step, bytes; whether it fits."""
+    """A configuration with its seconds by part, its bytes by kind, and whether it fits in memory."""
 
     cluster: Cluster
     strategy: Strategy
@@ -256,17 +258,17 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(self.parts.values())
 
     @property
     def bytes(self) -> float:
-        """Of a rank's memory."""
+        """Bytes of a rank's device memory."""
         return sum(self.memory.values())
 
 
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
-    """Return all candidates, those that fit in memory first, each kind from fast to slow."""
+    """Return all candidates from fast to slow, those that fit in memory first."""
     found = []
     for cluster, strategy in candidates(work, nodes, local):
         memory = memory_bytes(work, cluster, strategy)
@@ -284,12 +286,12 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 
 
 def _stored_parameters(work: Work, cluster: Cluster) -> float:
-    """Return the weights that a rank stores of one layer, whatever r."""
+    """Return the number of weights of one layer that a rank stores; it does not depend on r."""
     return work.experts * work.expert_parameters / cluster.expert_parallel_size
 
 
 def _computed_parameters(work: Work, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the weights that a rank computes with, gathered ones included."""
+    """Return the number of weights of one layer that a rank computes with, including gathered ones."""
     if strategy.adaptive_r == 0:
         return work.experts * work.expert_parameters
     slices = cluster.slices(work.experts)
@@ -301,54 +303,42 @@ def _gate_seconds(work: Work, machine: Machine) -> float:
     return 3 * flops / machine.gate_flops_per_s
 
 
-def _travels(cluster: Cluster, strategy: Strategy) -> bool:
-    """Whether rows go to other ranks."""
+def _sends_rows(cluster: Cluster, strategy: Strategy) -> bool:
+    """Whether rows are sent to other ranks."""
     return strategy.adaptive_r > 0 and cluster.expert_parallel_size > 1
 
 
 def _local_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """Rows that are read or written by dispatch, regroup and combine, forward and backward."""
+    """Return the seconds to read and write rows in dispatch, regroup and combine."""
     copies = max(1, strategy.adaptive_r)
     dispatch = (1 + copies) * work.rows
-    regroup = 4 * copies * work.rows if _travels(cluster, strategy) else 0
+    regroup = 4 * copies * work.rows if _sends_rows(cluster, strategy) else 0
     combine = copies * work.rows + work.tokens
-    # The backward is their mirror, and reads the rows twice more for the gradient of the gate.
+    # Backward mirrors them, and reads the rows twice more for the gate's gradient.
     touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 
 
-def _counts_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """The exchange of every expert's rows, and their host read; the backward knows them."""
-    if not _travels(cluster, strategy):
+def _exchange_seconds(
+    num_bytes: float, machine: Machine, cluster: Cluster, strategy: Strategy
+) -> float:
+    """Return the seconds of one all-to-all of the EP group, 0 if no rows are sent."""
+    if not _sends_rows(cluster, strategy):
         return 0.0
-    size = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
     nodes, local = cluster.group_nodes, cluster.group_local
-    return exchange_seconds(size, machine, nodes, local, strategy.algorithm) + machine.launch_s
+    return exchange_seconds(num_bytes, machine, nodes, local, strategy.algorithm)
 
 
-def _trip_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """One chunk's exchange, there or back."""
-    if not _travels(cluster, strategy):
-        return 0.0
-    size = (
-        strategy.adaptive_r * work.rows * work.model_dim * work.bytes_per_element / strategy.overlap
-    )
-    nodes, local = cluster.group_nodes, cluster.group_local
-    return exchange_seconds(size, machine, nodes, local, strategy.algorithm)
-
-
-def _pipelined(trip: float, experts: float, chunks: int) -> float:
-    """Return the time of all chunks there, through the experts and back; one trip at a time.
-
-    What bounds it: the link, or the experts between the first trip and the last.
-    """
-    return max(2 * chunks * trip, 2 * trip + experts + (chunks - 1) * max(trip, experts))
+def _pipelined(exchange: float, experts: float, chunks: int) -> float:
+    """Return the seconds of dispatch, experts and combine of all chunks, with one all-to-all at a time."""
+    by_link = 2 * chunks * exchange
+    return max(by_link, 2 * exchange + experts + (chunks - 1) * max(exchange, experts))
 
 
 def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """The gathering of one layer's weights, and the backward's reduce-scatter of their gradients.
+    """Return the seconds to gather one layer's weights and to reduce-scatter their gradients.
 
-    Every matrix and every bias is a collective of its own.
+    Each matrix and each bias is a collective of its own.
     """
     slices = cluster.slices(work.experts)
     ranks = slices // strategy.adaptive_r if strategy.adaptive_r else cluster.expert_parallel_size
@@ -357,13 +347,13 @@ def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: St
     local = min(ranks, cluster.local)
     nodes = math.ceil(ranks / local)
     gather = all_gather_seconds(size, machine, nodes, local)
-    return _there_and_back(machine) * tensors * gather
+    return _gathers_of_both(machine) * tensors * gather
 
 
 def _replica_seconds(work: Work, machine: Machine, cluster: Cluster) -> float:
-    """The sum of one layer's expert gradients over the ranks that hold the same.
+    """Return the seconds to sum one layer's expert gradients over EP replicas.
 
-    Every rank of a node is in such a group, so all of them are on its link at once.
+    All ranks of a node do so at once.
     """
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
@@ -379,21 +369,21 @@ def _gradients_seconds(
     local: int,
     on_link: int | None = None,
 ) -> float:
-    """What ranks with the same parameters send each other: gradients and, under ZeRO, new weights."""
+    """Return the seconds to sum gradients over ranks and, with ZeRO, to gather updated weights."""
     num_bytes = parameters * work.bytes_per_element
     if work.zero_stage == 0:
         return all_reduce_seconds(num_bytes, machine, nodes, local, on_link)
     share = num_bytes / (nodes * local)
-    return _there_and_back(machine) * all_gather_seconds(share, machine, nodes, local, on_link)
+    return _gathers_of_both(machine) * all_gather_seconds(share, machine, nodes, local, on_link)
 
 
-def _there_and_back(machine: Machine) -> int:
-    """Return how many gathers a gather and a reduce-scatter are: a ring's all-reduce is two."""
+def _gathers_of_both(machine: Machine) -> int:
+    """Return the cost of an all-gather and a reduce-scatter, in all-gathers."""
     return 3 if machine.reduce_scatter_as_all_reduce else 2
 
 
 def _held(work: Work, cluster: Cluster) -> Held:
-    """Return what a rank holds of parameters."""
+    """Return a rank's bytes of parameters, gradients and optimizer state."""
     return held_bytes(
         [work.dense_parameters],
         [math.ceil(work.layers * _stored_parameters(work, cluster))],

@@ -1,6 +1,6 @@
-"""Links: what all-to-alls, gathers and all-reduces take over them, and links fitted to measured ones.
+"""Links: seconds of collectives by an alpha-beta model, and links fitted to measurements.
 
-An alpha-beta model; N nodes of L ranks. The fit is by least squares of the relative error.
+N nodes of L ranks. The fit minimizes the squared relative error.
 """
 
 import math
@@ -27,14 +27,14 @@ def exchange_seconds(
     algorithm: str,
     on_link: int | None = None,
 ) -> float:
-    """Return the time of one even all-to-all over nodes of `local` ranks.
+    """Return the seconds of one even all-to-all.
 
     Args:
-        bytes_per_rank: what a rank holds before, its own share included.
-        machine: the links.
-        nodes: N.
-        local: L.
-        algorithm: of `strategy.ALGORITHMS`.
+        bytes_per_rank: bytes of a rank's input, including its own share.
+        machine: the hardware profile.
+        nodes: N of the group.
+        local: L, ranks of the group in a node.
+        algorithm: one of `strategy.ALGORITHMS`.
         on_link: as in `all_gather_seconds`.
     """
     ranks = nodes * local
@@ -59,12 +59,12 @@ def exchange_seconds(
 def plan_seconds(
     loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int
 ) -> float:
-    """Return the time of a plan's rounds; of a linear all-to-all it is what `exchange_seconds` says.
+    """Return the seconds of a collective plan; for a linear all-to-all, equal to `exchange_seconds`.
 
     Args:
-        loads: of every round, parts of `bytes_per_rank` by (source, target).
-        bytes_per_rank: of a rank's `in`.
-        machine: the links.
+        loads: for each round, fractions of `bytes_per_rank` by (source, target).
+        bytes_per_rank: bytes of a rank's input.
+        machine: the hardware profile.
         local: L, ranks of a node.
     """
     total = machine.launch_s
@@ -84,19 +84,12 @@ def plan_seconds(
 
 
 def regroup_seconds(bytes_per_rank: float, machine: Machine) -> float:
-    """Return the time to gather rows into another order: each byte is read and written."""
+    """Return the seconds to copy rows into another order: each byte is read and written."""
     return 2 * bytes_per_rank / machine.memory_bytes_per_s
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the all-to-all that takes less time; linear where there is nothing to gain.
-
-    Args:
-        machine: None takes the A100's numbers.
-        nodes: N of the expert group.
-        local: L, ranks of the group in a node.
-        bytes_per_rank: of one exchange.
-    """
+    """Return the faster all-to-all algorithm; linear if both are equal. Machine None: an A100 cluster."""
     known = machine or PRESETS["a100"]
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
 
@@ -104,15 +97,15 @@ def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_
 def all_gather_seconds(
     num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
-    """Return the time in which every rank gets `num_bytes` from each, by a ring; or a reduce-scatter.
+    """Return the seconds of a ring all-gather, or of a ring reduce-scatter.
 
     Args:
-        num_bytes: of one rank.
-        machine: the links.
+        num_bytes: bytes of one rank's input.
+        machine: the hardware profile.
         nodes: N of the group.
-        local: ranks of the group in a node.
-        on_link: ranks of a node, of this group or of others, that do the same at once; `local` if None.
-            Their bytes add up where a node has one link.
+        local: L, ranks of the group in a node.
+        on_link: ranks of a node, of this group or others, that gather at once; None: `local`. Their bytes
+            add up if a node has one link.
     """
     ranks = nodes * local
     if ranks == 1:
@@ -132,10 +125,7 @@ def all_gather_seconds(
 def all_reduce_seconds(
     num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
-    """Return the time to sum `num_bytes` of every rank: within nodes by a ring, across by a tree.
-
-    The arguments are those of `all_gather_seconds`.
-    """
+    """Return the seconds of an all-reduce: a ring within nodes, a tree across; see `all_gather_seconds`."""
     ranks = nodes * local
     if ranks == 1:
         return 0.0
@@ -153,7 +143,7 @@ def all_reduce_seconds(
 
 
 def _on_link(machine: Machine, at_once: int) -> int:
-    """Return how many ranks' bytes go over one link between nodes, of so many of a node that send."""
+    """Return the number of ranks that share one link between nodes, if `at_once` of a node send."""
     return at_once if machine.inter_shared else 1
 
 
@@ -161,8 +151,8 @@ class Row(TypedDict):
     """One measured all-to-all.
 
     Attributes:
-        bytes_per_rank: what a rank holds, its own share included.
-        on_link: ranks of a node that did the same at once; `local`, if it is left out.
+        bytes_per_rank: bytes of a rank's input, including its own share.
+        on_link: ranks of a node that did the same at once; default: `local`.
     """
 
     nodes: int
@@ -183,10 +173,10 @@ class Errors:
 
 
 def fit(points: Iterable[tuple[float, float, float]]) -> Link:
-    """Return the link that explains (messages, bytes, seconds) best.
+    """Return the link that fits points of (messages, bytes, seconds) best.
 
     Raises:
-        ValueError: there is no point, or they do not tell what a byte takes.
+        ValueError: the points do not determine the seconds of a byte.
     """
     table = np.array(list(points), dtype=float).reshape(-1, 3)
     alpha, per_byte = _solve(table[:, :2], table[:, 2]) if len(table) else (0.0, 0.0)
@@ -198,15 +188,14 @@ def fit(points: Iterable[tuple[float, float, float]]) -> Link:
 
 
 def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
-    """Return `start` with the links and launch that explain the rows best.
+    """Return `start` with the links and launch time that fit the rows best.
 
-    Which kind of link bounds a linear all-to-all is not known before: it is guessed by the last round's
-    links until the guess stays. What the rows do not tell stays `start`'s: the links within nodes, where
-    no node has two ranks, or bytes there cost nothing beside the others. Where a launch can not be told
-    from alpha, alpha holds it and the launch is 0.
+    A linear all-to-all is bounded by one kind of link. Each round of the fit determines it by the links of
+    the previous round, until it is stable. Links that the rows do not determine stay those of `start`.
+    If launch and alpha cannot be separated, alpha includes the launch, which is 0.
 
     Raises:
-        ValueError: there is no row, or none tells what a byte takes.
+        ValueError: the rows do not determine the seconds of a byte.
     """
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")
@@ -223,7 +212,7 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 
 
 def predicted(row: Row, machine: Machine) -> float:
-    """Return what the model says of a row, in seconds."""
+    """Return the predicted seconds of a row."""
     return exchange_seconds(
         row["bytes_per_rank"],
         machine,
@@ -235,12 +224,12 @@ def predicted(row: Row, machine: Machine) -> float:
 
 
 def relative_errors(rows: Sequence[Row], machine: Machine) -> Errors:
-    """Return how far the model is from what was measured."""
+    """Return the errors of a hardware profile on measured rows."""
     return errors_of((predicted(row, machine), row["seconds"]) for row in rows)
 
 
 def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
-    """Return how far (predicted, measured) seconds are apart; at least one pair."""
+    """Return the errors of (predicted, measured) seconds."""
     errors = [abs(predicted_s / measured_s - 1) for predicted_s, measured_s in pairs]
     return Errors(
         median=float(np.median(errors)),
@@ -250,7 +239,7 @@ def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
 
 
 def _columns(row: Row, machine: Machine) -> list[float]:
-    """Return a row's launches, then messages and bytes within nodes and across, as it is bounded."""
+    """Return a row's launches, messages and bytes within nodes, messages and bytes across."""
     nodes, local, size = row["nodes"], row["local"], row["bytes_per_rank"]
     ranks = nodes * local
     share = size / ranks
@@ -266,7 +255,7 @@ def _columns(row: Row, machine: Machine) -> list[float]:
 
 
 def _regroup(row: Row, machine: Machine) -> float:
-    """Return what a row takes outside of links."""
+    """Return the seconds of a row outside of links."""
     if row["algorithm"] == "linear":
         return 0.0
     return 2 * regroup_seconds(row["bytes_per_rank"], machine)
@@ -295,7 +284,7 @@ def _machine_of(
 
 
 def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
-    """Return the link that was found, with `start`'s numbers where the rows do not tell."""
+    """Return the fitted link, with the numbers of `start` for those that were not determined."""
     return Link(
         start.alpha_s if alpha is None else alpha,
         1 / per_byte if per_byte else start.bytes_per_s,
@@ -305,9 +294,9 @@ def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
 def _solve(
     columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray | None = None
 ) -> list[float]:
-    """Return the coefficients, none below 0, of the least relative errors.
+    """Return the coefficients of the least relative errors, none below 0.
 
-    A column whose coefficient would be negative is left out; the most negative first.
+    Columns with negative coefficients are left out, the most negative first.
     """
     weights = 1 / (targets if seconds is None else seconds)
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)

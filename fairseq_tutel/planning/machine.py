@@ -1,4 +1,4 @@
-"""Machine: how fast a cluster's links, memory and arithmetic are, measured, given or of a known GPU."""
+"""Hardware profiles: speed of links, memory and arithmetic, measured, given, or of a known GPU."""
 
 import json
 import re
@@ -13,36 +13,36 @@ _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank's messages take: alpha_s each, and their bytes / bytes_per_s together.
+    """A link of a rank.
 
     Attributes:
-        alpha_s: seconds for a message, whatever its size.
-        bytes_per_s: in one direction.
+        alpha_s: seconds for each message.
+        bytes_per_s: bandwidth in one direction.
     """
 
     alpha_s: float
     bytes_per_s: float
 
     def seconds(self, messages: float, num_bytes: float) -> float:
-        """Return the time of that many messages with that many bytes together."""
+        """Return the seconds of messages with a total of bytes."""
         return messages * self.alpha_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One rank's share of a cluster.
+    """The hardware profile of one rank.
 
     Attributes:
-        name: for tables.
-        intra: from a rank to the others of its node.
-        inter: from a rank to other nodes, or from a node if `inter_shared`.
-        memory_bytes_per_s: reading and writing together.
-        flops_per_s: of the experts, as achieved and not as on a datasheet.
-        gate_flops_per_s: of the gate, which runs in fp32.
-        memory_bytes: of a rank; what does not fit is ranked last.
-        launch_s: of a collective, before its first message.
-        inter_shared: the ranks of a node share one link to the others, instead of one each.
-        reduce_scatter_as_all_reduce: as gloo does it, with twice the steps and bytes.
+        name: name in tables.
+        intra: link of a rank within its node.
+        inter: link of a rank to other nodes, or of a node if `inter_shared`.
+        memory_bytes_per_s: bandwidth of reads and writes together.
+        flops_per_s: achieved FLOP/s of the experts.
+        gate_flops_per_s: FLOP/s of the gate, in fp32.
+        memory_bytes: memory of a rank.
+        launch_s: seconds of a collective before its first message.
+        inter_shared: whether the ranks of a node share one link to other nodes.
+        reduce_scatter_as_all_reduce: whether a reduce-scatter costs an all-reduce, as in gloo.
     """
 
     name: str
@@ -57,62 +57,55 @@ class Machine:
     reduce_scatter_as_all_reduce: bool = False
 
     def to_json(self, path: Path) -> None:
-        """Write the machine to a file that `from_json` and `plan --machine` read."""
+        """Write the file of `plan --machine` and --moe-machine-file."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
-        """Read a machine.
+        """Read a hardware profile.
 
         Raises:
-            ValueError: the file is missing, no JSON, or a key of it is missing, unknown or of no use.
+            ValueError: the file is missing or no JSON, or a key is missing, unknown or has a wrong value.
         """
         fix = "give a file of `tune --measure --json`"
         try:
             values = json_of(path)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} can not be read as a machine ({error}); {fix}.") from error
+            raise ValueError(
+                f"{path} cannot be read as a hardware profile ({error}); {fix}."
+            ) from error
         known = {field.name for field in fields(cls)}
         optional = {"launch_s", *_FLAGS}
         if not isinstance(values, dict) or not known - optional <= set(values) <= known:
             found = set(values) if isinstance(values, dict) else set()
             wrong = sorted((known - optional - found) | (found - known))
-            raise ValueError(f"{path} is no machine: {', '.join(wrong)} missing or unknown; {fix}.")
+            raise ValueError(
+                f"{path} is no hardware profile: {', '.join(wrong)} missing or unknown; {fix}."
+            )
         for key in ("intra", "inter"):
-            values[key] = _link(path, key, values[key])
+            link = values[key]
+            if not isinstance(link, dict) or set(link) != {"alpha_s", "bytes_per_s"}:
+                raise ValueError(f"{path} has {key} {link!r}; it needs alpha_s and bytes_per_s.")
+            _check_number(path, f"{key}.bytes_per_s", link["bytes_per_s"])
+            _check_number(path, f"{key}.alpha_s", link["alpha_s"], may_be_0=True)
+            values[key] = Link(**link)
         for key in known - optional - {"name", "intra", "inter"}:
-            _refuse_unless_positive(path, key, values[key])
-        if "launch_s" in values:
-            _refuse_unless_seconds(path, "launch_s", values["launch_s"])
+            _check_number(path, key, values[key])
+        _check_number(path, "launch_s", values.get("launch_s", 0), may_be_0=True)
         for key in _FLAGS & set(values):
             if not isinstance(values[key], bool):
                 raise ValueError(f"{path} has {key} {values[key]!r}; give true or false.")
         return cls(**values)
 
 
-def _link(path: Path, key: str, value: Any) -> Link:
-    if not isinstance(value, dict) or set(value) != {"alpha_s", "bytes_per_s"}:
-        raise ValueError(f"{path} has {key} {value!r}; it needs alpha_s and bytes_per_s.")
-    _refuse_unless_positive(path, f"{key}.bytes_per_s", value["bytes_per_s"])
-    _refuse_unless_seconds(path, f"{key}.alpha_s", value["alpha_s"])
-    return Link(**value)
+def _check_number(path: Path, key: str, value: Any, may_be_0: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value >= 0 if may_be_0 else value > 0):
+        fix = "seconds, from 0" if may_be_0 else "a number above 0"
+        raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
 
 
-def _refuse_unless_seconds(path: Path, key: str, value: Any) -> None:
-    if not _is_number(value) or not value >= 0:
-        raise ValueError(f"{path} has {key} {value!r}; give seconds, from 0.")
-
-
-def _refuse_unless_positive(path: Path, key: str, value: Any) -> None:
-    if not _is_number(value) or not value > 0:
-        raise ValueError(f"{path} has {key} {value!r}; give a number above 0.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# What of a datasheet's number is reached. Each source is a measurement; docs/scaling.md lists them.
+# Achieved parts of datasheet numbers, from measurements; docs/scaling.md lists the sources.
 # NVLink: 370 of 450 GB/s on H100, "protocol overhead (~20%)" (NVIDIA/nccl-tests issue 212).
 _NVLINK = 370 / 450
 # InfiniBand: 46 to 48 of 50 GB/s per NDR adapter (NVIDIA/nccl-tests issue 290).
@@ -123,9 +116,9 @@ _EXPERTS = 413 / 989
 _LAUNCH_S = 10e-6
 # NCCL's own model of an NVLink step, LL protocol (NVIDIA/nccl issue 1334, src/graph/tuning.cc).
 _INTRA_ALPHA_S = 0.6e-6
-# Of a message among many others in flight, not a latency. No source gives it: it is set so that at
-# 32 MiB a rank 2DH overtakes linear between 128 and 256 A100s, where Tutel's maintainer puts it
-# ("at least over 256", microsoft/Tutel issue 214).
+# Cost of a message among many in flight. No source gives it: with this value 2DH overtakes linear between
+# 128 and 256 A100s at 32 MiB a rank, close to Tutel's maintainer ("at least over 256", microsoft/Tutel
+# issue 214).
 _INTER_ALPHA_S = 1.0e-6
 
 
@@ -168,16 +161,16 @@ PRESETS = {
         "H200", intra_gb_s=450, inter_gb_s=50, memory_gb_s=4800, tflops=989, fp32_tflops=67,
         memory_gb=141,
     ),
-    # One of the two dies (GCD) of a module, of which the system sees 16 a node. xGMI is no switch: seven
-    # links of 50 GB/s, over which an even all-to-all of 16 can at best bring 15 * 75 / 16 GB/s to each
-    # (linear program over the links). 16 GB/s of InfiniBand a die, as in the ForestColl paper.
+    # One of the two dies (GCD) of a module, 16 a node. xGMI has seven links of 50 GB/s and no switch: an
+    # even all-to-all of 16 reaches at most 15 * 75 / 16 GB/s (a linear program over the links). 16 GB/s of
+    # InfiniBand a die, as in the ForestColl paper.
     "mi250": _preset(
         "MI250 (one die)", intra_gb_s=15 * 75 / 16, inter_gb_s=16, memory_gb_s=3276.8 / 2,
         tflops=362.1 / 2, fp32_tflops=45.3 / 2, memory_gb=64,
     ),
 }  # fmt: skip
 
-# A rank on a CPU, by orders of magnitude: a loopback, 10 Gb/s Ethernet for a node, a core's arithmetic.
+# A rank on a CPU, by orders of magnitude: loopback, 10 Gb/s Ethernet of a node, FLOP/s of a core.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),
@@ -192,10 +185,10 @@ CPU = Machine(
 
 
 def typical(gpu: str | None) -> Machine:
-    """Return what is known of a GPU by its name, the A100's numbers for one not known; None: a CPU's."""
+    """Return the profile of a GPU by its name, of an A100 if it is unknown, or of a CPU for None."""
     if gpu is None:
         return CPU
     for key, machine in PRESETS.items():
-        if re.search(rf"{key}(?!\d)", gpu.lower()):  # an RTX A1000 is no A100
+        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is no A100
             return machine
     return replace(PRESETS["a100"], name=f"A100, since {gpu} is not known")

@@ -1,7 +1,7 @@
-"""How many bytes of weights, gradients and optimizer state a rank holds, by formula.
+"""Bytes of weights, gradients and optimizer state of a rank.
 
-With 2-byte weights and Adam, a parameter shared by D ranks costs 2 + (2 + 12) / D bytes under stage 2: D is
-all W ranks for what every rank has, and W / P replicas for experts.
+With 2-byte weights, Adam and ZeRO stage 2, a parameter takes 2 + (2 + 12) / D bytes: D is W for dense
+parameters, and the W / P replicas for experts.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def partition_length(numel: int, size: int) -> int:
-    """Return m, the elements of a rank's part with what pads the last ones."""
+    """Return m, the elements of a rank's part with padding."""
     return -(-numel // size)
 
 
@@ -18,10 +18,10 @@ class Held:
     """Bytes of one rank between two collectives, without activations.
 
     Attributes:
-        weights: of the model.
-        gradients: after a backward, which is when they are most.
-        state: on the device: what the optimizer keeps, fp32 masters included.
-        host: the same in host memory.
+        weights: weights of the model.
+        gradients: gradients after backward, at their maximum.
+        state: optimizer state on the device, with fp32 masters.
+        host: optimizer state in host memory.
     """
 
     weights: int = 0
@@ -31,16 +31,8 @@ class Held:
 
     @property
     def device(self) -> int:
-        """All that is on the device."""
+        """All bytes on the device."""
         return self.weights + self.gradients + self.state
-
-    def __add__(self, other: "Held") -> "Held":
-        return Held(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.state + other.state,
-            self.host + other.host,
-        )
 
 
 def held_bytes(
@@ -53,39 +45,27 @@ def held_bytes(
     weight_bytes: int = 2,
     moments: int = 2,
 ) -> Held:
-    """Return what a rank holds.
+    """Return the bytes of a rank.
 
     Args:
-        dense: elements of each parameter that every rank has.
+        dense: elements of each dense parameter.
         experts: elements of this rank's part of each expert parameter.
         world_size: W.
         expert_parallel_size: P.
-        stage: of --moe-zero-stage.
-        offload: of --moe-offload-optimizer.
+        stage: --moe-zero-stage.
+        offload: --moe-offload-optimizer.
         weight_bytes: 2 for bf16 and fp16, 4 for fp32.
-        moments: fp32 numbers that the optimizer keeps of an element: 2 for Adam, 1 for SGD with momentum.
+        moments: fp32 numbers of an element in the optimizer: 2 for Adam, 1 for SGD with momentum.
     """
-    replicas = world_size // expert_parallel_size
-    total = Held()
-    for sizes, group in ((dense, world_size), (experts, replicas)):
+    half, weights, gradients, state = weight_bytes < 4, 0, 0, 0
+    for sizes, ranks in ((dense, world_size), (experts, world_size // expert_parallel_size)):
         for numel in sizes:
-            total += _held(numel, group if stage > 0 else 1, stage, offload, weight_bytes, moments)
-    return total
-
-
-def _held(
-    numel: int, group: int, stage: int, offload: bool, weight_bytes: int, moments: int
-) -> Held:
-    own = partition_length(numel, group)
-    gradient = weight_bytes * (own if stage == 2 else numel)
-    half = weight_bytes < 4
-    if half and stage == 0 and not offload:
-        gradient += 4 * numel  # fairseq's own optimizer keeps a whole fp32 copy of them
-    # An fp32 weight is updated where it is, but for a copy in host memory.
-    state = own * 4 * (moments + (1 if half or offload else 0))
-    return Held(
-        weights=weight_bytes * numel,
-        gradients=gradient,
-        state=0 if offload else state,
-        host=state if offload else 0,
-    )
+            own = partition_length(numel, ranks if stage > 0 else 1)
+            weights += weight_bytes * numel
+            gradients += weight_bytes * (own if stage == 2 else numel)
+            if half and stage == 0 and not offload:
+                gradients += 4 * numel  # fairseq's optimizer keeps a whole fp32 copy
+            # fp32 weights need no masters, except in host memory.
+            state += 4 * own * (moments + (half or offload))
+    on_device, on_host = (0, state) if offload else (state, 0)
+    return Held(weights, gradients, on_device, on_host)

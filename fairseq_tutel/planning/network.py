@@ -1,7 +1,7 @@
 """Network: GPUs, switches and the links between them, from a file or by a name as `dgx_a100:2`.
 
-N ranks are vertices 0 .. N - 1, in the order of (host, local rank); switches follow. A link leads one way
-and has a whole number as bandwidth, of a unit that is the network's own. What a vertex can send it can
+N ranks are vertices 0 .. N - 1, in the order of (host, local rank); switches follow. A link has one
+direction and an integer bandwidth in the network's own unit. What a vertex can send it can
 also receive: `plans.forestcoll.optimum` needs that of switches, and no machine is otherwise.
 """
 
@@ -20,20 +20,14 @@ from typing import Any, NamedTuple
 from fairseq_tutel.files.small import json_of
 
 FORMAT = 1
-# GPUs that a name may ask for.
+# Most GPUs of a network by name.
 MOST = 512
-# A link's bandwidth, of bytes a second, too.
+# Largest bandwidth of a link.
 WIDEST = 10**15
 
 
 class Link(NamedTuple):
-    """One way from a vertex to another one.
-
-    Attributes:
-        source: its vertex.
-        target: its vertex.
-        bandwidth: in the network's unit.
-    """
+    """A link in one direction, between vertices; its bandwidth is in the network's unit."""
 
     source: int
     target: int
@@ -45,11 +39,11 @@ class Network:
     """Ranks, switches and links.
 
     Attributes:
-        name: for people.
+        name: name in messages.
         places: (host, local rank) of every rank.
         vertices: names of all vertices, the ranks' first.
         links: at most one from a vertex to another.
-        unit: of bandwidths, for people.
+        unit: unit of bandwidths, in messages.
     """
 
     name: str
@@ -65,7 +59,7 @@ class Network:
 
     @property
     def switches(self) -> range:
-        """Vertices that are no rank."""
+        """The vertices that are not ranks."""
         return range(self.ranks, len(self.vertices))
 
     @property
@@ -78,7 +72,7 @@ class Network:
 
     @cached_property
     def matrix(self) -> list[list[int]]:
-        """Bandwidths by (source, target), 0 where there is no link; not to be written."""
+        """Bandwidths by (source, target), 0 without a link. Read-only."""
         matrix = [[0] * len(self.vertices) for _ in self.vertices]
         for link in self.links:
             matrix[link.source][link.target] = link.bandwidth
@@ -86,22 +80,22 @@ class Network:
 
     @cached_property
     def digest(self) -> str:
-        """What two networks have in common that differ in names alone: 16 hexadecimal digits."""
+        """16 hexadecimal digits that are equal for networks that differ in names alone."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def reversed(self) -> "Network":
-        """The network with every link the other way."""
+        """The network with all links in the opposite direction."""
         links = (link._replace(source=link.target, target=link.source) for link in self.links)
         return replace(self, links=tuple(links))
 
 
 def find(text: str) -> Network:
-    """Return the network of a file's name, or of a name as `ring:8`.
+    """Return a network by its FILE.json or by a name such as `ring:8`.
 
     Raises:
-        ValueError: it is none; the sentence says why.
+        ValueError: there is no such network.
     """
     if text.endswith(".json"):
         return read(Path(text))
@@ -126,7 +120,7 @@ def read(path: Path) -> Network:
     """Read a network's file.
 
     Raises:
-        ValueError: it can not be read, or is no network; the sentence says why.
+        ValueError: the file cannot be read or is no network.
     """
     try:
         data = json_of(path)
@@ -139,7 +133,7 @@ def read(path: Path) -> Network:
 
 
 def to_json(network: Network) -> dict[str, Any]:
-    """Return what a network's file holds."""
+    """Return the JSON value of a network's file."""
     names = network.vertices
     gpus = zip(names, network.places, strict=False)
     return {
@@ -153,10 +147,10 @@ def to_json(network: Network) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Network:
-    """Read what `to_json` wrote, or a hand.
+    """Return the network of a JSON value.
 
     Raises:
-        ValueError: it is no network; the sentence says why.
+        ValueError: it is no network.
     """
     _demand(isinstance(data, Mapping), "it is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
@@ -183,10 +177,10 @@ def from_json(data: Any) -> Network:
 
 
 def checked(network: Network) -> Network:
-    """Return the network, if it is one over which collectives can run.
+    """Return the network, if collectives can run on it.
 
     Raises:
-        ValueError: it is not; the sentence says why.
+        ValueError: they cannot.
     """
     names = network.vertices
     for twice in _repeated(names):
@@ -205,7 +199,7 @@ def checked(network: Network) -> Network:
             f"{name} receives {received} {network.unit} and sends {sent}; give it as much of both",
         )
     _demand(network.ranks > 1, "it has less than two GPUs")
-    # What is balanced and can be reached from one vertex can be reached from every vertex.
+    # In a balanced network, vertices reachable from one vertex are reachable from all.
     reached, new = {0}, [0]
     while new:
         row = network.matrix[new.pop()]
@@ -260,7 +254,7 @@ def _demand(holds: bool, otherwise: str) -> None:
         raise ValueError(f"This is no network: {otherwise}.")
 
 
-# The functions below return networks as they are known or thought of. `both`: links in both directions.
+# The functions below return well-known networks. `both`: links in both directions.
 Both = Iterable[tuple[int, int, int]]
 
 
@@ -282,14 +276,14 @@ def _flat(ranks: int, both: Both, switches: Iterable[str] = ()) -> Network:
 
 
 def boxes(number: int, local: int, inside: int, between: int, unit: str = "units") -> Network:
-    """Return boxes with a switch each, and one switch that every GPU reaches from its box.
+    """Return boxes with a switch each, and one switch between them.
 
     Args:
-        number: of boxes.
+        number: number of boxes.
         local: GPUs of a box.
         inside: bandwidth of a GPU within its box.
         between: bandwidth of a GPU to other boxes.
-        unit: of both.
+        unit: unit of bandwidths.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
@@ -301,10 +295,7 @@ def boxes(number: int, local: int, inside: int, between: int, unit: str = "units
 
 
 def cluster(nodes: int, local: int, inside: int, between: int) -> Network:
-    """Return nodes that have one link each to a bridge, which their ranks share; as benchmarks.cluster's.
-
-    The arguments are those of `boxes`; `between` is of a node.
-    """
+    """Return nodes with one shared link each to a bridge, as in benchmarks.cluster; see `boxes`."""
     ranks = nodes * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
     links += [(ranks + node, ranks + nodes, between) for node in range(nodes)]
@@ -312,9 +303,8 @@ def cluster(nodes: int, local: int, inside: int, between: int) -> Network:
     return _made(nodes, local, [*names, "bridge"], links, "units")
 
 
-# xGMI links between the 16 dies of a box of eight MI250, of a half, and between halves: facts from the
-# public repository of ForestColl's authors (github.com/liangyuRain/ForestColl, topologies.py) and from the
-# paper (Zhao et al. 2024).
+# xGMI links of the 16 dies of a box of eight MI250: within each half, and between halves. Sources: the
+# public repository of ForestColl (github.com/liangyuRain/ForestColl, topologies.py), Zhao et al. 2024.
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
     (5, 6, 1), (5, 7, 1),
@@ -353,12 +343,11 @@ def _hypercube(dimensions: int) -> Network:
     return _flat(len(ranks), [(a, b, 1) for a, b in ways if a < b])
 
 
-# By name: what follows it, and what makes it.
+# By name: the format of its sizes, and a function that returns the network.
 NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
     # 8 A100, NVLink 3 at 300 GB/s and a 200 Gb/s adapter each; 8 H100 with NVLink 4 and 400 Gb/s.
     "dgx_a100": ("BOXES", lambda number: boxes(number, 8, 300, 25, "GB/s")),
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
-    # 16 dies, xGMI links of 50 GB/s; 16 GB/s of InfiniBand a die.
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", cluster),

@@ -1,24 +1,24 @@
-"""How a layer's rows travel and its experts are shared out: what may change from update to update."""
+"""Strategy: the execution options that may change between updates."""
 
 import re
 from dataclasses import dataclass
 
 ALGORITHMS = ("linear", "2dh")
-PLAN = "plan:"  # before the name of a plan
+PLAN = "plan:"  # prefix of the name of a collective plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way to run the same layer; results are equal but for rounding.
+    """One way to execute a layer. Results of all strategies are equal up to rounding.
 
     Attributes:
-        adaptive_r: 0: every rank gathers all experts' weights, and no row travels; else every row goes to
-            this many ranks of its expert, each with that part of its hidden dimension.
-        overlap: chunks of rows whose exchange overlaps with the experts.
-        algorithm: of the all-to-all: linear, 2dh, or plan: and the name of one.
+        adaptive_r: 0: every rank gathers all experts' weights, and no row is sent. Else every row is sent
+            to this many ranks of its expert, each with that part of the hidden dimension.
+        overlap: row chunks whose all-to-alls overlap with the experts.
+        algorithm: all-to-all algorithm: linear, 2dh or plan:NAME.
 
     Raises:
-        ValueError: none of these.
+        ValueError: an attribute has a wrong value.
     """
 
     adaptive_r: int = 1
@@ -35,22 +35,17 @@ class Strategy:
 
     @property
     def plan(self) -> str:
-        """The name of the plan by which rows travel, empty for none."""
+        """The name of the all-to-all's collective plan, empty for none."""
         return self.algorithm.removeprefix(PLAN) if self.algorithm.startswith(PLAN) else ""
 
 
 def is_algorithm(text: str) -> bool:
-    """Whether this names an all-to-all."""
+    """Whether this is the name of an all-to-all algorithm."""
     return text in ALGORITHMS or (text.startswith(PLAN) and text != PLAN)
 
 
 def degree_of(parallel_type: str, slices: int) -> int | None:
-    """Return the r that a word names: adaptive:r, data (1), model (s) or auto (1); None for no such word.
-
-    Args:
-        parallel_type: of an option or of Tutel's argument.
-        slices: s, the ranks that share an expert.
-    """
+    """Return the r of a --moe-parallel-type: adaptive:r, data (1), model (s) or auto (1); else None."""
     found = re.fullmatch(r"adaptive:(-?\d{1,6})", parallel_type)
     known = {"data": 1, "model": slices, "auto": 1}
     return known.get(parallel_type) if found is None else int(found[1])

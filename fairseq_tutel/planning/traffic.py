@@ -1,7 +1,7 @@
-"""Traffic: what a collective's messages load a network's links with, and so how long it takes at least.
+"""Traffic: the load of a network's links by a collective, and so a lower bound of its time.
 
-A message takes the way over which it alone would come first. All that a collective sends counts at once,
-as if it were cut so fine that every link could always work.
+A message takes its fastest route. All messages count at once, as if they were cut so fine that every link
+is always busy.
 """
 
 from collections import defaultdict
@@ -11,20 +11,19 @@ from heapq import heappop, heappush
 
 from fairseq_tutel.planning.network import Network
 
-# By (source, target): of ranks, what one sends another; of vertices, what a link has to carry.
+# Amounts by (source, target): of ranks, what one sends another; of vertices, the load of a link.
 Load = Mapping[tuple[int, int], Fraction | int]
 
 
 def busiest(network: Network, loads: Load) -> Fraction:
-    """Return the most that a link has to carry, over its bandwidth: seconds, of bytes."""
+    """Return the largest load of a link over its bandwidth: seconds, if loads are bytes."""
     return max(Fraction(load) / network.matrix[a][b] for (a, b), load in loads.items())
 
 
 def turned_rings(network: Network) -> Load:
-    """Return what ranks send each other in an all-gather by as many rings as the hosts have ranks.
+    """Return what ranks send each other in an all-gather by as many rings as a host has ranks.
 
-    A shard is cut among them. Each ring begins in every host with another rank, and leaves it by the one
-    before, so that rings cross between hosts from different ranks.
+    Each ring carries a part of a shard, and enters and leaves each host at other ranks.
     """
     total: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     hosts = list(network.hosts.values())
@@ -37,7 +36,7 @@ def turned_rings(network: Network) -> Load:
 
 
 def routed(network: Network, messages: Load) -> Load:
-    """Return what every link has to carry of messages between ranks."""
+    """Return the load of every link by messages between ranks."""
     loads: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     before = {source: ways(network, source) for source in {source for source, _ in messages}}
     for (source, target), amount in messages.items():
@@ -49,7 +48,7 @@ def routed(network: Network, messages: Load) -> Load:
 
 
 def ways(network: Network, source: int) -> dict[int, int]:
-    """Return for every vertex the one before it on the way from a source (Dijkstra)."""
+    """Return for every vertex its predecessor on the fastest route from a source (Dijkstra)."""
     before: dict[int, int] = {}
     found = [(Fraction(0), 0, source, source)]
     while found:

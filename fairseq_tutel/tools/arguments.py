@@ -1,4 +1,4 @@
-"""What tools share of a command line: numbers, files to read and write, and options that are made late."""
+"""Shared parts of command lines: numbers, input and output files, options that are added late."""
 
 import argparse
 import contextlib
@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from fairseq_tutel.checkpoint.files import TEMPORARY
 from fairseq_tutel.moe.options import flag_of
 
-# Key, default, meaning.
+# Key, default, help.
 Number = tuple[str, int, str]
 # Bytes of an element.
 DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
-    """Add an option for every number."""
+    """Add an option for each number."""
     for key, default, meaning in numbers:
         parser.add_argument(
             flag_of(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
@@ -26,10 +26,10 @@ def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> N
 
 
 def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> None:
-    """Refuse what is below 1, more experts of a token than there are, and a --dtype not in DTYPES.
+    """Check that numbers are at least 1, --top-k is at most --experts, and --dtype is in DTYPES.
 
     Raises:
-        ValueError: naming the option and the fix.
+        ValueError: an option has a wrong value.
     """
     for key, _, _ in numbers:
         if getattr(arguments, key) < 1:
@@ -38,17 +38,15 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
             )
     if arguments.top_k > arguments.experts:
         raise ValueError(
-            f"--top-k is {arguments.top_k} of {arguments.experts} --experts; give no more than these."
+            f"--top-k is {arguments.top_k} of {arguments.experts} --experts; give at most the experts."
         )
     if arguments.dtype is not None and arguments.dtype not in DTYPES:
         raise ValueError(f"--dtype is {arguments.dtype}; give one of {', '.join(DTYPES)}.")
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add the option without which no file is replaced."""
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace what --output names, if it is there"
-    )
+    """Add --overwrite, without which no file is replaced."""
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
 
 
 def add_files(
@@ -57,14 +55,7 @@ def add_files(
     output: str = "the file to write",
     kind: str = "FILE",
 ) -> None:
-    """Add --input, --output and --overwrite.
-
-    Args:
-        parser: of a conversion.
-        source: what the input is, for the help.
-        output: what the output is.
-        kind: of name that the output is.
-    """
+    """Add --input (`source` is its help), --output (of the metavar `kind`) and --overwrite."""
     parser.add_argument("--input", required=True, metavar="FILE", help=source)
     parser.add_argument("--output", required=True, metavar=kind, help=output)
     add_overwrite(parser)
@@ -78,15 +69,15 @@ def add_conversion(
     description: str | None,
     source: str,
 ) -> "LateParser":
-    """Add a conversion of one file into another; return its parser, for options of its own.
+    """Add a conversion of one file to another; return its parser, for further options.
 
     Args:
-        kinds: all conversions.
-        name: of this one.
-        convert: is given the arguments, the input, and the output, which can be written.
-        help: what it does, in a line.
-        description: all that is to say of it.
-        source: what the input is, for the help.
+        kinds: subparsers of all conversions.
+        name: name of the conversion.
+        convert: function of the arguments, the input and the checked output.
+        help: one-line help.
+        description: full help.
+        source: help of --input.
     """
     parser: LateParser = kinds.add_parser(name, help=help, description=description)
     add_files(parser, source)
@@ -104,7 +95,7 @@ def output_path(text: str) -> Path:
     """Return --output as a path.
 
     Raises:
-        ValueError: it is written as a folder.
+        ValueError: it ends with a slash.
     """
     if text.endswith("/"):
         raise ValueError(f"--output is {text}; give the name of a file, without / at its end.")
@@ -114,17 +105,16 @@ def output_path(text: str) -> Path:
 def refuse_output(
     output: Path, inputs: Sequence[Path] = (), overwrite: bool = True, flag: str = "--output"
 ) -> None:
-    """Refuse an output that can not be written, or that would be lost by it, before any work.
+    """Check before any work that an output can be written.
 
     Args:
         output: the file to write.
-        inputs: none of which is replaced, whatever the user says; of a checkpoint, which takes the
-            place of what was there, at least one.
+        inputs: files that are never replaced. With any, the output must be an ordinary file.
         overwrite: whether another file may be replaced.
-        flag: that names the output.
+        flag: option of the output.
 
     Raises:
-        ValueError: naming the output and the fix.
+        ValueError: the output cannot be written, or would replace a file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
@@ -141,12 +131,12 @@ def refuse_output(
 
 @contextlib.contextmanager
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
-    """Give a name beside a file to write to in the block: the file is whole or what it was.
+    """Yield a temporary name with the same suffix, and replace the file after the block.
 
-    It ends as the file's does. What is no plain file, such as a device or a link, is written itself.
+    Devices and links are written directly.
 
     Raises:
-        ValueError: in place of an OSError.
+        ValueError: the file cannot be written.
     """
     is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path
@@ -155,9 +145,7 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
         if is_plain:
             os.replace(beside, path)
     except OSError as error:
-        raise ValueError(
-            f"{flag} is {path}, which can not be written: {error.strerror}."
-        ) from error
+        raise ValueError(f"{flag} is {path}, which cannot be written: {error.strerror}.") from error
     finally:
         if is_plain:
             beside.unlink(missing_ok=True)
@@ -165,14 +153,14 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def needing(what: str, extra: str = "") -> Iterator[None]:
-    """Say of an import within that fails what needs it, and what to install.
+    """Turn a failed import in the block into a message that names the package to install.
 
     Args:
-        what: needs it.
-        extra: of this package that brings it; by default it is to be installed by its own name.
+        what: the option or tool that needs the import.
+        extra: the extra of this package that installs it; else it is installed by its own name.
 
     Raises:
-        ValueError: in place of a ModuleNotFoundError.
+        ValueError: an import failed.
     """
     try:
         yield
@@ -184,9 +172,9 @@ def needing(what: str, extra: str = "") -> Iterator[None]:
 
 
 class LateParser(argparse.ArgumentParser):
-    """An ArgumentParser whose `late`, if it is set, adds options before the first parse: some take seconds.
+    """An ArgumentParser that calls `late` before the first parse, to add options that are slow to import.
 
-    Where it cannot import what it needs, the parser ends as with a bad option.
+    A failed import there ends the program like a wrong option.
     """
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
@@ -202,7 +190,7 @@ class LateParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End with the message; say of a value that was taken for an option that it was."""
+        """End with the message; explain values that look like options."""
         if message.endswith("expected at least one argument"):
             message += " that does not begin with -"
         super().error(message)

@@ -34,7 +34,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print every section of what there is."""
+    """Print all sections."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for title, lines in (
         ("versions", versions()),
@@ -47,14 +47,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Yield (package, version) of Python and of what is installed."""
+    """Yield (package, version) of Python and of installed packages."""
     yield "python", platform.python_version()
     yield "system", platform.platform()
     for package in PACKAGES:
         try:
             yield package, version(package)
         except PackageNotFoundError:
-            if package != "fairseq":  # the same software under the name of an older upload
+            if package != "fairseq":  # fairseq-fixed is the same software
                 yield package, "not installed"
     yield "apex", _apex()
 
@@ -76,7 +76,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def choices(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield (what, the backend chosen and why) for a run on `device` without further flags."""
+    """Yield (choice, its value and reason) for a run on `device` without further flags."""
     on_gpu = device.type == "cuda"
     for requested in LAYER["backend"].choices:
         yield f"kernels (--moe-backend {requested})", _backend(requested, device)
@@ -105,7 +105,7 @@ def _backend(requested: str, device: torch.device) -> str:
     try:
         backend, reason = backend_for(requested, device)
     except ValueError as error:
-        return f"not here: {error}"
+        return f"not available: {error}"
     return f"{backend}, since: {reason}"
 
 
@@ -118,7 +118,7 @@ def _apex() -> str:
 
 
 def _fairseq_classes(on_gpu: bool) -> tuple[str, str]:
-    """Say which Adam and LayerNorm fairseq will use; it looks for apex itself."""
+    """Return descriptions of the Adam and the LayerNorm that fairseq will use."""
     try:
         from fairseq.modules.layer_norm import has_fused_layernorm
         from fairseq.optim.fused_adam import get_fused_adam_class

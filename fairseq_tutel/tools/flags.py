@@ -1,6 +1,6 @@
-"""flags: print the plugin's flags with their help.
+"""flags: prints the plugin's flags with their help.
 
-`fairseq-train --help` leaves out those of an architecture.
+`fairseq-train --help` omits those of architectures.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from fairseq_tutel.moe.options import Option, options_in
 from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 
-# The tables of options.py in other folders than moe: (whose they are, as a title; the dataclasses).
+# Options outside of moe/: (title, dataclasses).
 OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("of the task image_classification", (ImageConfig,)),
     ("of swin_v2 and swin_v2_moe", (SwinConfig, SwinExpertsConfig)),
@@ -29,13 +29,13 @@ def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser("flags", help="print the plugin's flags", description=__doc__)
     parser.add_argument(
-        "pattern", nargs="?", default="", help="only those that have it in their name or help"
+        "pattern", nargs="?", default="", help="only flags with this text in their name or help"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the flags that match, by what takes them."""
+    """Print the matching flags by their owner."""
     found = False
     for title, known in (
         ("of the moe_ architectures", options_of("model")),
@@ -59,6 +59,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _matches(option: Option, pattern: str) -> bool:
-    # Also as one would write it who has it in a file: topk, top_k.
+    # Other spellings: topk, top_k.
     names = f"{option.flag} {option.key} {option.key.replace('_', '')}"
     return pattern in f"{names} {option.text}".lower()

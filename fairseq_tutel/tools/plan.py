@@ -1,7 +1,7 @@
-"""plan: say how to run a model's experts on a cluster: P, r, d and the all-to-all, by the cost model.
+"""plan: ranks configurations of a model's experts on a cluster (P, r, d and all-to-all) by the cost model.
 
-A prediction from links and arithmetic, with even load, of forward, backward and all-reduces; the optimizer
-and the data are not in it. Formulas, sources and how far off it is: docs/scaling.md.
+It predicts forward, backward and all-reduces at even load, without optimizer and data loading. Formulas,
+sources and errors: docs/scaling.md.
 """
 
 import argparse
@@ -24,54 +24,64 @@ from fairseq_tutel.tools.arguments import (
 )
 
 PLOTS = (".png", ".svg", ".pdf")
-# Plans whose parts are shown side by side.
+# Candidates whose parts are shown side by side.
 DETAILED = 3
 
 NUMBERS = (
-    ("nodes", 1, "of the cluster"),
+    ("nodes", 1, "nodes of the cluster"),
     ("gpus_per_node", 8, "ranks of a node"),
     ("layers", 12, "MoE layers of the model"),
     ("model_dim", 1024, "width of the model"),
     ("hidden_dim", 4096, "hidden dimension of one expert"),
-    ("experts", 64, "of a layer, over all ranks"),
+    ("experts", 64, "experts of a layer, over all ranks"),
     ("top_k", 2, "experts of a token"),
-    ("tokens", 8192, "of a micro-batch on one rank"),
-    ("top", 8, "plans to show"),
+    ("tokens", 8192, "tokens of a micro-batch on one rank"),
+    ("top", 8, "candidates to show"),
 )
 
 
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser(
-        "plan", help="predict how to run a model's experts on a cluster", description=__doc__
+        "plan", help="rank configurations of a model's experts on a cluster", description=__doc__
     )
     add_numbers(parser, NUMBERS)
     parser.add_argument("--gpu", default="a100", help=f"one of {', '.join(PRESETS)} [a100]")
     parser.add_argument(
-        "--machine", type=Path, metavar="FILE", help="instead of --gpu: from tune --measure --json"
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="hardware profile of tune --json, instead of --gpu",
     )
-    parser.add_argument("--intra-gb-s", type=float, metavar="X", help="of a rank in its node, GB/s")
-    parser.add_argument("--inter-gb-s", type=float, metavar="X", help="of a rank to others, GB/s")
     parser.add_argument(
-        "--alpha-us", type=float, metavar="X", help="of a message to another node, microseconds"
+        "--intra-gb-s", type=float, metavar="X", help="link of a rank within its node, GB/s"
     )
-    parser.add_argument("--glu", action="store_true", help="experts of three matrices")
+    parser.add_argument(
+        "--inter-gb-s", type=float, metavar="X", help="link of a rank to other nodes, GB/s"
+    )
+    parser.add_argument(
+        "--alpha-us",
+        type=float,
+        metavar="X",
+        help="latency of a message to another node, microseconds",
+    )
+    parser.add_argument("--glu", action="store_true", help="experts have three matrices")
     parser.add_argument("--dtype", default="bf16", help=f"one of {', '.join(DTYPES)} [bf16]")
-    text = "all that is not experts [attention of the MoE layers: 4 x layers x model-dim squared]"
+    text = "parameters outside of experts [attention: 4 x layers x model-dim squared]"
     parser.add_argument("--dense-parameters", type=int, metavar="N", help=text)
-    text = "of --moe-zero-stage: 1 cuts the optimizer's state, 2 gradients too [0]"
+    text = "--moe-zero-stage: 1 shards the optimizer state, 2 gradients too [0]"
     parser.add_argument("--zero-stage", type=int, default=0, metavar="N", help=text)
-    text = "as --moe-offload-optimizer: the optimizer's state is in host memory"
+    text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the candidates as JSON")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help=f"draw them here: {', '.join(PLOTS)}"
+        "--plot", type=Path, metavar="FILE", help=f"draw the candidates: {', '.join(PLOTS)}"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plans that the command line asks for."""
+    """Rank the candidates and print them."""
     for path, flag in ((arguments.json, "--json"), (arguments.plot, "--plot")):
         if path:
             refuse_output(path, flag=flag)
@@ -79,15 +89,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
     work = _work(arguments)
     machine = _machine(arguments)
-    plans = _ways(best(work, machine, arguments.nodes, arguments.gpus_per_node))
-    shown = plans[: arguments.top]
+    candidates = _best_by_degree(best(work, machine, arguments.nodes, arguments.gpus_per_node))
+    shown = candidates[: arguments.top]
     text = _page(shown, work, machine)
     if arguments.plot:
-        title = (
-            f"{plans[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
-        )
+        title = f"{candidates[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
         with needing("--plot", "report"), writing(arguments.plot, "--plot") as file:
-            _draw({_name(plan): plan for plan in shown}, title, file)
+            _draw({_name(candidate): candidate for candidate in shown}, title, file)
     if arguments.json:
         with writing(arguments.json, "--json") as file:
             file.write_text(_json(shown, work, machine), encoding="utf-8")
@@ -98,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _work(arguments: argparse.Namespace) -> Work:
-    """Return the model of the command line."""
+    """Return the model of the arguments."""
     refuse_numbers(arguments, NUMBERS)
     dense = arguments.dense_parameters
     if dense is None:
@@ -123,7 +131,7 @@ def _work(arguments: argparse.Namespace) -> Work:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    """Return the machine of the command line, with the links that it gives."""
+    """Return the hardware profile of the arguments."""
     for key in ("intra_gb_s", "inter_gb_s"):
         value = getattr(arguments, key)
         if value is not None and not value > 0:
@@ -135,7 +143,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = Machine.from_json(arguments.machine)
     elif arguments.gpu in PRESETS:
         machine = PRESETS[arguments.gpu]
-        if arguments.dtype == "fp32":  # without tensor cores, as torch computes it by default
+        if arguments.dtype == "fp32":  # no tensor cores, as is torch's default
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
     else:
         raise ValueError(
@@ -151,20 +159,22 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     return replace(machine, intra=intra, inter=inter)
 
 
-def _ways(plans: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first, so the best, plan of every (P, r), in their order."""
+def _best_by_degree(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the first, so the best, candidate of every (P, r)."""
     first: dict[tuple[int, int], Candidate] = {}
-    for plan in plans:
-        first.setdefault((plan.cluster.expert_parallel_size, plan.strategy.adaptive_r), plan)
+    for candidate in candidates:
+        first.setdefault(
+            (candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r), candidate
+        )
     return list(first.values())
 
 
-def _page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the tables of ranked plans: all in a line each, the first ones by their parts."""
+def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
+    """Return the tables of candidates: one line each, and the parts of the first ones."""
     with needing("plan"):
         from tabulate import tabulate
 
-    cluster = plans[0].cluster
+    cluster = candidates[0].cluster
     parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
     stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage else ""
     host = ", optimizer state in host memory" if work.offload else ""
@@ -173,17 +183,19 @@ def _page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
         f"{work.experts} experts, {parameters / 1e9:.2f} billion parameters{stage}{host}; predicted, for "
         f"{work.tokens} tokens a rank"
     )
-    ranked = [_line(plan, work) for plan in plans]
-    detailed = plans[:DETAILED]
-    names = [_name(plan) for plan in detailed]
+    ranked = [_line(candidate, work) for candidate in candidates]
+    detailed = candidates[:DETAILED]
+    names = [_name(candidate) for candidate in detailed]
     parts = [
-        [part, *(f"{1e3 * plan.parts[part]:.2f}" for plan in detailed)] for part in plans[0].parts
+        [part, *(f"{1e3 * candidate.parts[part]:.2f}" for candidate in detailed)]
+        for part in candidates[0].parts
     ]
     memory = [
-        [kind, *(f"{plan.memory[kind] / 1e9:.2f}" for plan in detailed)] for kind in plans[0].memory
+        [kind, *(f"{candidate.memory[kind] / 1e9:.2f}" for candidate in detailed)]
+        for kind in candidates[0].memory
     ]
     if work.offload:
-        in_host = (f"{plan.host / 1e9:.2f}" for plan in detailed)
+        in_host = (f"{candidate.host / 1e9:.2f}" for candidate in detailed)
         memory.append(["optimizer state, in host memory", *in_host])
 
     def table(rows: list, header: list[str]) -> str:
@@ -196,56 +208,59 @@ def _page(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
     return "\n\n".join((head, ranking, by_part, by_kind))
 
 
-def _name(plan: Candidate) -> str:
-    """Return a plan's choices in a few letters."""
-    strategy, size = plan.strategy, plan.cluster.expert_parallel_size
+def _name(candidate: Candidate) -> str:
+    """Return a short name of a candidate."""
+    strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
     if strategy.adaptive_r == 0 or size == 1:
         return f"P={size} r={strategy.adaptive_r}"
     return f"P={size} r={strategy.adaptive_r} d={strategy.overlap} {strategy.algorithm}"
 
 
-def _line(plan: Candidate, work: Work) -> list[str]:
-    strategy, size = plan.strategy, plan.cluster.expert_parallel_size
-    travels = strategy.adaptive_r > 0 and size > 1
+def _line(candidate: Candidate, work: Work) -> list[str]:
+    strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
+    sends_rows = strategy.adaptive_r > 0 and size > 1
     return [
         str(size),
         str(strategy.adaptive_r),
-        str(strategy.overlap) if travels else "-",
-        strategy.algorithm if travels else "-",
-        f"{1e3 * plan.seconds:.2f}",
-        f"{plan.cluster.world * work.tokens / plan.seconds:,.0f}",
-        f"{plan.bytes / 1e9:.2f}",
-        "yes" if plan.fits else "no",
+        str(strategy.overlap) if sends_rows else "-",
+        strategy.algorithm if sends_rows else "-",
+        f"{1e3 * candidate.seconds:.2f}",
+        f"{candidate.cluster.world * work.tokens / candidate.seconds:,.0f}",
+        f"{candidate.bytes / 1e9:.2f}",
+        "yes" if candidate.fits else "no",
     ]
 
 
-def _json(plans: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    listed = [{**asdict(plan), "seconds": plan.seconds, "bytes": plan.bytes} for plan in plans]
+def _json(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
+    listed = [
+        {**asdict(candidate), "seconds": candidate.seconds, "bytes": candidate.bytes}
+        for candidate in candidates
+    ]
     made = {"work": asdict(work), "machine": asdict(machine), "plans": listed}
     return json.dumps(made, indent=2) + "\n"
 
 
-def _draw(plans: Mapping[str, Candidate], title: str, path: Path) -> None:
-    """Write a picture of the plans, each a bar of its parts, the first on top."""
+def _draw(candidates: Mapping[str, Candidate], title: str, path: Path) -> None:
+    """Draw each candidate as a bar of its parts, the first on top."""
     import matplotlib
     from matplotlib.figure import Figure
 
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    parts = list(next(iter(plans.values())).parts)
+    parts = list(next(iter(candidates.values())).parts)
     colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7, 1.6 + 0.32 * len(plans)), layout="constrained")
+        figure = Figure(figsize=(7, 1.6 + 0.32 * len(candidates)), layout="constrained")
         axes = figure.add_subplot(xlabel="milliseconds of a step", title=title)
-        names = list(plans)
+        names = list(candidates)
         left = [0.0] * len(names)
         for part, color in zip(parts, colors, strict=False):
-            widths = [1e3 * plans[name].parts[part] for name in names]
+            widths = [1e3 * candidates[name].parts[part] for name in names]
             axes.barh(names, widths, left=left, color=color, label=part, height=0.7)
             left = [sum(pair) for pair in zip(left, widths, strict=True)]
         for index, name in enumerate(names):
-            note = "" if plans[name].fits else ", does not fit"
+            note = "" if candidates[name].fits else ", does not fit"
             axes.annotate(
-                f"{left[index]:.1f} ms, {plans[name].bytes / 1e9:.1f} GB{note}",
+                f"{left[index]:.1f} ms, {candidates[name].bytes / 1e9:.1f} GB{note}",
                 (left[index], index),
                 xytext=(4, 0),
                 textcoords="offset points",

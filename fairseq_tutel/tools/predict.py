@@ -1,7 +1,7 @@
-"""predict: write what a trained model sees in images, and draw some of them with right and wrong answers.
+"""predict: writes a trained model's classes of images, and draws right and wrong answers.
 
-The images are those of one split of a data folder, as in training: folders of classes, or arrays. A line of
-the file names an image, its class, and up to five classes with their probabilities, the likeliest first.
+The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
+file has an image, its class, and up to five classes with their probabilities, the most likely first.
 
 B images of a batch, C classes.
 """
@@ -17,15 +17,15 @@ from typing import Any
 
 from fairseq_tutel.tools.arguments import add_overwrite, needing, refuse_output, writing
 
-# Classes of a line at most.
+# Most classes in a line.
 LINE = 5
-# Pictures in a row of the grid, rows, and the colours of answers, which the colour-blind can tell apart.
+# Columns and rows of the grid, and colours of answers, for colour-blind readers.
 COLUMNS, ROWS, RIGHT, WRONG = 6, 6, "#00795a", "#c44e00"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says of an image: its number, its class, and (class, probability), likeliest first."""
+    """An image's number, its class, and (class, probability) of the model, the most likely first."""
 
     image: int
     target: int
@@ -33,46 +33,48 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
-        """Whether the likeliest class is the image's."""
+        """Whether the most likely class is correct."""
         return self.found[0][0] == self.target
 
 
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser(
-        "predict", help="write the classes that a model finds in images", description=__doc__
+        "predict", help="write a model's classes of images", description=__doc__
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="of a model of the task image_classification"
+        "checkpoint", metavar="CHECKPOINT", help="a model of the task image_classification"
     )
-    parser.add_argument("data", metavar="DATA", help="folder with the split in it")
+    parser.add_argument("data", metavar="DATA", help="folder with the split")
     parser.add_argument("--split", default="valid", help="the images [valid]")
     for flag, default, text in (
         ("--output", Path("predictions.csv"), "the file to write [predictions.csv]"),
         (
             "--grid",
             None,
-            f"draw up to {COLUMNS * ROWS} images, as many wrong as right ones if there are",
+            f"draw up to {COLUMNS * ROWS} images, half of them wrong ones if there are enough",
         ),
     ):
         parser.add_argument(flag, type=Path, default=default, metavar="FILE", help=text)
     for flag, number, text in (
-        ("--limit", None, "look at the first N images alone"),
+        ("--limit", None, "use the first N images only"),
         ("--batch-size", 64, "images at a time [64]"),
         ("--num-workers", 0, "processes that decode images [0]"),
     ):
         parser.add_argument(flag, type=int, default=number, metavar="N", help=text)
     parser.add_argument(
-        "--image-errors", choices=("refuse", "skip"), help="of an unreadable image [as in training]"
+        "--image-errors",
+        choices=("refuse", "skip"),
+        help="action for unreadable images [as in training]",
     )
-    parser.add_argument("--user-dir", metavar="DIR", help="of the model, if it is one of your own")
+    parser.add_argument("--user-dir", metavar="DIR", help="--user-dir of a custom model")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write and draw what the command line asks for."""
+    """Write the file, and draw the grid."""
     for flag, least in (("limit", 1), ("batch_size", 1), ("num_workers", 0)):
         value = getattr(arguments, flag)
         if value is not None and value < least:
@@ -91,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
                 f"--grid is {arguments.grid}; give a name that ends with .png, .svg or "
                 ".pdf, another than --output."
             )
-    logging.disable(logging.INFO)  # what fairseq imports lets everyone log everything
+    logging.disable(logging.INFO)  # a module that fairseq imports enables all logs
     try:
         _predict(arguments)
     finally:
@@ -102,7 +104,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     model, task = _opened(arguments)
     task.load_dataset(arguments.split)
     dataset, names = task.dataset(arguments.split), task.class_names
-    # By its number: a batch of which nothing can be read holds an image of another batch.
+    # Unique numbers: a batch of unreadable images contains an image of another batch.
     answers = list({each.image: each for each in _answers(model, dataset, arguments)}.values())
     with writing(arguments.output) as file:
         _write(answers, dataset, names, file)
@@ -116,7 +118,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model, ready to use, and its task; fairseq, which takes seconds to import, comes here."""
+    """Return the model in evaluation mode, and its task. fairseq is imported here: it takes seconds."""
     from fairseq import checkpoint_utils
     from fairseq.utils import import_user_module
 
@@ -169,7 +171,7 @@ def _answers(model: Any, dataset: Any, arguments: argparse.Namespace) -> Iterato
 
 
 def _write(answers: list[Answer], dataset: Any, names: list[str], path: Path) -> None:
-    # A file's name may be no text, which no reader of the table could take.
+    # File names may be invalid UTF-8.
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         lines = csv.writer(file)
         numbers = range(1, len(answers[0].found) + 1)
@@ -182,7 +184,7 @@ def _write(answers: list[Answer], dataset: Any, names: list[str], path: Path) ->
 
 
 def _spread(answers: list[Answer]) -> list[Answer]:
-    """Return the answers class by class in turn: a folder holds one class after the other."""
+    """Return the answers so that classes alternate: data sets are sorted by class."""
     of_class: Counter[int] = Counter()
     rounds = []
     for answer in answers:
@@ -193,7 +195,7 @@ def _spread(answers: list[Answer]) -> list[Answer]:
 
 
 def _draw(answers: list[Answer], dataset: Any, names: list[str], path: Path) -> None:
-    """Draw wrong answers, then right ones, half of the grid each where there are enough."""
+    """Draw wrong answers, then right ones, half of the grid each if there are enough."""
     from matplotlib.figure import Figure
 
     kinds = [_spread([a for a in answers if a.is_right is right]) for right in (False, True)]

@@ -1,10 +1,10 @@
-"""tune: measure this machine for the cost model: memory, experts, gate and, under torchrun, links.
+"""tune: measures a hardware profile: memory, experts, gate and, under torchrun, links.
 
     python -m fairseq_tutel tune --measure --json machine.json
     torchrun --nproc_per_node 8 -m fairseq_tutel tune --measure --json machine.json
 
-What it writes is what `plan --machine` reads. Of every time the least counts, of each repeat the
-slowest rank's.
+`plan --machine` and --moe-machine-file read the profile. Times are the minimum over repeats of the slowest
+rank.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from fairseq_tutel.tools.arguments import (
 NUMBERS = (
     ("model_dim", 512, "width of the model"),
     ("hidden_dim", 2048, "hidden dimension of one expert"),
-    ("experts", 8, "of a layer, over all ranks"),
+    ("experts", 8, "experts of a layer, over all ranks"),
     ("top_k", 2, "experts of a token"),
-    ("tokens", 1024, "of a micro-batch on one rank"),
+    ("tokens", 1024, "tokens of a micro-batch on one rank"),
     ("max_mib", 16, "largest all-to-all of a rank, in MiB"),
-    ("repeats", 7, "runs of what is timed, after one that is not"),
+    ("repeats", 7, "timed runs, after a warm-up"),
 )
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ROW_FLOATS = 256  # a row of 1 KiB
@@ -55,17 +55,16 @@ def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser(
         "tune",
-        help="measure this machine for the cost model",
+        help="measure the hardware profile of this machine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = "time this machine, for a minute or so: what is done in any case"
-    parser.add_argument("--measure", action="store_true", help=text)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # always done
     add_numbers(parser, NUMBERS)
     parser.add_argument(
-        "--dtype", help="fp32, fp16 or bf16, of the experts [bf16 on a GPU, or fp32]"
+        "--dtype", help="dtype of the experts: fp32, fp16 or bf16 [bf16 on a GPU, else fp32]"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the hardware profile")
     parser.set_defaults(run=run)
 
 
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
-    """Return the machine, on rank 0 alone, and the all-to-alls that its links were fitted to."""
+    """Return the profile, on rank 0 only, and the all-to-alls to which its links were fitted."""
     if arguments.json:
         refuse_output(arguments.json, flag="--json")
     refuse_numbers(arguments, NUMBERS)
@@ -101,7 +100,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]
         if topology.expert_group is None:
             raise ValueError(
                 f"--experts is {arguments.experts}, which has no divisor in common with the "
-                f"{topology.world_size} ranks, so that no row would travel; give a multiple of these."
+                f"{topology.world_size} ranks, so no row would be sent; give a multiple of the ranks."
             )
         machine = _machine(arguments, device, dtype, topology)
         rows = list(_exchanges(arguments, device, topology))
@@ -111,7 +110,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]
 
 
 def _page(machine: Machine, rows: list[Row]) -> str:
-    """Return what was measured as tables: the machine, and each all-to-all beside the model's time."""
+    """Return the tables of the profile, and of measured and predicted all-to-alls."""
     from tabulate import tabulate
 
     facts = [
@@ -126,10 +125,10 @@ def _page(machine: Machine, rows: list[Row]) -> str:
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
     tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
     if not rows:
-        note = "No links are measured, on one rank: those above are typical ones of its kind."
+        note = "One rank measures no links: those above are typical ones."
         return "\n\n".join((*tables, note))
     if all(row["nodes"] == 1 for row in rows):
-        tables.append("Links between nodes are not measured, on one node: a typical one is above.")
+        tables.append("One node measures no link between nodes: the one above is typical.")
     shown = [
         [
             row["nodes"],
@@ -145,8 +144,8 @@ def _page(machine: Machine, rows: list[Row]) -> str:
     tables.append(tabulate(shown, header, tablefmt="github", disable_numparse=True))
     errors = relative_errors(rows, machine)
     tables.append(
-        f"The model is {errors.median:.0%} off in the median, {errors.p90:.0%} in 9 of 10 cases, "
-        f"{errors.largest:.0%} at most."
+        f"Error of the model: median {errors.median:.0%}, 90th percentile {errors.p90:.0%}, largest "
+        f"{errors.largest:.0%}."
     )
     return "\n\n".join(tables)
 
@@ -154,7 +153,7 @@ def _page(machine: Machine, rows: list[Row]) -> str:
 def _machine(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
 ) -> Machine:
-    """Measure what needs no other rank; the links are those of such a device, until they are fitted."""
+    """Measure memory, experts and gate. The links are typical ones, until they are fitted."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         start = typical(name)
@@ -178,7 +177,7 @@ def _machine(
 
 
 def _copy(device: torch.device) -> Callable[[], object]:
-    """Gather rows into another order, as dispatch and regroup do."""
+    """Return a function that copies rows into another order, as dispatch and regroup do."""
     rows = torch.ones(_COPIED_BYTES // 4096, 1024, device=device)
     order = torch.randperm(len(rows), device=device)
     return lambda: rows.index_select(0, order)
@@ -187,7 +186,7 @@ def _copy(device: torch.device) -> Callable[[], object]:
 def _experts(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
 ) -> Callable[[], object]:
-    """One projection of all local experts at the model's shape, forward and backward."""
+    """Return forward and backward of one projection of all local experts."""
     count = arguments.experts // topology.expert_parallel_size
     rows = arguments.tokens * arguments.top_k
     counts = [rows // count + (i < rows % count) for i in range(count)]
@@ -204,7 +203,7 @@ def _experts(
 
 
 def _gate(arguments: argparse.Namespace, device: torch.device) -> Callable[[], object]:
-    """A matrix product in fp32; as wide as an expert, since few experts would measure launches."""
+    """Return an fp32 matrix product, as wide as an expert: a narrow one would measure launches."""
     x = torch.randn(arguments.tokens, arguments.model_dim, device=device)
     weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
     return lambda: x @ weight
@@ -213,16 +212,16 @@ def _gate(arguments: argparse.Namespace, device: torch.device) -> Callable[[], o
 def _exchanges(
     arguments: argparse.Namespace, device: torch.device, topology: Topology
 ) -> Iterator[Row]:
-    """Time all-to-alls of every size: of the expert group and, on a grid, of nodes, rails and by 2DH."""
+    """Time all-to-alls of all sizes: of the EP group and, on a grid, of nodes, of rails and by 2DH."""
     grid, group, size = topology.grid, topology.expert_group, topology.expert_parallel_size
-    # A group that is spread over nodes without being a grid is one rank of each.
+    # A group over several nodes that is no grid has one rank in each.
     local = ranks_per_node() or topology.world_size
     shape = (grid.nodes, grid.local) if grid else (size, 1) if local == 1 else (1, size)
     linear: list[tuple[int, int, int, Any]] = [(*shape, shape[1], group)]
     if grid:
         linear += [
             (1, grid.local, grid.local, grid.node_group),
-            # All rails of a node are on its links at once.
+            # All rails of a node use its links at once.
             (grid.nodes, 1, grid.local, grid.rail_group),
         ]
     for nodes, within, on_link, ranks in linear:
@@ -243,7 +242,7 @@ def _exchanges(
 def _buffers(
     arguments: argparse.Namespace, device: torch.device, ranks: int
 ) -> Iterator[torch.Tensor]:
-    """Yield rows to exchange, four times as many each time, from one for each rank."""
+    """Yield rows to exchange, from one for each rank, four times as many each time."""
     count = ranks
     while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
         yield torch.zeros(count, _ROW_FLOATS, device=device)
@@ -261,10 +260,7 @@ def _row(nodes: int, local: int, algorithm: str, rows_RD: torch.Tensor, seconds:
 
 
 def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:
-    """Return the least seconds of a step, which other work on the machine disturbed least.
-
-    Of each repeat the slowest rank counts. Collective where ranks are joined.
-    """
+    """Return the minimum over repeats of the slowest rank's seconds. Collective."""
     times = []
     for _ in range(arguments.repeats + 1):
         barrier()

@@ -7,7 +7,6 @@ one rank; options that have nothing to do; refusals.
 """
 
 import dataclasses
-import itertools
 import json
 
 import pytest
@@ -90,7 +89,7 @@ def test_a_narrow_wire_trains_nearly_the_same_experts(
 
 @pytest.mark.parametrize("updates", [28, pytest.param(96, marks=pytest.mark.long)])
 def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
-    """At most 15 candidates of 4 updates and a run-off of 30: at last every r, d and algorithm is tried."""
+    """Two updates of each of at most 13 candidates, then further rounds of the fast ones."""
     plan = tmp_path / "hops.json"
     write(make("two_hops", "all_to_all", 4, nodes=2), plan)
     model = (*TWO_EXPERTS, "--disable-validation", "--save-interval", 100)
@@ -105,13 +104,9 @@ def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], got["model"], adam=False)
     (bucket,) = json.loads((tmp_path / "moe_adaptive.json").read_text())["buckets"].values()
-    ways = bucket["costs"]
-    tried = {(way["adaptive_r"], way["overlap"], way["algorithm"]) for way in ways}
-    algorithms = ("linear", "2dh", "plan:hops")
-    if updates == 96:
-        assert {r for r, _, _ in tried} == {0, 1, 2}
-        assert {way[1:] for way in tried} == set(itertools.product((1, 2, 4, 8), algorithms))
-    assert {algorithm for _, _, algorithm in tried} == set(algorithms)
+    tried = [(row["adaptive_r"], row["overlap"], row["algorithm"]) for row in bucket["costs"]]
+    assert {r for r, _, _ in tried} >= {1, 2} and {d for _, d, _ in tried} >= {1, 2}
+    assert {algorithm for _, _, algorithm in tried} == {"linear", "2dh", "plan:hops"}
 
 
 @pytest.mark.long
@@ -119,16 +114,15 @@ def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_
     flags = (*IN_TWO_SLICES, "--moe-adaptive", "auto", "--disable-validation")
     run = train(lm_data, tmp_path, *flags, ranks=2, updates=90)
     assert "adaptive: capacity factor 0, 0 to 127 places: adaptive_r " in run.output
-    assert "ways took" in run.logs[0] and "ways took" not in run.logs[1]
+    assert "strategies took" in run.logs[0] and "strategies took" not in run.logs[1]
     found = json.loads((tmp_path / "moe_adaptive.json").read_text())
     (bucket,) = found["buckets"].values()
     tried = {(row["adaptive_r"], row["overlap"]) for row in bucket["costs"]}
-    # How far it looks at pipelining goes by what it measures.
-    assert {r for r, _ in tried} == {0, 1, 2} and {1, 2} <= {d for _, d in tried}
+    assert {r for r, _ in tried} >= {1, 2} and {d for _, d in tried} >= {1, 2}
     again = train(lm_data, tmp_path, *flags, ranks=2, updates=96)  # it is read after two updates
-    settled = int(bucket["best"] is not None)  # on a busy machine it may be measured anew by then
-    read = f"moe_adaptive.json: {settled} buckets settled, {1 - settled} to be gone on with"
-    assert read in again.output and (not settled or "ways took" not in again.output)
+    settled = int(bucket["best"] is not None)  # on a busy machine it may be measured again by then
+    read = f"moe_adaptive.json: {settled} buckets settled, {1 - settled} unfinished"
+    assert read in again.output and (not settled or "strategies took" not in again.output)
 
 
 def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
@@ -205,7 +199,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         (("--moe-use-2dh", "--moe-a2a-algorithm", "auto"), "--moe-use-2dh and --moe-a2a-algorithm auto"),
         (
             ("--moe-a2a-algorithm", "auto", "--moe-machine-file", "none.json"),
-            "--moe-machine-file: none.json can not be read as a machine",
+            "--moe-machine-file: none.json cannot be read as a hardware profile",
         ),
         (("--moe-parallel-type", "tensor"), "(--moe-parallel-type) is 'tensor'; give adaptive:r"),
         (("--moe-a2a-ffn-overlap-degree", 99), "(--moe-a2a-ffn-overlap-degree) is 99; give a whole"),

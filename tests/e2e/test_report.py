@@ -95,7 +95,7 @@ def test_every_section_has_its_pictures_and_names_both_runs(page):
 
 
 def test_the_pictures_of_experts_are_of_the_moe_run_alone(page):
-    balance, entropy, busiest, dead, weights, dropped, by_choice = page.pictures("experts")
+    balance, entropy, weights, by_choice, dead, dropped, busiest = page.pictures("experts")
     for _, svg in (balance, busiest, dead, dropped):
         assert words_of(svg) >= {"moe, training", "moe, valid"}
     assert words_of(entropy[1]) >= {"ln 4 = 1.39", "entropy (nats)"}
@@ -131,8 +131,8 @@ def test_every_quantity_has_a_line_for_each_layer(page, runs):
     assert [alt[: alt.index(" by layer")] for alt, _ in pictures] == [
         f"moe, {quantity}"
         for quantity in (
-            "gate entropy", "busiest expert", "dropped share", "weight of choice 1",
-            "weight of choice 2",
+            "gate entropy", "weights of choice 1", "weights of choice 2", "dropped share",
+            "busiest expert",
         )
     ]  # fmt: skip
     for _, svg in pictures:
@@ -150,13 +150,15 @@ def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
     values = {
         "moe_layers_entropy": [i / layers for i in range(layers)],
         "moe_layers_dropped": [0.0] * layers,
+        "moe_layers_novelty": [0.5] * layers,
         **{f"moe_{what}_decoder_{i}": [1.0 - (what == "dropped")] * 2 for i in range(layers)
            for what in ("load", "dropped")},
     }  # fmt: skip
     values |= {"moe_dropped": "0", "overflow_expert1": "0", "entropy_gating": "1.5"}
     records = [json.dumps({"epoch": 1, "num_updates": u, **values}) for u in (10, 20)]
     runs = {"deep": join(read_log(records))}
-    (picture,) = layer_section(runs).groups["deep"]
+    picture, unknown = layer_section(runs).groups["deep"]
+    assert unknown.title == "novelty"
     svg = ElementTree.fromstring(picture.svg)
     assert words_of(svg) >= {"MoE layer", "entropy (nats)", "updates"}
     assert any(element.tag.endswith("image") for element in svg.iter())
@@ -199,6 +201,7 @@ def test_a_run_of_images_names_its_unit_and_its_balance_loss(loss, text):
         for picture in of
     ]
     balance, speed = pictures
+    assert expert_sections({"images": join(read_log(log))})[0].text.count("patches") == 1
     assert balance.text.startswith(text) and ("gshard" in balance.text) == ("gshard" in loss)
     assert speed.title == "Images per second against updates"
     assert "images per second" in words_of(ElementTree.fromstring(speed.svg))

@@ -51,7 +51,7 @@ def test_a_tuner_s_file_that_cannot_be_read_is_measured_anew(kind, tmp_path, cap
         "[" * 200_000 if kind == "deep" else kind
     )
     assert update_tuner._read(str(path), {}) is None
-    assert f"{path} cannot be read (" in caplog.text and caplog.text.endswith("measured anew\n")
+    assert f"{path} cannot be read (" in caplog.text and caplog.text.endswith("measuring again\n")
 
 
 def test_a_large_file_is_refused(tmp_path):

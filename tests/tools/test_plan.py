@@ -132,7 +132,7 @@ def test_the_plot_shows_every_plan_and_part(tmp_path, ending):
 REFUSED = {
     "nodes": (("--nodes", 0), "--nodes is 0; give a number of at least 1."),
     "layers": (("--layers", -2), "--layers is -2; give a number of at least 1."),
-    "top-k": (("--top-k", 65), "--top-k is 65 of 64 --experts; give no more than these."),
+    "top-k": (("--top-k", 65), "--top-k is 65 of 64 --experts; give at most the experts."),
     "gpu": (
         ("--gpu", "v100"),
         "--gpu is v100; give one of a100, h100, h200, mi250, or a --machine",
@@ -143,13 +143,16 @@ REFUSED = {
     "alpha": (("--alpha-us", -1), "--alpha-us is -1; give microseconds from 0."),
     "dense": (("--dense-parameters", -1), "--dense-parameters is -1; give a number from 0."),
     "zero": (("--zero-stage", 3), "--zero-stage is 3; give 0, 1 or 2."),
-    "machine": (("--machine", "FOLDER/none.json"), "FOLDER/none.json can not be read as a machine"),
+    "machine": (
+        ("--machine", "FOLDER/none.json"),
+        "FOLDER/none.json cannot be read as a hardware profile",
+    ),
     "json": (("--json", "FOLDER/none/plan.json"), "--json is FOLDER/none/plan.json; give the name"),
     "plot": (("--plot", "FOLDER/plan.txt"), "--plot is FOLDER/plan.txt; end it in one of .png, "),
     "plot's folder": (("--plot", "FOLDER"), "--plot is FOLDER; give the name of a file in"),
     "device": (
         ("--json", "/dev/full"),
-        "--json is /dev/full, which can not be written: No space left on",
+        "--json is /dev/full, which cannot be written: No space left on",
     ),
 }
 
@@ -255,7 +258,7 @@ def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     machine = Machine.from_json(path)
     assert machine.inter.bytes_per_s > 1e6
     assert machine.inter_shared and machine.reduce_scatter_as_all_reduce
-    assert "off in the median" in printed
+    assert "Error of the model: median" in printed
 
 
 def test_one_node_says_that_links_between_nodes_are_not_measured():

@@ -34,7 +34,7 @@ def test_a_file_is_whole_or_what_it_was(tmp_path):
             assert file.suffix == ".png"
     full, sentence = (
         OSError(errno.ENOSPC, "full"),
-        r"^--grid is \S*a.png, which can not be written: full\.$",
+        r"^--grid is \S*a.png, which cannot be written: full\.$",
     )
     with pytest.raises(ValueError, match=sentence), writing(path, "--grid") as file:
         file.write_text("to")

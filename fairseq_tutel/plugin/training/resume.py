@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from fairseq.file_io import PathManager
 
+from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import (
-    CORRUPT,
     NOT_CHECKPOINTS,
     has_an_end,
     identity,
@@ -32,7 +32,7 @@ from fairseq_tutel.ranks.world import Work, run_on_rank_zero
 logger = logging.getLogger(__name__)
 
 # What a rank can find instead of a whole local file.
-NOTHING, CORRUPT, ELSEWHERE = "nothing", "torn", "no local file"
+NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 # Files that a training run saves besides checkpoint_last.pt; files of other names may be of other runs.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -57,7 +57,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         others = _other_checkpoints(path)
         such_as = f", such as --restore-file {others[0]}" if others else ""
         raise ValueError(
-            f"{flag} is {path}, which {CORRUPT}; remove it and give an older checkpoint{such_as}."
+            f"{flag} is {path}, which {files.CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
     if any(other != found[0] for other in found):
         raise ValueError(_several(flag, path, found))

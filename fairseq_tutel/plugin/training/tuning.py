@@ -62,13 +62,15 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     options = read(TaskConfig, task_cfg)
     path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices: dict[str, Any] = {}
+    # Ranks with another file or GPU must not measure other candidates.
+    machine = world.broadcast_object(
+        _machine_of(task_cfg, root), "the agreement on the hardware profile"
+    )
     if first.config.adaptive != "auto":  # r alone
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
-        machine, size = _machine_of(task_cfg, root), _tokens_of(root, task_cfg)
-        size *= 4 * first.config.top_k * first.config.model_dim
+        size = 4 * _tokens_of(root, task_cfg) * first.config.top_k * first.config.model_dim
         algorithms = tuned_algorithms(first, task_cfg, machine, size)
-        # Ranks with another file must not try other algorithms.
         choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
     common = root.common
     conditions = {
@@ -81,7 +83,8 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
         "zero_stage": options.moe_zero_stage,
         "checkpoint_activations": bool(option(cfg, "checkpoint_activations")),
     }
-    return UpdateTuner(layers, options.moe_adaptive_window, path, conditions=conditions, **choices)
+    window = options.moe_adaptive_window
+    return UpdateTuner(layers, window, path, conditions=conditions, machine=machine, **choices)
 
 
 def _machine_of(task_cfg: Any, root: Any) -> Machine:

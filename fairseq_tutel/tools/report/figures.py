@@ -14,19 +14,19 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normal
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
+# The palette of Okabe and Ito, for colour-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D")
 LINES = ("-", "--", ":", "-.")
-# Of a legend, its lines and gaps included.
+# Characters in a line of a legend, with gaps and line samples.
 LINE_LETTERS = 70
-# Up to here a curve shows its points.
+# A curve with at most so many points has markers.
 FEW_POINTS = 40
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The colours of a heat map: what they stand for, and which of their values are named."""
+    """The colours of a heat map, their label and the values named in the legend."""
 
     norm: Normalize
     colors: Colormap
@@ -34,24 +34,24 @@ class Scale:
     ticks: dict[float, str] | None = None
 
 
-# The same in all pictures of all pages. What lies outside has the colour of the end; white is an even
-# load and nothing dropped.
+# The scales are the same in all reports. Values outside have the colour of the end. White is an even load,
+# and nothing dropped.
 LOAD_SCALE = Scale(
     LogNorm(0.25, 4, clip=True),
     matplotlib.colormaps["PuOr_r"].resampled(17),
-    "tokens of an expert, in even shares",
+    "load of an expert, in even shares",
     {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"},
 )
 DROPPED_SCALE = Scale(
     PowerNorm(0.5, 0, 1, clip=True),
     LinearSegmentedColormap.from_list("dropped", ["#ffffff", "#E69F00", "#7a2d00", "#000000"]),
-    "dropped share of an expert's tokens",
+    "dropped share of an expert's assignments",
     {0: "0", 0.01: "1 %", 0.05: "5 %", 0.2: "20 %", 0.5: "50 %", 1: "100 %"},
 )
 
 
 def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
-    """Return a scale from the least to the largest of the values that are finite."""
+    """Return a scale from the least to the largest finite value."""
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
@@ -66,9 +66,9 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#e5e5e5",
     "axes.edgecolor": "#666666",
     "figure.constrained_layout.use": True,
-    # A dollar in a run's name begins no formula.
+    # A dollar sign in the name of a run is no formula.
     "text.parse_math": False,
-    # Text stays text, in the reader's fonts, and the same numbers give the same file.
+    # Text stays text, in the reader's fonts. Equal values give equal files.
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }
@@ -76,7 +76,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart; runs differ in colour, what is measured of a run in the kind of line."""
+    """A line of a chart. Runs differ in colour, the lines of a run in style."""
 
     label: str
     x: Sequence[float]
@@ -95,16 +95,16 @@ def line_chart(
     references: Sequence[tuple[float, str]] = (),
     points: int = 400,
 ) -> str:
-    """Return a chart of the curves as SVG; they leave a gap where a value is not finite.
+    """Return a chart of the curves as SVG, with gaps at values that are not finite.
 
     Args:
         curves: the lines.
-        x_label: of the axis, with its unit.
-        y_label: of the axis, with its unit.
-        log: a logarithmic y axis, where the values are positive and differ five times or more.
-        from_zero: let the y axis begin at 0.
-        references: heights and names of horizontal lines to compare with.
-        points: of a curve at most; neighbours are averaged.
+        x_label: label of the x axis, with its unit.
+        y_label: label of the y axis, with its unit.
+        log: logarithmic y axis, if the values are positive and differ by a factor of five or more.
+        from_zero: the y axis begins at 0.
+        references: heights and names of horizontal lines.
+        points: most points of a curve; neighbours are averaged.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5, 3.2))
@@ -132,17 +132,17 @@ def heat_map(
     columns: int = 200,
     legend: bool = False,
 ) -> str:
-    """Return what the rows, experts or layers, had against updates as SVG.
+    """Return a map of values by row (experts or layers) and update as SVG.
 
-    A column reaches from the record before to its own, which averages over these updates.
+    A column spans the updates since the previous record, over which fairseq averages.
 
     Args:
-        updates: of the records, rising.
+        updates: updates of the records, rising.
         values_UR: for each record the value of every row.
         scale: the colours.
-        rows: what a row is.
-        columns: of the picture at most; neighbours are averaged.
-        legend: draw the scale beside the map.
+        rows: label of the y axis.
+        columns: most columns; neighbours are averaged.
+        legend: whether to draw the scale beside the map.
     """
     values_RU = averaged(np.asarray(values_UR, dtype=float).T, columns)
     right = np.asarray(updates, dtype=float)
@@ -164,7 +164,7 @@ def heat_map(
 def heat_map_by_name(
     names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale
 ) -> str:
-    """Return what the experts had on each of several data sets as SVG: a column for each, with its name."""
+    """Return a map of values by expert and data set as SVG."""
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
         axes = figure.add_subplot(ylabel="expert")
@@ -175,7 +175,7 @@ def heat_map_by_name(
 
 
 def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale) -> QuadMesh:
-    """Draw rows from the top, and columns between the edges."""
+    """Draw a map: rows from the top, columns between the edges."""
     mesh = axes.pcolormesh(
         edges,
         np.arange(len(values_RC) + 1) - 0.5,
@@ -190,7 +190,7 @@ def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale
 
 
 def legend_of(scale: Scale) -> str:
-    """Return the legend of all heat maps of a scale with named values as SVG."""
+    """Return the legend of a scale with named values as SVG."""
     assert scale.ticks is not None
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(3.6, 0.75))
@@ -204,9 +204,9 @@ def legend_of(scale: Scale) -> str:
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
-    """Average neighbours along the last axis so that at most `count` values remain.
+    """Average neighbours along the last axis, so that at most `count` values remain.
 
-    A value that is not finite is left out; where all of a block are, nan remains.
+    Values that are not finite are left out. The average of no value is nan.
     """
     values = np.where(np.isfinite(values), values, np.nan)
     length = values.shape[-1]
@@ -226,7 +226,7 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
     axes.plot(
         x,
         y,
-        label=f" {curve.label}",  # a legend leaves out what begins with an underscore
+        label=f" {curve.label}",  # legends leave out labels that begin with an underscore
         color=COLORS[curve.run % len(COLORS)],
         linestyle=LINES[curve.line % len(LINES)],
         linewidth=1.4,
@@ -236,14 +236,14 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    """Return how many labels go in a line; the columns of a legend are filled one after the other."""
+    """Return the number of columns of a legend, which are filled one after the other."""
     fitting = max(1, LINE_LETTERS // (max(map(len, labels)) + 7))
     lines = -(-len(labels) // fitting)
     return -(-len(labels) // lines)
 
 
 def _mark(axis: Axis) -> None:
-    """Give updates or times few, short numbers: 150k."""
+    """Give an axis few ticks with short numbers, such as 150k."""
     axis.set_major_locator(MaxNLocator(6, integer=True))
     axis.set_major_formatter(EngFormatter(sep=""))
 

@@ -1,4 +1,4 @@
-"""report: draw one HTML page of how one or several trainings went, from fairseq's logs.
+"""report: draws training curves and expert loads of one or several runs as one HTML page.
 
 A run is a log of --log-format json (a --log-file, a captured output or hydra_train.log), a folder with
 TensorBoard files, or a --save-dir that holds one of these. Several runs are overlaid.
@@ -25,22 +25,26 @@ NOTHING = "–"
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser(
-        "report", help="draw one HTML page of how trainings went", description=__doc__
+        "report",
+        help="draw one HTML page of training runs, from fairseq's logs",
+        description=__doc__,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a log or a --save-dir")
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
-    text = "of a run; give it once for each, in their order (default: what tells the paths apart)"
+    text = (
+        "name of a run; give it once for each, in order (default: the differing parts of the paths)"
+    )
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page that the command line asks for."""
+    """Write the page."""
     output = arguments.output
     refuse_output(output)
-    if output.exists() and output.suffix != ".html":  # a log or a checkpoint, named by mistake
+    if output.exists() and output.suffix != ".html":  # may be a log or a checkpoint
         raise ValueError(
             f"--output is {output}, which exists and is no .html file; give another name."
         )
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
-    """Return the runs' names, which tell them apart."""
+    """Return a unique name for each run."""
     names = default_names(paths) if names is None else names
     if len(names) != len(paths):
         raise ValueError(
@@ -70,7 +74,7 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
 
 
 def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
-    """Return the HTML page of the runs, which `files` of the same names were read for."""
+    """Return the HTML page. `files` maps the name of each run to its log files."""
     with needing("report", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -96,7 +100,7 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a summary says of a model: by which key it is logged, its name, and what is best of it."""
+    """A quality measure of a model: its key in the log, its name, and `min` or `max` for its best."""
 
     key: str
     name: str
@@ -107,7 +111,7 @@ PERPLEXITY, ACCURACY = Quality("ppl", "perplexity", min), Quality("accuracy", "a
 
 
 def qualities_of(runs: dict[str, Run]) -> list[Quality]:
-    """Return those that any run has: words have a perplexity, images an accuracy, some have both."""
+    """Return the measures that any run logs: perplexity, accuracy or both."""
     records = [
         r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of
     ]
@@ -118,7 +122,7 @@ def qualities_of(runs: dict[str, Run]) -> list[Quality]:
 def summary_row(
     name: str, run: Run, qualities: Sequence[Quality] = (PERPLEXITY,), units: str = "tokens"
 ) -> dict[str, str]:
-    """Return the cells of a run by their headings; validation is that of one subset."""
+    """Return the cells of a run by their headings. Validation is that of one subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
@@ -143,7 +147,7 @@ def summary_row(
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Return a time in hours, minutes and seconds."""
     if math.isnan(seconds):
         return NOTHING
     minutes, rest = divmod(round(seconds), 60)
@@ -160,7 +164,7 @@ def _layers(run: Run) -> str:
 
 
 def _finite(records: list[Record], key: str) -> list[tuple[int, float]]:
-    """Return (update, value) where a finite number of that key was logged."""
+    """Return (update, value) of all finite values of a key."""
     points = [(record.update, record.values.get(key, math.nan)) for record in records]
     return [(update, value) for update, value in points if math.isfinite(value)]
 

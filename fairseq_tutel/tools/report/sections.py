@@ -1,10 +1,11 @@
-"""The sections of a report: which quantities are in which, and how one is drawn."""
+"""The sections of a report: their charts, heat maps and texts."""
 
 import base64
 import math
 import re
 from dataclasses import dataclass, field, replace
 
+from fairseq_tutel.moe.metrics import METRICS, Metric
 from fairseq_tutel.tools.report.figures import (
     COLORS,
     DROPPED_SCALE,
@@ -29,13 +30,13 @@ from fairseq_tutel.tools.training_log import (
 )
 
 HOUR = 3600  # seconds
-# Of all heat maps of a section together, so that many layers do not make a page of many megabytes.
+# Columns of all heat maps of a section: many layers must not make a page of many megabytes.
 COLUMNS = 4000
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG picture, its caption, and what it shows in words for who can not see it."""
+    """An SVG picture with its caption, and its content in words for screen readers."""
 
     title: str
     text: str
@@ -44,13 +45,13 @@ class Picture:
 
     @property
     def address(self) -> str:
-        """The picture as an address that holds it, so that the page needs no other file."""
+        """The picture as a data URL, so that the page needs no other file."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode("ascii")
 
 
 @dataclass
 class Section:
-    """A part of the page; `groups` holds its pictures by the heading above them, "" for none."""
+    """A part of the page. `groups` maps the headings in it to pictures; "" is no heading."""
 
     name: str
     title: str
@@ -67,11 +68,20 @@ def sections_of(runs: dict[str, Run]) -> list[Section]:
 
 @dataclass(frozen=True)
 class Chart:
-    """One quantity to draw.
+    """A chart of one quantity.
 
-    `keys` is a pattern for what fairseq logs; where it has a group, every match is a curve, which
-    `part` names. `unit` labels the axis, `text` says how to read the picture; `unless_zero` leaves it out
-    where all is 0. Words in braces are those of `_words_of`.
+    Texts may contain the words of `_words_of` in braces.
+
+    Attributes:
+        keys: pattern of logged keys. With a group, every match is a curve, named by `part`.
+        unit: label of the y axis.
+        text: how to read the chart.
+        part: name of a curve, with {} for the pattern's group.
+        log: logarithmic y axis.
+        from_zero: the y axis begins at 0.
+        against_time: a second chart is drawn against time.
+        validation: validation subsets are drawn, too.
+        unless_zero: a chart of zeros alone is left out.
     """
 
     title: str
@@ -86,69 +96,68 @@ class Chart:
     unless_zero: bool = False
 
 
+def _chart_of(metric: Metric) -> Chart:
+    """Return the chart of a metric's average over layers, or of all its choices."""
+    return Chart(
+        metric.title or metric.name.format("J"),
+        metric.name.format(r"(\d+)"),
+        metric.unit,
+        metric.text,
+        part="choice {}" if metric.is_per_choice else "",
+        from_zero=metric.from_zero,
+        validation=not metric.is_per_choice,
+        unless_zero=metric.unless_zero,
+    )
+
+
 SECTIONS = {
     ("loss", "Loss", ""): [
         Chart("Perplexity", "ppl", "perplexity",
-              "Per token, without balance loss: dense and MoE runs compare here.",
+              "Per token, without balance loss, so dense and MoE runs are comparable.",
               log=True, against_time=True, validation=True),
-        Chart("Accuracy", "accuracy", "right (%)",
-              "Of images (or tokens), those whose likeliest class is theirs; in training, as augmented.",
+        Chart("Accuracy", "accuracy", "correct (%)",
+              "Percent of {units} whose most likely class is correct; in training, of augmented ones.",
               against_time=True, validation=True),
         Chart("Oracle error", "oracle_error", "wrong (%)",
-              "Of an ensemble, what no member is right about.", validation=True),
-        Chart("Accuracy of five", "top5_accuracy", "right (%)",
-              "Of all images, those whose class is among the five likeliest.", validation=True),
+              "Percent of {units} for which no member of the ensemble is correct.", validation=True),
+        Chart("Accuracy of five", "top5_accuracy", "correct (%)",
+              "Percent of {units} whose class is among the five most likely.", validation=True),
         Chart("Loss", "loss", "loss (bits)",
-              "What is trained: that of a MoE run holds its weighted balance loss.",
+              "The training objective. In a MoE run it includes the weighted balance loss.",
               against_time=True, validation=True),
         Chart("Negative log-likelihood", "nll_loss", "nll loss (bits)",
-              "Without balance loss or smoothing. A criterion that logs none has it as its loss.",
+              "Without balance loss and smoothing. If a criterion logs none, it equals the loss.",
               against_time=True, validation=True),
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
               "{balance}", validation=True),
-        Chart("Gate entropy", "entropy_gating", "entropy (nats)",
-              "How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
-              validation=True),
-        Chart("Busiest expert", "moe_max_violation", "load (even shares)",
-              "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
-              validation=True),
-        Chart("Dead experts", "moe_dead_experts", "experts",
-              "Those that no token of a micro-batch chose.", from_zero=True, validation=True),
-        Chart("Weights", r"expert(\d+)_weight", "mean weight",
-              "What the outputs of a token's choices are multiplied with.", part="choice {}"),
-        Chart("Dropped share", "moe_dropped", "dropped (%)",
-              "Of all tokens' choices, those that found their expert full. Always 0 if dropless.",
-              from_zero=True, validation=True, unless_zero=True),
-        Chart("Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
-              "Later choices find experts full more often, since first ones go before them.",
-              part="choice {}", from_zero=True, unless_zero=True),
+        *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
         Chart("{Units} per second", "wps", "{units} per second",
-              "Of all ranks together. Dips are validation, checkpoints or other work on the machine.",
+              "All ranks together. Dips are validation, checkpoints or other processes.",
               from_zero=True),
         Chart("Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
-              "What sending rows to experts and back took, from --record-a2a-perf-stats.",
+              "Time of dispatch and combine across ranks, from --record-a2a-perf-stats.",
               part="{} clock", from_zero=True),
     ],
     ("optimizer", "Optimizer", ""): [
-        Chart("Learning rate", "lr", "learning rate", "As the schedule gave it.", from_zero=True),
+        Chart("Learning rate", "lr", "learning rate", "Learning rate of the schedule.", from_zero=True),
         Chart("Gradient norm", "gnorm", "gradient norm",
-              "Of all parameters, before clipping. A rise that stays announces divergence.", log=True),
+              "Norm of all gradients before clipping. A lasting rise announces divergence.", log=True),
         Chart("Clipped updates", "clip", "clipped updates (%)",
-              "Near 100, --clip-norm sets the step size.", from_zero=True),
+              "Near 100, --clip-norm determines the step size.", from_zero=True),
     ],
 }  # fmt: skip
 
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections of curves, each with the pictures that the runs have numbers for."""
+    """Return the sections of curves, with a picture for each chart that has values."""
     made, words = [], _words_of(runs)
     for (name, title, text), templates in SECTIONS.items():
         section = Section(name, title, text)
-        charts = [_in_these_words(chart, words) for chart in templates]
+        charts = [_with_words(chart, words) for chart in templates]
         section.groups[""] = [p for chart in charts for p in _pictures(chart, runs)]
         timed = [chart for chart in charts if chart.against_time]
         section.groups["Against time"] = [p for c in timed for p in _pictures(c, runs, time=True)]
@@ -156,23 +165,24 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
     return made
 
 
-def _in_these_words(chart: Chart, words: dict[str, str]) -> Chart:
+def _with_words(chart: Chart, words: dict[str, str]) -> Chart:
     title, unit, text = (part.format(**words) for part in (chart.title, chart.unit, chart.text))
     return replace(chart, title=title, unit=unit, text=text)
 
 
 def _words_of(runs: dict[str, Run]) -> dict[str, str]:
-    """Return the words of charts that depend on what the runs trained."""
+    """Return the words of texts that depend on the task: units, and the balance losses."""
     units = units_of(runs.values())
     names = sorted(set().union(*(run.balance_losses for run in runs.values())))
     balance = f"Unweighted: {', '.join(names)}." if names else "Unweighted."
     if any(name.startswith(("gshard", "switch")) for name in names):
         balance += " gshard and switch are 1 at an even load, and E if one of E experts has all."
-    return {"units": units, "Units": units.capitalize(), "balance": balance}
+    rows = {"tokens": "tokens", "images": "image patches"}.get(units, "tokens or image patches")
+    return {"units": units, "Units": units.capitalize(), "rows": rows, "balance": balance}
 
 
 def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
-    """Return the picture of a chart, against updates or time; none if there is nothing to draw."""
+    """Return the picture of a chart, against updates or time, or [] if it has no values."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
     unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
     curves = _curves_of(chart, runs, seconds if time else None)
@@ -192,7 +202,7 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
 
 
 def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> list[Curve]:
-    """Return the chart's curves; `seconds` is the unit of the time axis, None for updates."""
+    """Return the curves of a chart. `seconds`: unit of the time axis; None: against updates."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if chart.validation else {})}
@@ -217,7 +227,7 @@ def _matching(chart: Chart, records: list[Record]) -> list[re.Match[str]]:
 
 
 def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
-    """Return the entropy of a gate that finds all E experts alike, for every E of the runs."""
+    """Return the entropy of uniform probabilities, for every number of experts in the runs."""
     numbers = {e for run in runs.values() for e in run.experts.values()}
     return [(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(numbers)]
 
@@ -230,21 +240,23 @@ def _in_words(title: str, curves: list[Curve]) -> str:
 
 
 LAYERS_TEXT = """
-Of the training: one line for each MoE layer or, where there are more layers than colours, a map with the
-first layer on top. The layer that departs from its neighbours is the one to look at below.
+One line for each MoE layer in training. With more layers than colours, a map with the first layer on top.
+A layer that differs from its neighbours deserves a look at its map below.
 """
 
-# What is logged layer by layer: a picture's title, the label of its axis, whether that begins at 0.
-QUANTITIES = {
-    "entropy": ("Gate entropy", "entropy (nats)", False),
-    "max_violation": ("Busiest expert", "load (even shares)", False),
-    "dropped": ("Dropped share", "dropped (%)", True),
-    "dead_experts": ("Dead experts", "experts", True),
-}
+
+def _quantity(name: str) -> tuple[str, str, bool]:
+    """Return a list's title, the label of its axis and whether that begins at 0, of any name."""
+    for metric in METRICS:
+        match = re.fullmatch(metric.layers.format(r"(\d+)"), name)
+        if match:
+            choice = f" of choice {match[1]}" if match.groups() else ""
+            return (metric.title or name) + choice, metric.unit, metric.from_zero
+    return name, "", False
 
 
 def layer_section(runs: dict[str, Run]) -> Section:
-    """Return the pictures of every run that logged lists over layers; without pictures if none did."""
+    """Return the section of lists over layers."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
         made = [_layer_picture(name, run, key) for key in list_keys(LAYERS, run.training)]
@@ -253,12 +265,9 @@ def layer_section(runs: dict[str, Run]) -> Section:
 
 
 def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
-    """Return the picture of one quantity; None of drops and dead experts where there never were any."""
+    """Return the picture of a list over layers, or None if it begins at 0 and is always 0."""
     records = [record for record in run.training if key in record.lists]
-    quantity = key.removeprefix(LAYERS)
-    choice = quantity.removeprefix("weight")
-    weight = (f"Weight of choice {choice}", "mean weight", False)
-    title, unit, from_zero = QUANTITIES.get(quantity, weight)
+    title, unit, from_zero = _quantity(key.removeprefix(LAYERS))
     if from_zero and not any(value > 0 for record in records for value in record.lists[key]):
         return None
     labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
@@ -280,19 +289,18 @@ def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
 
 LOAD_TEXT = """
 One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
-is an even share of the tokens; orange experts get more, violet ones less. A row that stays dark violet is
-an expert that hardly learns.
+is an even share of the {rows}; orange experts get more, violet ones less. A row that stays dark violet
+is an expert that hardly learns.
 """
 DROPPED_TEXT = """
-Of the tokens that chose an expert, those that found it full, where any did. Rows and columns are as above.
-White drops nothing; a row that stays dark is an expert that the gate asks more of than the capacity factor
-lets it do.
+The share of each expert's assignments that were dropped, if any were. Rows and columns are as above. White
+is 0. A row that stays dark is an expert whose load exceeds its capacity all the time.
 """
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections of heat maps; without pictures if no run logged such lists."""
-    load = Section("load", "Load of every expert", LOAD_TEXT)
+    """Return the sections of heat maps over experts."""
+    load = Section("load", "Load of every expert", LOAD_TEXT.format(**_words_of(runs)))
     colours = "From violet, a quarter of an even share or less, over white to orange, four or more."
     _add_maps(load, runs, LOAD, LOAD_SCALE, colours, "have {:.2f} to {:.2f} even shares", -1)
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
@@ -310,7 +318,7 @@ def _add_maps(
     values_in_words: str,
     above: float,
 ) -> None:
-    """Add a map for every list whose key begins so, where any of its values is above a number."""
+    """Add a map for every list with the prefix that has a value above a number."""
     shown = [
         (name, what, key, kept)
         for name, run in runs.items()
@@ -333,14 +341,14 @@ def _add_maps(
 
 
 DATA_TEXT = """
-Of the model that was trained, by fairseq-validate: one picture for each MoE layer, a row is an expert, a
-column a data set, such as a language, with its perplexity. Columns that look alike share their experts;
-a row that is orange in one column and violet in the others is an expert of that one.
+Load of the trained model, from fairseq-validate: one picture for each MoE layer. A row is an expert, a
+column a data set, such as a language, with its perplexity. Similar columns share experts. A row that is
+orange in one column and violet in the others is a specialist of that data set.
 """
 
 
 def data_section(runs: dict[str, Run]) -> Section:
-    """Return the load of experts by data set; without pictures if fairseq-validate printed none."""
+    """Return the section of experts' loads by data set, from the output of fairseq-validate."""
     section = Section("data", "Load of every expert by data set", DATA_TEXT)
     for name, run in runs.items():
         for key in list_keys(LOAD, list(run.evaluations.values())):
