@@ -19,8 +19,8 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.comm.collectives import all_gather, all_to_all, all_to_all_by
 from fairseq_tutel.comm.regroup import regroup_maps
-from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
-from fairseq_tutel.comm.trip import Counts, Trip
+from fairseq_tutel.comm.call_id import NO_STAMP, Stamp
+from fairseq_tutel.comm.transfer import Counts, Trip
 from fairseq_tutel.ranks.groups import Grid
 
 COUNTS = "the exchange of row counts"

@@ -30,8 +30,8 @@ from fairseq_tutel.comm.all_to_all import (
 )
 from fairseq_tutel.comm.collectives import all_to_all
 from fairseq_tutel.comm.regroup import destinations, permute, regroup_maps, repeat_blocks
-from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare
-from fairseq_tutel.comm.trip import Counts, ExchangeTimer, Trip
+from fairseq_tutel.comm.call_id import NO_STAMP, Stamp, compare
+from fairseq_tutel.comm.transfer import Counts, ExchangeTimer, Trip
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Grid

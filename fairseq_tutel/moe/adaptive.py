@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fairseq_tutel.comm.collectives import all_to_all, start_all_gather, start_reduce_scatter
 from fairseq_tutel.comm.exchange import ExchangeOptions
-from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
+from fairseq_tutel.comm.call_id import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
 from fairseq_tutel.ranks.groups import Topology, slice_of

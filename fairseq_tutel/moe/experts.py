@@ -27,7 +27,7 @@ from fairseq_tutel.moe.build import (
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.few_tokens import FewTokens, combine_few, dispatch_few
+from fairseq_tutel.moe.decode import FewTokens, combine_few, dispatch_few
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.groups import Part

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel.comm import exchange
-from fairseq_tutel.comm.stamp import Calls, Stamp
-from fairseq_tutel.comm.trip import ExchangeTimer
+from fairseq_tutel.comm.call_id import Calls, Stamp
+from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
@@ -25,7 +25,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.few_tokens import FewTokens, are_few, decide_few
+from fairseq_tutel.moe.decode import FewTokens, are_few, decide_few
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.on_demand import OnDemand, can_wait

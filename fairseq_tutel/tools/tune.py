@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm.all_to_all import HierarchicalTrip, LinearTrip, exchange_counts_in_two_hops
 from fairseq_tutel.comm.collectives import all_reduce, barrier
-from fairseq_tutel.comm.trip import Trip
+from fairseq_tutel.comm.transfer import Trip
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import grouped_linear
 from fairseq_tutel.planning.links import Row, fit_machine, predicted, relative_errors

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm import background, collectives, exchange
-from fairseq_tutel.comm.trip import Trip, chunk_of
+from fairseq_tutel.comm.transfer import Trip, chunk_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
 

@@ -31,7 +31,7 @@ class Counts(NamedTuple):
         passing_LNE: [L, N, e], from each rank of this node, for this local index of each node; only a
             hierarchical trip passes through.
         crossing_PPE: [P, P, e], from each rank for each expert of each rank; only a plan asks for them.
-        stamps_P: [P] int64 of each rank, where they travelled with the counts; see comm/stamp.py.
+        stamps_P: [P] int64 of each rank, where they travelled with the counts; see comm/call_id.py.
     """
 
     leaving_PE: Tensor

@@ -20,7 +20,7 @@ from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.few_rows import linear_of_few
 from fairseq_tutel.moe import layer as walk
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.few_tokens import MOST_COPIES, FewTokens
+from fairseq_tutel.moe.decode import MOST_COPIES, FewTokens
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
