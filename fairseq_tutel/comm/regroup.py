@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm.transfer import chunk_of
+from fairseq_tutel.comm.counts import chunk_of
 from fairseq_tutel.kernels.first_order import first_order
 
 

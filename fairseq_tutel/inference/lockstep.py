@@ -44,9 +44,9 @@ class Lockstep:
         self.layers: list[Callable[[], None]] = []
         self.calls = self.served = 0
 
-    def add(self, take_part: Callable[[], None]) -> int:
-        """Return the index of a new layer; `take_part` makes a call's collectives without tokens."""
-        self.layers.append(take_part)
+    def add(self, run_without_tokens: Callable[[], None]) -> int:
+        """Return the index of a new layer; `run_without_tokens` joins the collectives of a call."""
+        self.layers.append(run_without_tokens)
         return len(self.layers) - 1
 
     def wait_for_turn(self, index: int) -> None:

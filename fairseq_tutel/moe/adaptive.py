@@ -20,14 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare_later
 from fairseq_tutel.comm.collectives import all_to_all, start_all_gather, start_reduce_scatter
-from fairseq_tutel.comm.exchange import ExchangeOptions
-from fairseq_tutel.comm.call_id import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
-WHAT = "the gathering of experts' weights"
+OPERATION = "the gathering of experts' weights"
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
@@ -42,44 +41,48 @@ def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
 
 
 def weights_of(
-    experts: ExpertStack, topology: Topology, options: ExchangeOptions, device: torch.device
+    experts: ExpertStack,
+    topology: Topology,
+    degree: int,
+    device: torch.device,
+    call_id: CallId = NO_CALL_ID,
 ) -> Weights:
-    """Return where this forward's tensors come from. Collective where ranks share the experts.
+    """Return the weights of one forward, gathered if other ranks hold parts of them. Collective.
 
     Args:
         experts: this rank's.
-        topology: where the others are.
-        options: of this forward: its r and its stamp.
+        topology: the ranks that hold the others.
+        degree: r.
         device: of the rows.
+        call_id: of this forward, compared here if r = 0: no counts are exchanged then.
 
     Raises:
-        ValueError: experts that were pruned or parametrized, of which other ranks know nothing.
+        ValueError: the experts were pruned or parametrized, which other ranks cannot gather.
     """
-    if topology.expert_parallel_size == 1 or not experts.weights.are_own:
+    if topology.expert_parallel_size == 1:
         return experts.weights
     gone = sorted(set(experts.names) - set(experts.expert_parameters()))
     if gone:
         raise ValueError(
-            f"the experts' {', '.join(gone)} are no parameters any more, which ranks that share the "
-            "experts cannot do without; remove what torch.nn.utils.prune or parametrize made of them."
+            f"the experts' {', '.join(gone)} are no longer parameters, but other ranks must gather them; "
+            "undo the torch.nn.utils.prune or parametrize call."
         )
-    degree = options.strategy.adaptive_r
-    gathered = gather_weights(experts, topology, degree, options.stamp)
+    gathered = gather_weights(experts, topology, degree, call_id)
     return MadeWeights(experts.prepared(gathered, device), of_all=degree == 0)
 
 
 def gather_weights(
-    experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp = NO_STAMP
+    experts: ExpertStack, topology: Topology, degree: int, call_id: CallId = NO_CALL_ID
 ) -> dict[str, Any]:
-    """Return the tensors that this rank computes with under r = `degree`. Collective, with autograd.
+    """Return the tensors that this rank computes with if r = `degree`. Collective, with autograd.
 
-    Backward sums the gradients of all ranks that gathered, and keeps the own slice's.
+    Backward sums the gradients of all ranks that gathered and keeps those of this rank's slice.
 
     Args:
         experts: this rank's.
-        topology: where the others are.
+        topology: the ranks that hold the others.
         degree: r.
-        stamp: of this call, which r = 0 compares here: no counts travel then.
+        call_id: compared here if r = 0.
 
     Raises:
         ValueError: the topology was made without the groups that r needs.
@@ -89,7 +92,7 @@ def gather_weights(
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
     if degree == 0 and group is not None:
-        _compare(stamp, group, next(iter(named.values())).device)
+        _compare(call_id, group, next(iter(named.values())).device)
     if group is None:
         tensors: dict[str, Any] = dict(named)
     else:
@@ -106,10 +109,10 @@ def gather_weights(
     return tensors
 
 
-def _compare(stamp: Stamp, group: dist.ProcessGroup, device: torch.device) -> None:
+def _compare(call_id: CallId, group: dist.ProcessGroup, device: torch.device) -> None:
     nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=device)
-    came_PX = all_to_all(stamp.beside(nothing_P0), WHAT, group)
-    compare_late(came_PX[:, 0], WHAT, group)
+    received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
+    compare_later(received_PX[:, 0], OPERATION, group)
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
@@ -136,7 +139,7 @@ class _Gather(torch.autograd.Function):
         number = dist.get_world_size(group)
         stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
         started = [
-            start_all_gather(stack.view(-1), t.contiguous().view(-1), WHAT, group)
+            start_all_gather(stack.view(-1), t.contiguous().view(-1), OPERATION, group)
             for stack, t in zip(stacks, tensors, strict=True)
         ]
         for one in started:

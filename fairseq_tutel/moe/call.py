@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.moe.choice import MicroBatch
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.slots import Capacity
 
 
@@ -77,6 +78,10 @@ class Call:
             time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
             training=training,
         )
+
+    def top_k_of(self, config: MoEConfig) -> int:
+        """Return the top_k of this call: its own, or the configured one."""
+        return config.top_k if self.top_k is None else self.top_k
 
     @property
     def sentences(self) -> tuple[int, int] | None:

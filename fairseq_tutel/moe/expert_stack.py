@@ -175,7 +175,7 @@ class ExpertStack(nn.Module):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether somebody is to be told when `forward` is called, as what prunes weights is."""
+        """Whether the module has hooks, as torch.nn.utils.prune installs them."""
         return bool(
             self._forward_pre_hooks
             or self._forward_hooks
@@ -184,11 +184,16 @@ class ExpertStack(nn.Module):
         )
 
     @property
-    def mixes(self) -> bool:
-        """Whether `mix` takes tokens of this rank alone through the experts, without rows of their own."""
+    def call(self) -> Callable[..., Tensor]:
+        """The function that runs the experts: the module if it has hooks, else `forward` itself."""
+        return self if self.is_hooked else self.forward
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether `run_fused` can replace dispatch, `forward` and combine."""
         return False
 
-    def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
+    def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Return every token's weighted sum over its experts: dispatch, `forward` and combine in one.
 
         Args:

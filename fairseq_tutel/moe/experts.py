@@ -13,7 +13,6 @@ from torch.func import functional_call
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.build import (
@@ -25,9 +24,8 @@ from fairseq_tutel.moe.build import (
     seeded_generator,
 )
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
+from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.decode import FewTokens, combine_few, dispatch_few
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.groups import Part
@@ -105,30 +103,16 @@ class Experts(ExpertStack):
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     @property
-    def mixes(self) -> bool:
-        """Whether `mix` will do: where they are one node, and nobody hooked `forward`."""
+    def can_fuse(self) -> bool:
+        """Whether `run_fused` can be used: the experts are one autograd node without hooks."""
         return self.is_one_node and not self.is_hooked
 
-    def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D], as one node."""
-        if isinstance(routing, FewTokens):
-            return self._mix_few(x_TD, routing, weights)
+    def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D], as one autograd node."""
         tensors, groups = weights.of_groups(self, routing.groups)
         tensors = self.prepared(tensors, x_TD.device)
         call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
-        return mixed_ffn(x_TD, routing, tensors, call)
-
-    def _mix_few(self, x_TD: Tensor, routing: FewTokens, weights: Weights) -> Tensor:
-        own, rows = weights.of_each(self, routing.groups), dispatch_few(x_TD, routing)
-        outs = list(map(self._of_few, own, rows))  # which keeps none but the expert that it is at
-        if not outs:
-            return self.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
-        return combine_few(outs, routing)
-
-    def _of_few(self, tensors: Tensors, rows_nD: Tensor) -> Tensor:
-        tensors = self.prepared(tensors, rows_nD.device)
-        rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
-        return ffn_of_few(rows_nD, tensors, self.config.activation)
+        return ffn(x_TD.to(tensors["fc1_weight"].dtype), tensors, call, routing)
 
     @property
     def checkpoints(self) -> bool:

@@ -12,8 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
+from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.options import is_custom
+
+
+def num_scores(config: MoEConfig) -> int:
+    """Return E, the columns of a gate's logits. Everything that a gate scores is an expert with weights."""
+    return config.num_experts
 
 
 class LinearGate(nn.Module):
@@ -26,7 +32,7 @@ class LinearGate(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.fp32_gate = config.gate_fp32
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim))
+        self.weight = nn.Parameter(torch.empty(num_scores(config), config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the weight as nn.Linear does: uniform within 1 / sqrt(D)."""
@@ -61,7 +67,7 @@ class CosineGate(nn.Module):
         dim = config.gate_projection_dim
         self.projection_weight = nn.Parameter(torch.empty(dim, config.model_dim))
         self.projection_bias = nn.Parameter(torch.empty(dim))
-        self.directions = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.directions = nn.Parameter(torch.empty(num_scores(config), dim))
         self.log_scale = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -100,7 +106,7 @@ class HashGate(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.num_experts = config.num_experts
+        self.num_experts = num_scores(config)
         # Saved, so that a model routes alike whatever seed it is opened with.
         self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
 
@@ -169,36 +175,40 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
     return F.dropout(x_TD, config.input_dropout, training) if config.input_dropout else x_TD
 
 
-def gate_logits(
-    gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int, num_experts: int
-) -> Tensor:
+def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) -> Tensor:
     """Return a gate's logits_TE.
 
     Raises:
-        ValueError: a hash gate was called without token ids, or a gate of the user's gave another shape.
+        ValueError: a hash gate has no token IDs, or a custom gate returned another shape.
     """
     if not isinstance(gate, HashGate):
         logits_TE = gate(x_TD)
-        if logits_TE.shape != (x_TD.shape[0], num_experts):
+        expected = x_TD.shape[0], num_scores(config)
+        if logits_TE.shape != expected:
             raise ValueError(
                 f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for "
-                f"{x_TD.shape[0]} tokens and {num_experts} experts; return one row per token and one "
+                f"{expected[0]} tokens and {expected[1]} experts; return one row per token and one "
                 "column per expert."
             )
         return logits_TE
-    if token_ids_T is None:
+    if call.token_ids_T is None:
         raise ValueError(
             "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "
             "or choose linear or cosine."
         )
-    return gate(token_ids_T, top_k)
+    return gate(call.token_ids_T, call.top_k_of(config))
+
+
+def noise_std(config: MoEConfig) -> float:
+    """Return the standard deviation of the noise on a logit in training: gate_noise / E."""
+    return config.gate_noise / num_scores(config)
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Add gaussian noise of standard deviation gate_noise / E.
+    """Add gaussian noise of `noise_std`, in training.
 
-    Choice, weights and balance losses all take the noisy logits, as Tutel's do.
+    Choice, weights and balance losses all use the noisy logits, as in Tutel.
     """
     if not training or config.gate_noise == 0:
         return logits_TE
-    return logits_TE + torch.randn_like(logits_TE) * (config.gate_noise / logits_TE.shape[1])
+    return logits_TE + torch.randn_like(logits_TE) * noise_std(config)

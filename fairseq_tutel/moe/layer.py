@@ -12,25 +12,30 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.comm import exchange
-from fairseq_tutel.comm.call_id import Calls, Stamp
+from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
-from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.choice import Rules
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.dispatch import combine, dispatch
-from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.decode import are_few, decide_few
+from fairseq_tutel.moe.deferred import Deferred, can_defer, deferred_field
+from fairseq_tutel.moe.dispatchers import Dispatcher, choose_dispatcher
+from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.decode import FewTokens, are_few, decide_few
-from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
+from fairseq_tutel.moe.gates import (
+    build_gate,
+    gate_input,
+    gate_logits,
+    noise_std,
+    noisy_logits,
+    reset_gate,
+)
 from fairseq_tutel.moe.initial_strategy import static_strategy
-from fairseq_tutel.moe.on_demand import OnDemand, can_wait
 from fairseq_tutel.moe.options import is_whole
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide, padded
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import Beside
 from fairseq_tutel.moe.slots import Capacity, capacity_of
 from fairseq_tutel.planning.strategy import Strategy
@@ -52,8 +57,11 @@ class MoEOutput:
     routing: Routing
 
 
-class OutputOnDemand(OnDemand, MoEOutput):
-    """The same, with losses on demand."""
+class DeferredOutput(Deferred, MoEOutput):
+    """A MoEOutput whose losses are computed at their first access."""
+
+    balance_loss = deferred_field("balance_loss")
+    losses = deferred_field("losses")
 
 
 class Router(Protocol):
@@ -106,6 +114,8 @@ class MoELayer(nn.Module):
             )
         self.name = name
         self.topology = topology or Topology()
+        self._dispatcher: Dispatcher | None = None
+        self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
         autotune.allow(config.kernel_tuning_seconds)  # of the process, as every layer says alike
         if gates is None:
@@ -117,8 +127,7 @@ class MoELayer(nn.Module):
         self.other_gates = nn.ModuleList(gates[1:])
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
-        # May be set anew between two steps, alike on all ranks.
-        self.strategy = static_strategy(config, self.topology)
+        self._strategy = static_strategy(config, self.topology)
         has_beside = config.shared_experts > 0 or config.residual
         self.beside = Beside(config) if has_beside else None
         self.balance_bias = (
@@ -127,7 +136,7 @@ class MoELayer(nn.Module):
             else None
         )
         group = self.topology.expert_group
-        self.calls = None if group is None else Calls(group, name, self.experts.num_local)
+        self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
         self._watches_load = False
         self.busiest: Tensor | None = None
@@ -135,7 +144,7 @@ class MoELayer(nn.Module):
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Set what every forward goes by, of the layer and of each gate; what is built stays."""
-        self.config = config
+        self.config, self._dispatcher = config, None
         self.gate_configs = [
             # What the layer's losses ask of a gate, such as noise, is checked for each.
             dataclasses.replace(c, balance_loss=config.balance_loss)
@@ -223,15 +232,15 @@ class MoELayer(nn.Module):
         gate, config, rules = self.gate_at(
             self.config.gate_index if call.gate_index is None else call.gate_index
         )
-        top_k = config.top_k if call.top_k is None else call.top_k
+        top_k = call.top_k_of(config)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
+        clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         bias = self.balance_bias
         gate_output = GateOutput(
             logits_TE=logits_TE,
             clean_TE=clean_TE,
-            noise=config.gate_noise / config.num_experts,
+            noise=noise_std(config),
             score_function=rules.score_function,
             sentences=call.sentences,
             time_first=call.time_first,
@@ -240,7 +249,8 @@ class MoELayer(nn.Module):
         capacity = capacity_of(config, self.training, call.capacity_factor)
         batch = call.micro_batch(self.training)
         bias_E = None if bias is None else bias.bias
-        if self._takes_few() and are_few(logits_TE, top_k, capacity, rules):
+        is_deferred = can_defer(self.training) and self.dispatcher.decodes
+        if is_deferred and are_few(logits_TE, top_k, capacity, rules):
             return decide_few(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
         routing = decide(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
         if self.training and call.is_new:
@@ -259,27 +269,8 @@ class MoELayer(nn.Module):
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
-        if isinstance(routing, FewTokens) and self._takes_few():
-            y_TD = experts.mix(x_TD, routing, experts.weights)
-        else:
-            y_TD = self._exchanged(x_TD, routing)
+        y_TD = self.dispatcher.apply(x_TD, routing, experts.weights)
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
-
-    def _exchanged(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        config, experts, options = self.config, self.experts, self._exchange_options()
-        if options.padded and options.group is not None:
-            routing = padded(routing, exchange.agreed_capacity(routing.counts_E, options))
-        weights = weights_of(experts, self.topology, options, x_TD.device)
-        if options.group is None and not config.prescore and experts.mixes:
-            return experts.mix(x_TD, routing, weights)
-        rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
-        rows_RD = exchange.run(
-            rows_RD,
-            routing.counts_E,
-            lambda rows, groups: experts(rows, groups, weights),
-            options,
-        )
-        return combine(rows_RD, routing, config.backend, config.prescore)
 
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing that this layer's `route` gave. May be collective.
@@ -287,8 +278,8 @@ class MoELayer(nn.Module):
         Where nothing is trained they are made when they are read.
         """
         make = partial(self._balance, routing)
-        if can_wait(self.training):
-            return OutputOnDemand(make, routing=routing)
+        if can_defer(self.training):
+            return DeferredOutput(make, routing=routing)
         return make()
 
     def _balance(self, routing: Routing) -> MoEOutput:
@@ -299,16 +290,41 @@ class MoELayer(nn.Module):
             total = total + self.balance_weights[name] * loss
         return MoEOutput(balance_loss=total, losses=named, routing=routing)
 
+    @property
+    def strategy(self) -> Strategy:
+        """The execution strategy of the next forwards; results do not depend on it."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: Strategy) -> None:
+        self._strategy, self._dispatcher = strategy, None
+
     def follow(self, strategy: Strategy) -> None:
-        """Run the next forwards this way: results are the same. To be told alike on all ranks."""
+        """Use this strategy in the next forwards. Call it on all ranks alike."""
         self.strategy = strategy
 
-    # The former name of `strategy`.
-    how = property(lambda self: self.strategy, lambda self, value: self.follow(value))
+    how = strategy  # the former name
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The dispatcher of the next forward, chosen again after strategy or weights have changed."""
+        basis = self.experts, self.experts.weights
+        if self._dispatcher is None or self._dispatcher_for != basis:
+            self._dispatcher = choose_dispatcher(
+                self.experts,
+                self.config,
+                self.topology,
+                self._strategy,
+                self.calls,
+                self.timer,
+                self.name,
+            )
+            self._dispatcher_for = basis
+        return self._dispatcher
 
     def time_exchanges(self) -> None:
-        """Take the time of exchanges from now on, in `timer`."""
-        self.timer = ExchangeTimer()
+        """Measure the time of exchanges from now on, in `timer`."""
+        self.timer, self._dispatcher = ExchangeTimer(), None
 
     def watch_load(self) -> None:
         """Keep, in `busiest`, the most that an expert was assigned in a micro-batch, dropped or not."""
@@ -323,22 +339,9 @@ class MoELayer(nn.Module):
         )
 
     @torch.no_grad()
-    def take_part(self) -> None:
-        """Run this rank's experts for the ranks that are in `forward`, and bring no token.
-
-        The layer keeps no trace of it.
-        """
-        options = dataclasses.replace(self._exchange_options(), timer=None)
-        device = self.experts.device
-        counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
-        has_buffers = options.padded and options.group is not None
-        capacity = exchange.agreed_capacity(counts_E, options) if has_buffers else 0
-        shape = len(counts_E) * capacity, self.config.model_dim
-        rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
-        weights = weights_of(self.experts, self.topology, options, device)
-        exchange.run(
-            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, weights), options
-        )
+    def run_without_tokens(self) -> None:
+        """Join the collectives of a forward of other ranks with zero tokens. Changes no state."""
+        self.dispatcher.run_without_tokens(self.experts.weights)
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, Rules]:
         """Return a gate, and the configuration and rules that go with it.
@@ -353,32 +356,6 @@ class MoELayer(nn.Module):
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index], self.rules[index]
-
-    def _exchange_options(self) -> exchange.ExchangeOptions:
-        """Return how the rows of a new call travel."""
-        slices = self.topology.slices(self.config.num_experts)
-        degree = nearest_degree(self.strategy.adaptive_r, slices, self.config.hidden_layer_norm)
-        if not self.experts.weights.are_own:  # nobody can gather what is not here
-            degree = max(1, degree)
-        # Experts that are all here, for good or for this forward, need nobody else.
-        here = self.experts.weights.of_all or degree == 0
-        return exchange.ExchangeOptions(
-            group=None if here else self.topology.expert_group,
-            grid=self.topology.grid,
-            strategy=dataclasses.replace(self.strategy, adaptive_r=degree),
-            slices=slices,
-            padded=self.config.exchange == "padded",
-            wire=self.config.a2a_dtype,
-            backend=self.config.backend,
-            timer=self.timer,
-            name=self.name,
-            stamp=Stamp(self.calls, self.training),
-        )
-
-    def _takes_few(self) -> bool:
-        """Whether the experts take few tokens of this rank as `few_tokens` has it."""
-        here = self.topology.expert_group is None or self.experts.weights.of_all
-        return here and can_wait(self.training) and not self.config.prescore and self.experts.mixes
 
     def _count(self, routing: Routing) -> None:
         """Count a micro-batch of a training."""

@@ -170,7 +170,7 @@ def placed(
     slots_TK, assigned_KE = take_slots(
         expert_ids_TK, chosen.scores_TE, asked_TK, capacity, rules, batch
     )
-    num_tokens = assigned_KE[0].sum()
+    num_tokens = count_tokens(expert_ids_TK, batch.real_T)
     kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
     if rules.normalize_gate == "after" and top_k > 1:
         weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
@@ -209,8 +209,7 @@ def _decide_by_experts(
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
     real_T = batch.real_T
-    # Filled on the device: a copy from the host would wait for it.
-    num_tokens = torch.full((), length, device=scores_TE.device) if real_T is None else real_T.sum()
+    num_tokens = count_tokens(scores_TE, real_T)
     limit = capacity.places(top_k, num_experts, num_tokens)
     position_T = sentence_order(length, batch.time_first, scores_TE.device)
     slots_TE = experts_choose(scores_TE.detach(), limit, position_T, real_T)
@@ -245,6 +244,14 @@ def _decide_by_experts(
         real_T=real_T,
         gate=gate,
     )
+
+
+def count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return [] int64, the tokens that are not padding: all T rows of `values_TX` if `real_T` is None."""
+    if real_T is not None:
+        return real_T.sum()
+    # Filled on the device: a copy from the host would wait for the device.
+    return torch.full((), len(values_TX), device=values_TX.device)
 
 
 def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:

@@ -117,7 +117,7 @@ class Command:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
         lockstep, turns = (
             self.lockstep,
-            {layer: self.lockstep.add(layer.take_part) for layer in layers},
+            {layer: self.lockstep.add(layer.run_without_tokens) for layer in layers},
         )
         layers[0].context.take_turns(lambda layer: lockstep.wait_for_turn(turns[layer]))
 

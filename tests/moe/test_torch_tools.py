@@ -119,7 +119,7 @@ def test_parametrized_experts_are_what_their_parametrization_gives(options):
 def test_ranks_that_share_the_experts_refuse_them(change):
     layer = build(2)
     change(layer.experts)
-    with pytest.raises(ValueError, match="the experts' fc1_weight are no parameters any more"):
+    with pytest.raises(ValueError, match="the experts' fc1_weight are no longer parameters"):
         layer(tokens())
 
 
