@@ -1,14 +1,14 @@
-"""Adaptive parallelism: one stored layout of sliced experts, several ways to share the work.
+"""Adaptive parallelism: several ways to divide the work of sliced experts, with the same stored weights.
 
-P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r of them get a row; H hidden_dim. Rank
-(e, q) of expert e keeps slice q, whatever r is, so that switching between two steps moves nothing:
+P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r ranks that receive a row; H hidden_dim.
+Rank (e, q) of expert e stores slice q for every r, so that a change of r moves no weights:
 
-    r = 0  every rank gathers all experts; no row travels
-    r = 1  an expert's ranks gather it whole; each takes a part of its rows (expert + data)
-    r = s  nobody gathers; every row goes to all of the expert's ranks (expert + model)
+    r = 0  every rank gathers all experts; no row is sent
+    r = 1  an expert's ranks gather it whole; each gets a part of its rows (expert + data)
+    r = s  no weights are gathered; every row goes to all ranks of the expert (expert + model)
     else   groups of s / r consecutive ranks gather H / r of the expert; every row goes to r ranks
 
-The partial outputs of r ranks are summed where the row came from.
+The source rank of a row sums the partial outputs of r ranks.
 
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
@@ -30,13 +30,13 @@ OPERATION = "the gathering of experts' weights"
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return every r: 0 and the divisors of s; with `whole_hidden` (a norm over it) 0 and 1."""
+    """Return every valid r: 0 and the divisors of s; 0 and 1 with `whole_hidden` (a norm over H)."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
 
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
-    """Return the largest r that is allowed and at most `degree`, for a layer with fewer slices."""
+    """Return the largest valid r that is at most `degree`, for a layer with fewer slices."""
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
 
 
@@ -125,13 +125,13 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
 
 
 def _in_place(tensor: Tensor, part: int, number: int) -> Tensor:
-    """Put part `part` of `number` where it is in the whole last dimension, with zeros elsewhere."""
+    """Return part `part` of `number` at its position in the whole last dimension, with zeros elsewhere."""
     width = tensor.shape[-1]
     return F.pad(tensor, (part * width, (number - 1 - part) * width))
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of several tensors at once: each [...] becomes [G, ...] of the group's G ranks."""
+    """All-gather of several tensors: each [...] becomes [G, ...] for the group's G ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

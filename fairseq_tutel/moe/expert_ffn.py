@@ -15,7 +15,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import NAMES, FFNWeights, Kept
-from fairseq_tutel.moe.dispatch import read_copies, token_of
+from fairseq_tutel.moe.dispatch import read_assignments, token_of
 from fairseq_tutel.moe.expert_stack import Tensors
 from fairseq_tutel.moe.routing import Routing
 
@@ -97,7 +97,7 @@ class _FFN(torch.autograd.Function):
             kept = ops.ffn_kept(x_ND, index_R, *of_call)
         gate_R = None
         if weights_TK is not None:
-            gate_R = read_copies(weights_TK.reshape(-1), source_of_R)
+            gate_R = read_assignments(weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
             dy.contiguous(),
             x_ND,
@@ -113,7 +113,7 @@ class _FFN(torch.autograd.Function):
         if needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
         if needs[2]:
-            dots_N = read_copies(grads.gate_R, row_of_TK.reshape(-1))
+            dots_N = read_assignments(grads.gate_R, row_of_TK.reshape(-1))
             dweights_TK = dots_N.view(row_of_TK.shape).masked_fill(row_of_TK < 0, 0.0)
         of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
         return None, dx, dweights_TK, None, None, *of_weights

@@ -1,7 +1,7 @@
-"""Gate: x_TD -> logits_TE, and what makes it explore: noise before and after it, in training only.
+"""Gate: x_TD -> logits_TE, with noise on its input and output in training.
 
-T tokens, D model_dim, E experts. Noise is drawn from torch's global generator, which fairseq reseeds every
-update and activation checkpointing restores, so that a recompute and a resume route alike.
+T tokens, D model_dim, E experts. Noise is drawn from torch's global generator. fairseq reseeds it every
+update and activation checkpointing restores it, so that recomputed and resumed forwards route the same.
 """
 
 import math
@@ -18,15 +18,14 @@ from fairseq_tutel.moe.options import is_custom
 
 
 def num_scores(config: MoEConfig) -> int:
-    """Return E, the columns of a gate's logits. Everything that a gate scores is an expert with weights."""
+    """Return E, the columns of a gate's logits: one for every expert with weights."""
     return config.num_experts
 
 
 class LinearGate(nn.Module):
-    """Score tokens by one linear map without bias, in fp32 (fp64 for fp64 input) unless asked otherwise.
+    """Score tokens by one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32`.
 
-    Why fp32: the softmax over experts is taken of these logits, and a rounding in half precision
-    swaps experts between two forwards of one token.
+    In half precision, rounding would change a token's experts between two forwards.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -44,7 +43,7 @@ class LinearGate(nn.Module):
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        # A context takes half of a few tokens' time.
+        # For few tokens, the context manager would take half of the time.
         if not torch.is_autocast_enabled(x_TD.device.type):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -55,7 +54,7 @@ class CosineGate(nn.Module):
     """Score tokens by the cosine between a projection of them and one direction per expert.
 
     logits = exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
-    In fp32 (fp64 for fp64 input) unless asked otherwise.
+    Computed in fp32 (fp64 for fp64 input) if `gate_fp32`.
 
     Source: Chi et al. 2022 (X-MoE), section 3.2; initialisation as in Tutel's cosine_top.
     """
@@ -95,11 +94,11 @@ class CosineGate(nn.Module):
 
 
 class HashGate(nn.Module):
-    """Choose experts by a hash of the token's id: no parameters, a baseline that learns nothing.
+    """Choose experts by a hash of the token's ID, a baseline without parameters.
 
-    Of K experts per token all weigh 1 / K: their logits are 0, those of the others -inf.
+    Each of a token's K experts has weight 1 / K: their logits are 0 and all others are -inf.
 
-    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that never collide.
+    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that differ.
     """
 
     salt: Tensor
@@ -107,16 +106,16 @@ class HashGate(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.num_experts = num_scores(config)
-        # Saved, so that a model routes alike whatever seed it is opened with.
+        # Saved, so that routing does not depend on the seed that a model is opened with.
         self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw what tells this layer's hash from another's."""
-        # Far from overflow where checkpoints are averaged.
+        """Draw the salt, which makes the hashes of layers differ."""
+        # Small enough for the sum when checkpoints are averaged.
         self.salt.copy_(torch.randint(2**31, (), generator=generator))
 
     def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
-        """Return logits_TE in fp32 from ids [T] int64."""
+        """Return logits_TE in fp32 from token IDs [T] int64."""
         experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
         hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
         chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
@@ -125,7 +124,7 @@ class HashGate(nn.Module):
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 numbers one to one: splitmix64's finalizer, on wrapping arithmetic."""
+    """Scramble int64 numbers one to one: splitmix64's finalizer, with wrapping arithmetic."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _shifted(x, shift)) * factor
     return x ^ _shifted(x, 31)
@@ -144,14 +143,14 @@ GATES = {
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
-    """Return a gate by name, or of the user's class, built as Class(config): x_TD -> logits_TE."""
+    """Return a built-in gate by name, or a custom one, built as Class(config): x_TD -> logits_TE."""
     if is_custom(kind):
         return build_custom(label_of("gate_type"), kind, config)
     return GATES[kind](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
-    """Draw a gate that `build_gate` gave from a generator of (seed, name, tensor), alike on every rank."""
+    """Draw a gate of `build_gate` from a generator of (seed, name, tensor), the same on every rank."""
     if any(isinstance(gate, kind) for kind in GATES.values()):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
@@ -159,7 +158,7 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return what the gate sees: x with multiplicative jitter and dropout; the experts see x itself.
+    """Return the gate's input: x with multiplicative jitter and dropout. The experts get x itself.
 
     Jitter multiplies every element by a number uniform in [1 - j, 1 + j].
 
@@ -168,7 +167,7 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
     if not training:
         return x_TD
     if config.input_jitter > 0:
-        # In half precision there are few numbers near 1, more of them below it than above.
+        # Half precision has few numbers near 1, and more below it than above.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         low, high = 1 - config.input_jitter, 1 + config.input_jitter
         x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)

@@ -1,4 +1,4 @@
-"""The layer in two halves: gate and route; then dispatch, exchange (experts) and combine.
+"""The MoE layer: gate and route; then dispatch, experts and combine; then balance losses.
 
 T tokens, D model_dim, E experts (e local), K top_k, R rows.
 """
@@ -36,7 +36,7 @@ from fairseq_tutel.moe.gates import (
 from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.options import is_whole
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
-from fairseq_tutel.moe.shared_experts import Beside
+from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.moe.slots import Capacity, capacity_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
@@ -44,12 +44,12 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOutput:
-    """What a layer returns beside y.
+    """Balance losses and routing of a forward.
 
     Attributes:
-        balance_loss: [] differentiable scalar, the weighted sum of `losses`; 0 where there are none.
+        balance_loss: [] differentiable scalar, the weighted sum of `losses`; 0 if there are none.
         losses: every balance loss by name, unweighted.
-        routing: the decision of this forward.
+        routing: of this forward.
     """
 
     balance_loss: Tensor
@@ -65,7 +65,7 @@ class DeferredOutput(Deferred, MoEOutput):
 
 
 class Router(Protocol):
-    """What routes the tokens of several layers, as inference/pregate.py does."""
+    """Routes the tokens of several layers, as in inference/pregate.py."""
 
     def routing_of(self, layer: "MoELayer", x_TD: Tensor, call: Call) -> Routing:
         """Return the routing of a layer's forward; see `MoELayer.route`."""
@@ -75,22 +75,22 @@ class MoELayer(nn.Module):
     """A mixture of experts in place of a feed-forward layer.
 
     1. `route`: x_TD -> logits_TE by the gate -> Routing (experts, slots, drops, row maps)
-    2. `apply_routing`: dispatch, x_TD -> rows_RD, expert-major; exchange: rows cross to the ranks that
-       own their experts, run, and come back; combine, rows_RD -> y_TD, weighted; and, beside, shared and
-       residual experts are added, where there are any
+    2. `apply_routing`: x_TD -> y_TD by the layer's dispatcher (`moe/dispatchers.py`): dispatch tokens to
+       expert-major rows, run the experts on the ranks that own them, and combine the outputs by weight.
+       Then add shared and residual experts, if there are any.
     3. `balance`: Routing -> losses
 
     Args:
-        config: what to compute and how.
-        topology: where the experts live; None means all of them here.
-        seed: seeds the layer's own generators; None draws one from torch's global generator, which
-            must then be seeded alike on every rank.
-        name: tells layers of one seed apart.
-        gate_configs: a configuration for each of several gates on these experts, which `gate_index`
-            chooses from; they may differ in all that is decided before dispatch. None makes one for
-            every name in `config.gate_type`.
-        gates: gates that are built already, one for each configuration; ours are drawn anew by `seed`.
-        experts: experts that are built already, instead of those that `config` names; drawn anew too.
+        config: of the layer.
+        topology: the ranks that own the experts; None for one rank with all experts.
+        seed: of the layer's generators; None draws one from torch's global generator, which must then have
+            the same seed on every rank.
+        name: gives layers with the same seed different parameters.
+        gate_configs: a configuration for each of several gates, which `gate_index` chooses from; they may
+            differ in options that apply before dispatch. None builds one gate for every name in
+            `config.gate_type`.
+        gates: existing gates, one for each configuration; built-in ones are drawn again by `seed`.
+        experts: existing experts, used instead of those of `config`; drawn again by `seed`.
     """
 
     router: Router | None = None
@@ -117,7 +117,7 @@ class MoELayer(nn.Module):
         self._dispatcher: Dispatcher | None = None
         self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
-        autotune.allow(config.kernel_tuning_seconds)  # of the process, as every layer says alike
+        autotune.allow(config.kernel_tuning_seconds)  # for the whole process
         if gates is None:
             kinds = (
                 config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
@@ -129,7 +129,7 @@ class MoELayer(nn.Module):
         self.experts.mark()
         self._strategy = static_strategy(config, self.topology)
         has_beside = config.shared_experts > 0 or config.residual
-        self.beside = Beside(config) if has_beside else None
+        self.beside = SharedResidualExperts(config) if has_beside else None
         self.balance_bias = (
             BalanceBias(config.num_experts, config.bias_update_rate)
             if config.balance_bias
@@ -143,10 +143,10 @@ class MoELayer(nn.Module):
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
-        """Set what every forward goes by, of the layer and of each gate; what is built stays."""
+        """Replace the configuration of the layer and of each gate; existing modules stay."""
         self.config, self._dispatcher = config, None
         self.gate_configs = [
-            # What the layer's losses ask of a gate, such as noise, is checked for each.
+            # Checks what the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
@@ -154,7 +154,7 @@ class MoELayer(nn.Module):
         self.balance_weights = parse_balance_loss(config.balance_loss)
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialise everything from generators seeded by (seed, name): alike for every W."""
+        """Initialize all parameters from generators seeded by (seed, name): the same for every W."""
         for i, gate in enumerate([self.gate, *self.other_gates]):
             reset_gate(gate, seed, name, f"gate{i or ''}")
         self.experts.reset_parameters(seed, name)
@@ -175,24 +175,24 @@ class MoELayer(nn.Module):
         """Route every token of x through its experts.
 
         Args:
-            x: [..., D] in any float dtype, which the gate sees, and experts in the dtype of their
-                weights; with `time_first` [time, batch, D].
-            padding_mask: bool, True for tokens to leave out (their output is 0): the shape of x
-                without D, or [batch, time] with `time_first`.
-            time_first: x is laid out time first, as fairseq does; dropping still goes by
-                (sentence, time).
-            capacity_factor: overrides the configured rule for this call; 0 drops nothing. Or a whole rule.
-            top_k: overrides the configured one for this call.
-            gate_index: overrides the configured one for this call.
-            token_ids: int64 of padding_mask's shape; a hash gate needs them.
+            x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets this dtype,
+                the experts get the dtype of their weights.
+            padding_mask: bool, True for padding (its output is 0): the shape of x without D, or
+                [batch, time] with `time_first`.
+            time_first: x is [time, batch, D], as in fairseq; dropping goes by (sentence, time) in both
+                layouts.
+            capacity_factor: overrides the configured rule; 0 drops nothing. A number or a whole rule.
+            top_k: overrides the configured one.
+            gate_index: overrides the configured one.
+            token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
-            y: the shape of x, unless its experts give another last dimension, in the dtype of the
-                experts' weights (under autocast in autocast's).
+            y: the shape of x, except for experts with another last dimension, in the dtype of the experts'
+                weights (under autocast in autocast's).
             output: balance losses and routing.
 
         Raises:
-            ValueError: tokens, a mask, an index or a number that does not fit.
+            ValueError: x, a mask, token IDs or an override are invalid.
         """
         call = Call.of(
             x,
@@ -210,24 +210,24 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward: that of `route`, or of what routes several layers."""
+        """Return the routing of a forward, by `route` or by the router of several layers."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
     def route_by(self, router: Router | None) -> None:
-        """Ask this for the routings of the next forwards; None: the layer routes by itself."""
+        """Use this router in the next forwards; None for the layer's own `route`."""
         self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Let the gate of a call choose experts and rows for every token; needs no expert and no rank.
+        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks.
 
         Args:
-            x_TD: [T, D], as `call.tokens` gives them.
-            call: what is asked of them.
+            x_TD: [T, D], from `call.tokens`.
+            call: the other arguments of the forward.
 
         Raises:
-            ValueError: an index or a number that does not fit.
+            ValueError: an override in `call` is invalid.
         """
         gate, config, rules = self.gate_at(
             self.config.gate_index if call.gate_index is None else call.gate_index
@@ -258,13 +258,11 @@ class MoELayer(nn.Module):
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send every token through its experts, wherever they are; return y_TD. Collective across ranks.
-
-        `nn.Module.apply`, which models are initialised with, is another thing.
+        """Send every token through its experts and return y_TD. Collective across ranks.
 
         Args:
-            x_TD: [T, D], as `Call.tokens` gives them.
-            routing: of as many tokens: these, or what an earlier layer was given of them.
+            x_TD: [T, D], from `Call.tokens`.
+            routing: of these tokens, or of an earlier layer's input for the same tokens.
         """
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
@@ -273,9 +271,9 @@ class MoELayer(nn.Module):
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing that this layer's `route` gave. May be collective.
+        """Return the balance losses of a routing of this layer's `route`. May be collective.
 
-        Where nothing is trained they are made when they are read.
+        In evaluation without gradients they are computed at their first access.
         """
         make = partial(self._balance, routing)
         if can_defer(self.training):
@@ -327,11 +325,11 @@ class MoELayer(nn.Module):
         self.timer, self._dispatcher = ExchangeTimer(), None
 
     def watch_load(self) -> None:
-        """Keep, in `busiest`, the most that an expert was assigned in a micro-batch, dropped or not."""
+        """Keep the largest expert load of a micro-batch, before dropping, in `busiest`."""
         self._watches_load = True
 
     def extra_repr(self) -> str:
-        """Return the sizes, and every option that is not its default."""
+        """Return top_k and every option that differs from its default."""
         return ", ".join(
             f"{item.name}={getattr(self.config, item.name)!r}"
             for item in dataclasses.fields(self.config)
@@ -344,7 +342,7 @@ class MoELayer(nn.Module):
         self.dispatcher.run_without_tokens(self.experts.weights)
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, Rules]:
-        """Return a gate, and the configuration and rules that go with it.
+        """Return a gate with its configuration and rules.
 
         Raises:
             ValueError: there is no such gate.
@@ -358,7 +356,7 @@ class MoELayer(nn.Module):
         return gate, self.gate_configs[index], self.rules[index]
 
     def _count(self, routing: Routing) -> None:
-        """Count a micro-batch of a training."""
+        """Count the load of a micro-batch in training."""
         if self.balance_bias is not None:
             self.balance_bias.count(routing.assigned_KE)
         if self._watches_load:

@@ -84,7 +84,7 @@ def stays_away(options: StoreConfig) -> bool:
 def awaited(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
     """Return experts that a state dict is to bring, or say where they are."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
-    stack.await_tensors(stay=stays_away(options))
+    stack.load_later(keep_sources=stays_away(options))
     return stack
 
 

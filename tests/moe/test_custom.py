@@ -199,8 +199,8 @@ REFUSED = [
     ("expert_type", "custom_parts.constant", "which is no class"),
     ("expert_type", "custom_parts.BufferExpert", "BufferExpert has buffers"),
     ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
-    ("gate_type", "torch.nn.Linear", "not built as Class(config)"),
-    ("expert_type", "torch.nn.Linear", "not built as Class(config)"),
+    ("gate_type", "torch.nn.Linear", "cannot be built as Class(config)"),
+    ("expert_type", "torch.nn.Linear", "cannot be built as Class(config)"),
 ]
 
 
