@@ -194,9 +194,9 @@ def test_own_experts_stand_beside_too(option):
 REFUSED = [
     ("gate_type", "no_such_module.Gate", "no module named 'no_such_module'"),
     ("gate_type", "custom_parts.NoSuch", "has no attribute 'NoSuch'"),
-    ("gate_type", "custom_parts.constant", "which is no class"),
+    ("gate_type", "custom_parts.constant", "not a torch module class"),
     ("expert_type", ".Expert", "package.module.Class"),
-    ("expert_type", "custom_parts.constant", "which is no class"),
+    ("expert_type", "custom_parts.constant", "not a torch module class"),
     ("expert_type", "custom_parts.BufferExpert", "BufferExpert has buffers"),
     ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
     ("gate_type", "torch.nn.Linear", "cannot be built as Class(config)"),

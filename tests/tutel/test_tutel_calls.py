@@ -216,7 +216,7 @@ def test_numbers_for_booleans():
 
 
 def test_pad_samples_has_no_effect(caplog):
-    arguments.say_no_effect.cache_clear()
+    arguments.log_no_effect.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert torch.equal(build(pad_samples=False)(tokens(T)), build()(tokens(T)))
     assert "pad_samples is False, which has no effect" in caplog.text
@@ -329,7 +329,7 @@ def test_how_it_is_computed_changes_nothing_and_holds_for_one_call(options, call
 
 @pytest.mark.parametrize(("options", "call"), NO_EFFECT, ids=str)
 def test_what_has_no_effect_is_said_once(options, call, caplog):
-    arguments.say_no_effect.cache_clear()
+    arguments.log_no_effect.cache_clear()
     plain, x = build(), tokens(T)
     ((name, _),) = {**options, **call}.items()
     with caplog.at_level(logging.WARNING):
@@ -341,7 +341,7 @@ def test_what_has_no_effect_is_said_once(options, call, caplog):
 
 
 def test_defaults_and_what_comes_to_the_same_are_not_worth_a_word(caplog):
-    arguments.say_no_effect.cache_clear()
+    arguments.log_no_effect.cache_clear()
     with caplog.at_level(logging.WARNING):
         for parallel_type in ("adaptive:1", "adaptive:7", "data", "model", "auto"):
             build(parallel_type=parallel_type, a2a_ffn_overlap_degree=1, use_2dh=False)(

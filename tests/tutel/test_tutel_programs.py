@@ -302,7 +302,7 @@ def copies(kind: str, per_device: float) -> list[str]:
 
 def test_whole_copies_of_an_expert_on_several_ranks_are_said(ranks):
     for records in ranks(2).run(copies, "whole custom", -2):
-        assert len(records) == 1 and "2 ranks hold a whole copy of each expert" in records[0]
+        assert len(records) == 1 and "2 ranks hold a replica of each expert" in records[0]
     assert ranks(2).run(copies, "ffn", -2) == ranks(2).run(copies, "custom", 2) == [[], []]
 
 
