@@ -337,8 +337,8 @@ def tutel_capacity(
     slots = top_k * int(abs(factor) * -(-num_tokens // num_experts))
     require(
         slots > 0 or num_tokens == 0,
-        f"capacity_factor is {factor!r}, which with tutel_capacity gives no slot for {num_tokens} tokens on "
-        f"{num_experts} experts; give a larger one, or omit tutel_capacity.",
+        f"capacity_factor is {factor!r}, which with tutel_capacity gives no slot for {num_tokens} tokens "
+        f"on {num_experts} experts; give a larger one, or omit tutel_capacity.",
     )
     if multiple > LARGE:
         multiple = _up(multiple, COARSE)

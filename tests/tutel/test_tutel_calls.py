@@ -160,7 +160,7 @@ def test_fp32_gate_may_be_set():
         ("capacity_factor", "1", r"gates\[0\].capacity_factor is '1'; give a finite number"),
         ("gate_noise", -1, r"gates\[0\].gate_noise is -1; give a finite number, at least 0"),
         ("is_postscore", "no", "is_postscore is 'no'; give True or False"),
-        ("is_gshard_loss", False, "is_gshard_loss is False but gate 0 has no gate_noise"),
+        ("is_gshard_loss", False, "is_gshard_loss is False, but gate 0 has no gate_noise"),
         ("adaptive_degree", "2", "adaptive_r is '2'; give a whole number"),
         ("a2a_ffn_overlap_degree", 0, "a2a_ffn_overlap_degree is 0; give"),
     ],
@@ -261,7 +261,7 @@ def test_tutels_capacity_where_it_is_asked_for(k, factor, overlap, places, bpr):
 
 def test_a_capacity_that_is_none_is_refused_where_tutel_stops():
     layer = build(tutel_capacity=True)
-    with pytest.raises(ValueError, match=r"factor is 0\.1, which by tutel_capacity gives no"):
+    with pytest.raises(ValueError, match=r"factor is 0\.1, which with tutel_capacity gives no"):
         layer(tokens(T), capacity_factor=0.1)
     assert layer(tokens(0), capacity_factor=0.1).shape == (0, D)
 

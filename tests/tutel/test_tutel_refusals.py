@@ -71,7 +71,7 @@ BAD = [
     ),
     ({"experts": {**FFN, "num_experts_per_device": -2}}, "every 2 ranks, but there are 1 ranks"),
     ({"experts": {**FFN, "num_experts_per_device": 0.5}}, "every 2 ranks, but there are 1 ranks"),
-    ({"is_gshard_loss": False}, "is_gshard_loss is False but gate 0 has no gate_noise"),
+    ({"is_gshard_loss": False}, "is_gshard_loss is False, but gate 0 has no gate_noise"),
     (
         {"a2a_ffn_overlap_degree": 33},
         "a2a_ffn_overlap_degree is 33; give a whole number from 1 to 32",
