@@ -27,7 +27,7 @@ from fairseq.trainer import Trainer
 
 from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.metrics import tally_of
+from fairseq_tutel.moe.metrics import count_routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
 
@@ -88,7 +88,7 @@ def measure(step: Step, seconds: float) -> tuple[float, float, float, int]:
 def no_metrics() -> Iterator[list[float]]:
     """Leave out what exists for metrics alone."""
     with (
-        patch("fairseq_tutel.plugin.feed_forward.tally_of", lambda routing: None),
+        patch("fairseq_tutel.plugin.feed_forward.count_routing", lambda routing: None),
         patch("fairseq_tutel.criterions.gate_loss.expert_log", lambda *_, **__: {}),
         patch("fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", lambda logs: None),
     ):
@@ -110,7 +110,7 @@ def clocked() -> Iterator[list[float]]:
         return timed
 
     with (
-        patch("fairseq_tutel.plugin.feed_forward.tally_of", clock(tally_of)),
+        patch("fairseq_tutel.plugin.feed_forward.count_routing", clock(count_routing)),
         patch("fairseq_tutel.criterions.gate_loss.expert_log", clock(expert_log)),
         patch(
             "fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", clock(reduce_expert_log)

@@ -92,6 +92,7 @@ def _there_and_back(
 
     def step() -> None:
         with torch.no_grad():
-            exchange.run(rows, counts, lambda received, _: received, options)
+            prepared = exchange.prepare(len(rows), counts, options)
+            prepared.run(rows, lambda received, _: received)
 
     return step

@@ -140,7 +140,7 @@ def save_in_shards(
     """
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)
-    everything = world.told_by_all(own, "the agreement on the shards that were written")
+    everything = world.all_gather_object(own, "the agreement on the shards that were written")
     _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
     tensors = _joined([written for written, *_ in everything])
     if any(names != len(tensors) for *_, names in everything):
@@ -185,7 +185,7 @@ def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
 def _first_rank(action: Callable[[], Any]) -> Any:
     """Return on all ranks what rank 0 did; its error is everybody's."""
     try:
-        return world.of_first(action, "rank 0's work on the folder of shards")
+        return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
         raise ValueError(
             f"rank 0 could not prepare or commit the folder of shards ({error}); make room, or give a "

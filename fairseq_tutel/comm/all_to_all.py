@@ -1,36 +1,144 @@
-"""All-to-all of rows, ragged or even: linear, where every rank sends to every other, hierarchical, by plan.
+"""All-to-all of rows with autograd: dispatch to other ranks, and combine, its inverse and its backward.
 
-R rows, D model_dim, e local experts, P ranks of the group, which may be N nodes of L: rank = n * L + l.
+R rows, D model_dim, P ranks of the group, which may be N nodes of L: rank = n * L + l. Blocks of rows may
+be ragged or even. The subclasses of `AllToAll` move rows in one hop, in two, or by a collective plan.
 
-Hierarchical (2DH) goes within nodes first, then between them, so that messages across are few. What rank
-(n, l) has for (n', l') goes to its neighbour (n, l') first, with all else that the node has for local
-index l', and from there to node n' in one message. Across nodes a rank sends N - 1 messages instead of
-P - L, each L times as large. The result is the linear exchange's, bit for bit. Source: Tutel (Hwang et al.
-2023), section 3.4.
+The hierarchical all-to-all (2DH) sends within nodes first and then between them, so that few messages cross
+nodes. Rank (n, l) first sends its rows for (n', l') to its neighbour (n, l'), together with all rows of the
+node for local index l'. From there they go to node n' in one message. A rank sends N - 1 messages to other
+nodes instead of P - L, each L times as large. The result is bit-identical to the linear all-to-all.
+Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel import kernels
-from fairseq_tutel.comm.collectives import all_gather, all_to_all, all_to_all_by
+from fairseq_tutel.comm import background
+from fairseq_tutel.comm.collectives import all_to_all, all_to_all_by
+from fairseq_tutel.comm.counts import Counts
 from fairseq_tutel.comm.regroup import regroup_maps
-from fairseq_tutel.comm.stamp import NO_STAMP, Stamp
-from fairseq_tutel.comm.trip import Counts, Trip
+from fairseq_tutel.comm.transfer import ExchangeTimer, pack, unpack
+from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.ranks.groups import Grid
 
-COUNTS = "the exchange of row counts"
 Splits = tuple[int, ...]
 Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearTrip(Trip):
-    """Rows in one hop.
+class AllToAll:
+    """One exchange of rows with known counts: dispatch and combine.
+
+    Attributes:
+        transfer_dtype: see `transfer.pack`.
+        name: names the exchange in error messages.
+        timer: adds the time of both directions and of their backward; None to measure nothing.
+    """
+
+    transfer_dtype: str = "same"
+    name: str = "the exchange of rows"
+    timer: ExchangeTimer | None = None
+
+    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
+        """Send and receive packed rows, without autograd."""
+        raise NotImplementedError
+
+    def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
+        """Pack, move and unpack rows, without autograd."""
+        packed = pack(rows_RD, self.transfer_dtype).contiguous()
+        return unpack(self.move(packed, combine), self.transfer_dtype, rows_RD.dtype)
+
+    def dispatch(self, rows_RD: Tensor) -> Tensor:
+        """Send rows in the order of their destination ranks; return the received rows by source rank."""
+        return _AllToAll.apply(rows_RD, self, False)
+
+    def combine(self, rows_RD: Tensor) -> Tensor:
+        """Send rows, by source rank, back; return them in the order in which they were dispatched."""
+        return _AllToAll.apply(rows_RD, self, True)
+
+    def start(self, rows_RD: Tensor, combine: bool) -> "Started":
+        """Begin `dispatch` or `combine` in parallel to the computation."""
+        transfer = _Transfer(self, combine)
+        return Started(_Start.apply(rows_RD, transfer), transfer)
+
+
+class _Transfer:
+    """A direction of an all-to-all that runs in the background: forward, and later its backward."""
+
+    def __init__(self, owner: AllToAll, combine: bool) -> None:
+        self.owner, self.combine = owner, combine
+        self.pending: list[background.Pending] = []
+
+    def begin(self, rows: Tensor, combine: bool) -> None:
+        """Start to move rows."""
+        owner = self.owner
+        self.pending.append(background.start(lambda r: owner.exchange(r, combine), rows))
+
+    def wait(self) -> Tensor:
+        """Wait for the rows and return them."""
+        return self.pending.pop().result()
+
+
+class Started(NamedTuple):
+    """An all-to-all under way. The token has no elements; it carries the autograd graph to `finish`."""
+
+    token: Tensor
+    transfer: _Transfer
+
+    def finish(self) -> Tensor:
+        """Wait for the rows and return them."""
+        return _Finish.apply(self.token, self.transfer)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, owner: AllToAll, combine: bool) -> Tensor:
+        ctx.owner, ctx.combine = owner, combine
+        return owner.exchange(rows, combine)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.owner.exchange(drows, not ctx.combine), None, None
+
+
+class _Start(torch.autograd.Function):
+    """Forward begins the transfer that `_Finish` waits for; backward waits for the one it began."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.begin(rows, transfer.combine)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transfer.wait(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.wait()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.transfer.begin(drows, not ctx.transfer.combine)
+        return drows.new_empty(0), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAllToAll(AllToAll):
+    """Every rank sends to every other rank, in one hop.
 
     Attributes:
         group: the ranks.
@@ -43,13 +151,8 @@ class LinearTrip(Trip):
     receive: Splits
 
     @classmethod
-    def of(
-        cls,
-        host: Counts,
-        group: dist.ProcessGroup,
-        **options: Any,
-    ) -> Self:
-        """Plan a trip by its counts on the host; the options are those of every trip."""
+    def of(cls, host: Counts, group: dist.ProcessGroup, **options: Any) -> Self:
+        """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
         return cls(
             group=group,
             send=tuple(host.leaving_PE.sum(1).tolist()),
@@ -57,22 +160,22 @@ class LinearTrip(Trip):
             **options,
         )
 
-    def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
-        """Send and receive."""
-        splits = (self.receive, self.send) if homeward else (self.send, self.receive)
-        return exchange_rows(wire_RX, *splits, self.group, self)
+    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
+        """Send and receive packed rows."""
+        splits = (self.receive, self.send) if combine else (self.send, self.receive)
+        return _exchange_rows(sent_RX, *splits, self.group, self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HierarchicalTrip(Trip):
-    """Rows in two hops.
+class HierarchicalAllToAll(AllToAll):
+    """Rows go in two hops: within the node, then between nodes.
 
     Attributes:
         grid: the nodes.
-        within: (send, receive) rows of the leg inside the node, L numbers each.
-        across: (send, receive) rows of the leg between nodes, N numbers each.
-        by_local: moves rows in (node, local) order of their destination to (local, node) order, and back.
-        by_node: moves rows in (source local, node) order to (node, source local) order, and back.
+        within: (send, receive) rows of the hop inside the node, L numbers each.
+        across: (send, receive) rows of the hop between nodes, N numbers each.
+        by_local: moves rows from (node, local) order of their destination to (local, node) order, and back.
+        by_node: moves rows from (source local, node) order to (node, source local) order, and back.
     """
 
     grid: Grid
@@ -83,14 +186,9 @@ class HierarchicalTrip(Trip):
 
     @classmethod
     def of(
-        cls,
-        device: Counts,
-        host: Counts,
-        grid: Grid,
-        backend: str = "auto",
-        **options: Any,
+        cls, device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any
     ) -> Self:
-        """Plan a trip by its counts, for kernels of a backend; the options are those of every trip."""
+        """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
         assert device.passing_LNE is not None and host.passing_LNE is not None
         nodes, local = grid.nodes, grid.local
         leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
@@ -106,10 +204,10 @@ class HierarchicalTrip(Trip):
             **options,
         )
 
-    def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
-        """Send and receive, within the node and across."""
-        rows = wire_RX
-        if not homeward:
+    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
+        """Send and receive packed rows, within the node and between nodes."""
+        rows = sent_RX
+        if not combine:
             rows = self._within(self.by_local[0](rows), *self.within)
             return self._across(self.by_node[0](rows), *self.across)
         (send, receive), (send_across, receive_across) = self.within, self.across
@@ -117,20 +215,20 @@ class HierarchicalTrip(Trip):
         return self.by_local[1](self._within(rows, receive, send))
 
     def _within(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
-        return exchange_rows(rows, send, receive, self.grid.node_group, self)
+        return _exchange_rows(rows, send, receive, self.grid.node_group, self)
 
     def _across(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
-        return exchange_rows(rows, send, receive, self.grid.rail_group, self)
+        return _exchange_rows(rows, send, receive, self.grid.rail_group, self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanTrip(Trip):
-    """Rows as a plan of an all_to_all moves them: its chunks are blocks of rows, each of its own size.
+class PlannedAllToAll(AllToAll):
+    """Rows move as a collective plan of an all_to_all says; its chunks are blocks of rows.
 
     Attributes:
         group: the ranks.
         plan: by its name.
-        crossing_PP: rows from every rank to every rank: a plan may pass them through any.
+        crossing_PP: rows from every rank to every rank, since a plan may forward rows through any rank.
     """
 
     group: dist.ProcessGroup
@@ -139,25 +237,25 @@ class PlanTrip(Trip):
 
     @classmethod
     def of(cls, host: Counts, group: dist.ProcessGroup, plan: str, **options: Any) -> Self:
-        """Plan a trip by its counts on the host; the options are those of every trip."""
+        """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
         assert host.crossing_PPE is not None
         rows = host.crossing_PPE.sum(2).tolist()
         return cls(group=group, plan=plan, crossing_PP=tuple(map(tuple, rows)), **options)
 
-    def move(self, wire_RX: Tensor, homeward: bool) -> Tensor:
-        """Send and receive."""
-        sizes = tuple(zip(*self.crossing_PP, strict=True)) if homeward else self.crossing_PP
+    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
+        """Send and receive packed rows."""
+        sizes = tuple(zip(*self.crossing_PP, strict=True)) if combine else self.crossing_PP
 
         def move() -> Tensor:
-            return all_to_all_by(self.plan, wire_RX, self.name, self.group, sizes)
+            return all_to_all_by(self.plan, sent_RX, self.name, self.group, sizes)
 
-        return move() if self.timer is None else self.timer.measure(wire_RX, move)
+        return move() if self.timer is None else self.timer.measure(sent_RX, move)
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
-    """Return what moves rows of blocks in the order (a, b) to the order (b, a), and what moves them back.
+    """Return functions that move blocks of rows from (a, b) order to (b, a) order, and back.
 
-    Even blocks, as padded buffers have, are a copy with other strides; others go by maps.
+    Even blocks, as in padded buffers, are a copy with other strides; others need maps.
     """
     if bool((host_AB == host_AB[0, 0]).all()):
         outer, inner = host_AB.shape
@@ -166,63 +264,16 @@ def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move,
             return kernels.ops(backend, rows.device).stride_copy(rows, outer, inner)
 
         return lambda rows: copy(rows, outer, inner), lambda rows: copy(rows, inner, outer)
-    there, back = regroup_maps(counts_AB, int(host_AB.sum()))
-    return lambda rows: rows.index_select(0, there), lambda rows: rows.index_select(0, back)
+    forth, back = regroup_maps(counts_AB, int(host_AB.sum()))
+    return lambda rows: rows.index_select(0, forth), lambda rows: rows.index_select(0, back)
 
 
-def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, stamp: Stamp = NO_STAMP) -> Counts:
-    """Tell every rank how many rows it is to be sent for each of its experts. Collective.
-
-    Args:
-        counts_PE: [P, e] int64, rows for each expert of each rank of the group.
-        group: the ranks.
-        stamp: of this call, which goes along.
-    """
-    came = all_to_all(stamp.beside(counts_PE), COUNTS, group)
-    return Counts(counts_PE, came[:, 1 : 1 + counts_PE.shape[1]], stamps_P=came[:, 0])
-
-
-def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, stamp: Stamp = NO_STAMP) -> Counts:
-    """Tell every rank of the grid what is to come, in two hops as the rows'. Collective.
-
-    Args:
-        counts_PE: [P, e] int64, rows for each expert of each rank of the grid.
-        grid: the nodes.
-        stamp: of this call, which goes along.
-    """
-    own = slice(1, 1 + counts_PE.shape[1])
-    leaving_NLX = stamp.beside(counts_PE).view(grid.nodes, grid.local, -1)
-    passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), COUNTS, grid.node_group)
-    came_NLX = all_to_all(passing_LNX.transpose(0, 1).contiguous(), COUNTS, grid.rail_group)
-    came_PX = came_NLX.flatten(0, 1)
-    return Counts(counts_PE, came_PX[:, own], passing_LNX[..., own], stamps_P=came_PX[:, 0])
-
-
-def exchange_all_counts(
-    counts_PE: Tensor, group: dist.ProcessGroup, stamp: Stamp = NO_STAMP
-) -> Counts:
-    """Tell every rank how many rows go from and to all. Collective.
-
-    Args:
-        counts_PE: [P, e] int64, rows for each expert of each rank of the group.
-        group: the ranks.
-        stamp: of this call, which goes along.
-    """
-    came_PPX = all_gather(stamp.beside(counts_PE), COUNTS, group)
-    crossing_PPE = came_PPX[..., 1 : 1 + counts_PE.shape[1]]
-    arriving_PE = crossing_PPE[:, dist.get_rank(group)]
-    return Counts(counts_PE, arriving_PE, crossing_PPE=crossing_PPE, stamps_P=came_PPX[:, 0, 0])
-
-
-def exchange_rows(
-    rows: Tensor, send: Splits, receive: Splits, group: dist.ProcessGroup, trip: Trip
+def _exchange_rows(
+    rows: Tensor, send: Splits, receive: Splits, group: dist.ProcessGroup, owner: AllToAll
 ) -> Tensor:
-    """Send the next send[p] rows to rank p of the group; return what all ranks sent, by source.
-
-    The trip that this is a leg of gives its name to errors, and its timer.
-    """
+    """Send the next send[p] rows to rank p of the group; return the received rows by source rank."""
 
     def move() -> Tensor:
-        return all_to_all(rows, trip.name, group, receive, send)
+        return all_to_all(rows, owner.name, group, receive, send)
 
-    return move() if trip.timer is None else trip.timer.measure(rows, move)
+    return move() if owner.timer is None else owner.timer.measure(rows, move)

@@ -1,6 +1,6 @@
-"""Work beside the computation: on the CPU in one communication thread, on a GPU on a stream of its own.
+"""Work in parallel to the computation: in a communication thread on a CPU, on another stream on a GPU.
 
-One thread, so that collectives start in the same order on every rank.
+There is one thread, so that collectives start in the same order on every rank.
 """
 
 import atexit
@@ -20,17 +20,17 @@ LEAVE_SECONDS = 1.0
 
 
 class Pending(Protocol):
-    """A tensor that is on its way."""
+    """A tensor that is not yet computed."""
 
     def result(self) -> Tensor:
-        """Return it; what follows on this thread, or on this stream, comes after it."""
+        """Wait, on this thread or on this stream, and return the tensor."""
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Pending:
-    """Begin `function(rows)`, which is not differentiated, and return at once.
+    """Begin `function(rows)`, without autograd, and return at once.
 
-    Where one fails, those that were begun before its error was seen fail too, unsent: a peer would take
-    their rows for those of the failed one.
+    After a failure, queued jobs fail without sending: a peer would take their rows for those of the failed
+    job. Jobs that start after the error was raised run again.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
@@ -52,7 +52,7 @@ class _InThread:
 
 
 class _Thread:
-    """Made at the first use, and again in a forked child, which has none of its parent's threads."""
+    """The communication thread, started at the first use, and again in a forked process."""
 
     jobs: "queue.SimpleQueue[Any] | None" = None
     thread: threading.Thread | None = None
@@ -62,7 +62,7 @@ class _Thread:
 def _jobs() -> "queue.SimpleQueue[Any]":
     if _Thread.jobs is None or _Thread.thread is None or not _Thread.thread.is_alive():
         _Thread.jobs = queue.SimpleQueue()
-        # A daemon: after an error elsewhere nobody waits for a peer's answer, see `_leave`.
+        # A daemon: after an error elsewhere the thread may wait for a peer forever, see `_leave`.
         _Thread.thread = threading.Thread(
             target=_work, args=(_Thread.jobs,), name="communication", daemon=True
         )
@@ -71,15 +71,15 @@ def _jobs() -> "queue.SimpleQueue[Any]":
 
 
 def _leave() -> None:
-    """End the thread before the interpreter ends.
+    """End the thread before the interpreter exits.
 
-    After an error a peer may still be waited for, in the thread or in gloo's own; torn down there, they
-    abort the process, whose error a launcher would take for a crash. So it ends here, as failed.
+    After an error, this thread or one of gloo may still wait for a peer. At interpreter exit that aborts
+    the process, which a launcher would report as a crash. So the process exits here, with status 1.
     """
     if _Thread.jobs is None or _Thread.thread is None:
         return
     _Thread.jobs.put(None)
-    failed = hasattr(sys, "last_type")  # the interpreter has printed an error that nobody caught
+    failed = hasattr(sys, "last_type")  # the interpreter has printed an uncaught error
     if not failed:
         _Thread.thread.join(LEAVE_SECONDS)
     if failed or _Thread.thread.is_alive():
@@ -88,7 +88,7 @@ def _leave() -> None:
         os._exit(1)
 
 
-# At import, so that what others do at the end, which was registered later, is done before.
+# At import, so that exit functions of other modules, which are registered later, run before.
 atexit.register(_leave)
 
 
@@ -106,10 +106,10 @@ def _work(jobs: "queue.SimpleQueue[Any]") -> None:
             failure = None
             with torch.no_grad():
                 future.set_result(function(rows))
-        except BaseException as error:  # raised again where the result is asked for
+        except BaseException as error:  # raised again by `result`
             failure, failed_at = error, errors_seen
             future.set_exception(error)
-        # Nothing may keep tensors alive until the next job comes.
+        # Free the tensors before the wait for the next job.
         del job, function, rows, future
 
 

@@ -1,8 +1,7 @@
-"""Gradients of experts across ranks: the sum over all ranks' tokens, reduced and measured once.
+"""Gradients across ranks: reduction, overflow, global norm and clipping.
 
-After a backward, an expert's gradient is already the sum over the tokens of its expert group, while a
-dense parameter's is averaged over the W ranks. Summing the replicas and dividing by W puts both on
-one scale.
+After backward, an expert's gradient is the sum over the tokens of its expert group, while a dense
+parameter's is averaged over the W ranks. Summing the replicas and dividing by W gives both the same scale.
 
 By torch a parameter goes by itself: gloo's order of a sum depends on where in a tensor an element lies.
 By a plan parameters go in buckets. Not during the backward: nothing tells which one is an update's last,
@@ -28,28 +27,28 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Mark a parameter as this rank's own part of the experts.
+    """Mark a parameter as this rank's part of the experts.
 
-    fairseq's data parallel skips it by the first name, Tutel's distributed optimizer by the second.
+    fairseq's data parallel skips parameters with the first attribute, Tutel's optimizer with the second.
     """
     parameter.expert = True  # type: ignore[attr-defined]
     parameter._tutel_expert = True  # type: ignore[attr-defined]
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Let an expert's summed gradient be divided by sqrt(W) instead of W (Meta's sqrt_world_size)."""
+    """Divide an expert's summed gradient by sqrt(W) instead of W (Meta's sqrt_world_size)."""
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    """Multiply the gradients that `mark_root_scaled` chose by sqrt(W), in place, after the division."""
+    """Multiply gradients of `mark_root_scaled` parameters by sqrt(W), in place, after the division by W."""
     for parameter in parameters:
         if getattr(parameter, "root_scaled", False) and parameter.grad is not None:
             parameter.grad.mul_(world_size**0.5)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether `mark_expert` was called on this parameter, or on the one it is an fp32 copy of."""
+    """Whether `mark_expert` was called on this parameter or, for an fp32 copy, on the original."""
     return getattr(parameter, "expert", False)
 
 
@@ -62,14 +61,14 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
 
 
 def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    """Average each other gradient over all ranks, in place. Collective."""
+    """Average the gradients of dense parameters over all ranks, in place. Collective."""
     dense = [parameter for parameter in parameters if not is_expert(parameter)]
     _divide(dense, world_size)
     _sum(dense, "the all-reduce of dense gradients", None)
 
 
 def _divide(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
+    # Before the sum, as in data parallel, so that scaled fp16 gradients do not overflow.
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -79,13 +78,13 @@ def _divide(parameters: Iterable[nn.Parameter], world_size: int) -> None:
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
     limit = BUCKET_BYTES if is_replaced("all_reduce", group) else 0
-    on_the_way: list[Started] = []
+    under_way: list[Started] = []
     for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
-        on_the_way.append(_start_sum(bucket, operation, group))
-        # Two at once: the next is stacked while one is on the way.
-        if len(on_the_way) > 1:
-            on_the_way.pop(0).wait()
-    for started in on_the_way:
+        under_way.append(_start_sum(bucket, operation, group))
+        # Two at a time: one is stacked while the other is reduced.
+        if len(under_way) > 1:
+            under_way.pop(0).wait()
+    for started in under_way:
         started.wait()
 
 
@@ -107,7 +106,7 @@ def _start_sum(bucket: Sequence[nn.Parameter], operation: str, group: Group) -> 
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Return parameters of one dtype and device together, of so many bytes or as little more as can be."""
+    """Group parameters by dtype and device into buckets of at least `limit` bytes."""
     full: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -120,13 +119,13 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
-    """Make an infinite or NaN expert gradient on one rank show on all, in place. Collective.
+    """Set an expert gradient to infinity on all ranks if any rank has an infinity or NaN. Collective.
 
-    torch's GradScaler decides by a rank's own gradients whether it skips a step and lowers its scale.
-    Dense gradients are the same on all ranks by now; of the experts', each rank knows a part.
+    torch's GradScaler skips an update and lowers its scale by the gradients of its rank. Dense gradients
+    are the same on all ranks, but each rank has the gradients of its own experts alone.
     """
     grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
-    if not grads:  # a criterion's parameters, say; the same on all ranks
+    if not grads:  # a criterion's parameters, for example; the same on all ranks
         return
     finite = torch.stack([g.isfinite().all() for g in grads]).all()
     overflow = (~finite).to(torch.float32)
@@ -138,8 +137,8 @@ def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
     """Return the L2 norm over dense parameters and the experts of all ranks, each counted once.
 
-    Reduced over all W ranks and divided by the replicas, so every rank gets the same bits, and a NaN
-    or infinity on one rank reaches all. Collective. fp32 (fp64 for fp64 gradients).
+    Reduced over all W ranks and divided by the replicas: every rank gets the same bits, and a NaN or
+    infinity on one rank gives a NaN or infinity on all. Collective. fp32 (fp64 for fp64 gradients).
     """
     dense: list[Tensor] = []
     experts: list[Tensor] = []
@@ -156,7 +155,7 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale every gradient by min(1, max_norm / norm), in place; max_norm <= 0 leaves them."""
+    """Scale every gradient by min(1, max_norm / norm), in place; max_norm <= 0 disables clipping."""
     if max_norm <= 0:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -166,7 +165,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) 
 
 
 def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of all elements' squares in fp32 (fp64 for fp64), 0 on `device` for none."""
+    """Return the sum of squares in fp32 (fp64 for fp64 gradients); 0 on `device` without gradients."""
     if not grads:
         return torch.zeros((), device=device, dtype=torch.float32)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)

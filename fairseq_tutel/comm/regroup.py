@@ -1,7 +1,7 @@
-"""Regroup: blocks of rows from the order (a, b) to (b, a), as one gather; copies of a row, and their sum.
+"""Regroup blocks of rows from (a, b) to (b, a) order with one gather; repeat rows and sum the copies.
 
-R rows, D model_dim, E experts (e of a rank), P ranks, s slices of an expert, r ranks that get a row, M
-copies of a row; counts_AB[a, b] rows are in block (a, b).
+R rows, D model_dim, E experts (e of a rank), P ranks, s slices of an expert, r ranks that receive a row,
+M copies of a row; block (a, b) has counts_AB[a, b] rows.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm.trip import chunk_of
+from fairseq_tutel.comm.counts import chunk_of
 from fairseq_tutel.kernels.first_order import first_order
 
 
@@ -38,7 +38,7 @@ def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return rows[index] [X, D], in which row r stands at copies[:, r]; the backward sums over these."""
+    """Return rows[index] [X, D], with row r at copies[:, r]; the backward sums over these."""
     return _Gather.apply(rows_RD, index_X, copies_MR)
 
 
@@ -51,13 +51,13 @@ def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
 
 
 def block_starts(counts: Tensor) -> Tensor:
-    """Return where each block begins, blocks lying in the order of the flattened counts."""
+    """Return the first row of each block, with blocks in the order of the flattened counts."""
     flat = counts.reshape(-1)
     return (flat.cumsum(0) - flat).view(counts.shape)
 
 
 def spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Give every row its block's value: [R], without a host read."""
+    """Return every row's block value [R], without a host read."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
@@ -75,7 +75,7 @@ class _Gather(torch.autograd.Function):
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
-    """Return [P, e]: how many rows go to each expert of each rank.
+    """Return [P, e]: the rows for each expert of each rank.
 
     Rank (expert, m, j) gets part j of s / r of the expert's rows, the same for every m of r.
     """
@@ -96,7 +96,7 @@ def repeat_blocks(rows_RD: Tensor, counts_E: Tensor, num_rows: int, degree: int)
         degree: r.
     """
     counts_ER = counts_E.unsqueeze(1).expand(-1, degree)
-    # Where copy m of a row is, and which row a copy is of.
+    # The offset of copy m of a row, and the row of every copy.
     shift_ER = block_starts(counts_ER) - block_starts(counts_E).unsqueeze(1)
     rows_R = torch.arange(num_rows, device=rows_RD.device)
     copies_MR = torch.stack([rows_R + spread(s, counts_E, num_rows) for s in shift_ER.unbind(1)])
@@ -106,7 +106,7 @@ def repeat_blocks(rows_RD: Tensor, counts_E: Tensor, num_rows: int, degree: int)
 
 
 class Repeated:
-    """Rows that stand r times each, and how to sum what becomes of them."""
+    """Rows repeated r times each, and the maps to sum the copies' outputs."""
 
     def __init__(self, rows_RD: Tensor, source_R: Tensor, copies_MR: Tensor) -> None:
         self.rows_RD, self.source_R, self.copies_MR = rows_RD, source_R, copies_MR

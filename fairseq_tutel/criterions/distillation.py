@@ -204,7 +204,7 @@ class _Source:
         found = [store.read(sample, text) for sample, text, _ in texts] if store is not None else []
         missing = store is None or any(answer is None for answer in found)
         if store is not None and in_step:
-            missing = any(world.told_by_all(missing, "the look at a teacher's answers"))
+            missing = any(world.all_gather_object(missing, "the look at a teacher's answers"))
         if not missing:
             return None if call.dummy else _put(found, call)  # type: ignore[arg-type]
         if self.teacher is None:

@@ -134,7 +134,7 @@ def _gate_logits(layer: MoEFeedForward, watcher: _Watcher) -> Tensor:
     """Return the gate's logits on what it saw, without noise, in fp32 at least."""
     gate, config, _ = layer.gate_at(layer.config.gate_index)
     seen_TD = gate_input(watcher.x_TD, config, training=False)
-    logits_TE = gate_logits(gate, seen_TD, None, config.top_k, config.num_experts)
+    logits_TE = gate_logits(gate, seen_TD, watcher.call, config)
     return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
 
 

@@ -1,1 +1,1 @@
-"""Models in use: pre-gating, experts in a store, ranks in lockstep."""
+"""Inference: pre-gating, offloaded experts, and ranks in lockstep."""

@@ -1,4 +1,4 @@
-"""Which of the experts that no block computes with leave memory first."""
+"""The cache of experts that no block currently uses, and its eviction policies."""
 
 import heapq
 import itertools
@@ -9,13 +9,14 @@ Key = tuple[int, int]  # of a stack and an expert
 
 
 class ExpertCache:
-    """Experts that are kept for later: their names alone.
+    """The keys of cached experts.
 
     Args:
-        policy: who leaves first: `lfu`, who was used least often since the store was opened, the longest
-            ago of several; `lru`, who was used the longest ago; `fifo`, who was fetched the longest ago.
-        most_bytes: that they may have together; None for any number.
-        most_experts: the same in experts.
+        policy: the expert that is evicted first: `lfu`, the least frequently used since the store was
+            opened, of several the least recently used; `lru`, the least recently used; `fifo`, the one that
+            was fetched first.
+        most_bytes: the cache size in bytes; None for no limit.
+        most_experts: the cache size in experts; None for no limit.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
@@ -29,23 +30,23 @@ class ExpertCache:
         self._bytes = 0
 
     def note_fetch(self, key: Key) -> None:
-        """Take note that an expert is fetched."""
+        """Record that an expert is fetched."""
         self._fetched[key] = next(self._time)
 
     def note_use(self, key: Key) -> None:
-        """Take note that a block computes with an expert."""
+        """Record that a block computes with an expert."""
         self._uses[key] += 1
         self._used[key] = next(self._time)
 
     def put(self, key: Key, num_bytes: int) -> Iterator[Key]:
-        """Keep an expert; yield those that leave for it, which it may be itself."""
+        """Add an expert; yield the evicted ones, which may include it."""
         rank = self._rank(key)
         self._kept[key] = rank, num_bytes
         self._bytes += num_bytes
         heapq.heappush(self._order, (rank, key))
         while self._is_full:
             rank, first = heapq.heappop(self._order)
-            if self._kept.get(first, (None,))[0] == rank:  # else it was taken since
+            if self._kept.get(first, (None,))[0] == rank:  # otherwise it was removed since
                 self.take(first)
                 yield first
         if len(self._order) > 2 * len(self._kept) + 64:
@@ -53,7 +54,7 @@ class ExpertCache:
             heapq.heapify(self._order)
 
     def take(self, key: Key) -> None:
-        """Keep an expert no more, where it is kept."""
+        """Remove an expert, if it is cached."""
         self._bytes -= self._kept.pop(key, ((), 0))[1]
 
     @property
@@ -63,7 +64,7 @@ class ExpertCache:
         )
 
     def _rank(self, key: Key) -> tuple[int, ...]:
-        """Return what is smallest of who leaves first."""
+        """Return an expert's rank; the smallest is evicted first."""
         if self.policy == "fifo":
             return (self._fetched[key],)
         used = self._used.get(key, 0)

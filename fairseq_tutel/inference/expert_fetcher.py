@@ -1,7 +1,6 @@
 """The thread that fetches experts, one after the other.
 
-It knows what it is to read and where to, and nobody else: a store that is forgotten can be collected, and
-its thread ends with it.
+It holds no reference to the store. So a store without references is collected, which ends the thread.
 """
 
 import os
@@ -12,60 +11,60 @@ from typing import Protocol
 
 import torch
 
-from fairseq_tutel.inference.expert_slots import Layout, Slot
+from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 
 JOIN_SECONDS = 5.0  # for a read that hangs; the thread is a daemon
 
 
 class Source(Protocol):
-    """Where the experts of a stack are."""
+    """The source of a stack's experts."""
 
-    layout: Layout
+    layout: BufferLayout
 
-    def read(self, expert: int, slot: Slot) -> None:
-        """Read an expert into a slot."""
+    def read(self, expert: int, buffer: Buffer) -> None:
+        """Read an expert into a buffer."""
 
 
 class Fetch:
-    """An expert that has a slot: there, or on its way.
+    """An expert that has been fetched into a buffer, or will be.
 
     Attributes:
-        slot: where it is, or will be.
-        is_here: whether it is.
-        is_new: whether no block has computed with it since it was asked for.
+        buffer: of the expert.
+        is_here: whether the buffer contains the expert.
+        is_new: whether no block has computed with it yet.
     """
 
-    def __init__(self, source: Source, expert: int, slot: Slot) -> None:
-        self.slot, self.is_here, self.is_new = slot, False, True
+    def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
+        self.buffer, self.is_here, self.is_new = buffer, False, True
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Read it; on a GPU in a stream of its own."""
+        """Read the expert; on a GPU in another stream."""
         if stream is None:
-            self._source.read(self._expert, self.slot)
+            self._source.read(self._expert, self.buffer)
         else:
             with torch.cuda.stream(stream):
-                if self.slot.freed is not None:
-                    stream.wait_event(self.slot.freed)
-                self._source.read(self._expert, self.slot)
+                if self.buffer.freed is not None:
+                    stream.wait_event(self.buffer.freed)
+                self._source.read(self._expert, self.buffer)
                 self._copied = stream.record_event()
-            # Or where the store is closed, who gets the memory next would be written to.
-            self.slot.memory.record_stream(stream)
+            # Otherwise the allocator could reuse the memory before the copy ends, if the store is closed.
+            self.buffer.memory.record_stream(stream)
         self.is_here = True
 
     def use(self) -> bool:
-        """Let what is computed next wait for the copy; return whether the expert was used before."""
+        """Make the current stream wait for the copy; return whether the expert was used before."""
         if self._copied is not None:
-            torch.cuda.current_stream(self.slot.memory.device).wait_event(self._copied)
+            torch.cuda.current_stream(self.buffer.memory.device).wait_event(self._copied)
         was_new, self.is_new = self.is_new, False
         return not was_new
 
 
 class Fetcher:
-    """A queue and the thread that empties it, which begins with the first fetch.
+    """A queue of fetches and its thread, which starts with the first fetch.
 
-    An exception in the thread ends it: all that is asked of it from then on raises.
+    An exception in the thread ends it, and every later call raises ValueError.
     """
 
     def __init__(self) -> None:
@@ -76,8 +75,8 @@ class Fetcher:
         self._process = os.getpid()
         self._ended = ""
 
-    def ask(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Have an expert fetched; after those that are wanted now, where it is for later."""
+    def request(self, fetch: Fetch, ahead: bool = False) -> None:
+        """Queue a fetch; one that is `ahead` comes after those that are needed now."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:
@@ -88,10 +87,10 @@ class Fetcher:
             self._changed.notify_all()
 
     def wait(self, fetches: Sequence[Fetch]) -> bool:
-        """Return once all are there, and whether they were not.
+        """Wait until all experts are fetched; return whether this had to wait.
 
         Raises:
-            ValueError: one could not be fetched.
+            ValueError: an expert could not be fetched.
         """
         if all(fetch.is_here for fetch in fetches):
             return False
@@ -106,7 +105,7 @@ class Fetcher:
         return True
 
     def cancel(self, fetch: Fetch) -> bool:
-        """Forget about an expert whose turn has not come; return whether there was one to forget."""
+        """Remove a fetch from the queue; return whether it was there."""
         with self._changed:
             for queue in (self._wanted, self._ahead):
                 if fetch in queue:
@@ -115,34 +114,30 @@ class Fetcher:
         return False
 
     def end(self, reason: str) -> None:
-        """End the thread for good, once it has read what it is reading."""
-        if self._process != os.getpid():  # the lock may be taken, by a thread that is not here
+        """End the thread after its current read."""
+        if self._process != os.getpid():  # the lock may be held by a thread of the parent
             return
         with self._changed:
             self._ended = self._ended or reason
             self._wanted.clear()
             self._ahead.clear()
             self._changed.notify_all()
-        # Of a store that is forgotten, any thread may collect what is left, this one, too.
+        # Any thread, this one included, can collect a store without references.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(JOIN_SECONDS)
 
     @property
     def ended(self) -> str:
-        """Why there is no thread any more, in a sentence; nothing while it may be asked."""
+        """The reason for which the thread has ended, as a sentence; empty while it runs."""
         if self._process != os.getpid():
             return (
-                "the expert store was made by the process that this one was forked from, whose thread "
-                "and files it cannot use; make one, and open the model, in each process."
+                "the expert store belongs to the parent of this forked process, which cannot use its "
+                "thread and files; create a store and open the model in each process."
             )
         return self._ended
 
     def refuse_ended(self) -> None:
-        """Refuse to go on without the thread.
-
-        Raises:
-            ValueError: it was ended, or something ended it, or it is another process's.
-        """
+        """Raise ValueError if the thread has ended, or belongs to another process."""
         if self.ended:
             raise ValueError(self.ended)
 
@@ -156,20 +151,20 @@ class Fetcher:
                     return
                 fetch = (self._wanted or self._ahead).popleft()
             try:
-                device = fetch.slot.memory.device
+                device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)
-            except Exception as error:  # whatever it is, who waits must hear of it
+            except Exception as error:  # raised again in the threads that wait
                 self._fail(error)
                 return
             with self._changed:
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        said = str(error)
-        if not isinstance(error, ValueError):  # nobody's file
-            said = f"its thread failed ({type(error).__name__}: {error}); open the model again."
+        reason = str(error)
+        if not isinstance(error, ValueError):  # not about a file
+            reason = f"its thread failed ({type(error).__name__}: {error}); open the model again."
         with self._changed:
-            self._ended = self._ended or f"the expert store is closed, for {said}"
+            self._ended = self._ended or f"the expert store is closed: {reason}"
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Experts in shard files, read where they lie: `os.preadv` into buffers of our own, no mapping.
+"""Read experts from shard files with `os.preadv`, without a memory mapping.
 
-The pages of a mapping would count as the process's and linger. A piece's SHA-256 is compared when it is
-first read; after that the file is trusted for as long as its size and times stay what they were.
+The pages of a mapping would count as memory of the process. A piece's SHA-256 is checked at the first read;
+after that the file is trusted while its size and times do not change.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import torch
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
 from fairseq_tutel.files.small import open_ordinary, parse_json
-from fairseq_tutel.inference.expert_slots import Layout, Slot, slots_on_host
+from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers_on_host
 
 MOST_OPEN = 64  # descriptors
 LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
@@ -26,20 +26,20 @@ Wanted = Sequence[tuple[Piece, memoryview]]
 
 
 class ShardFiles:
-    """The files that a store reads; one thread calls it at a time."""
+    """The open files of a store; one thread calls it at a time."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._identities: dict[Path, Identity] = {}
         self._spans: dict[Path, dict[str, tuple[int, int]]] = {}
         self._sound: set[tuple[Path, str]] = set()
-        self._staging: dict[Layout, Slot] = {}
+        self._staging: dict[BufferLayout, Buffer] = {}
 
     def read(self, path: Path, wanted: Wanted) -> None:
         """Read pieces of a file into buffers of their sizes.
 
         Raises:
-            ValueError: the file is missing, short, changed or unreadable, or not what was saved.
+            ValueError: the file is missing, truncated, changed, unreadable or corrupt.
         """
         try:
             descriptor = self._descriptor(path)
@@ -55,10 +55,10 @@ class ShardFiles:
                     raise unreadable(path, f"its {piece.key} is not what was saved")
                 self._sound.add((path, piece.key))
 
-    def staging_of(self, layout: Layout) -> Slot:
-        """Return a slot on the host, for whatever is read next."""
+    def staging_of(self, layout: BufferLayout) -> Buffer:
+        """Return a buffer on the host, which the next read overwrites."""
         if layout not in self._staging:
-            (self._staging[layout],) = slots_on_host(layout, 1)
+            (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class ShardFiles:
             os.close(self._open.popitem()[1])
 
     def _descriptor(self, path: Path) -> int:
-        """Return a file that is open and what it was when it was first opened."""
+        """Return an open file that has not changed since it was first opened."""
         if path not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
@@ -102,23 +102,25 @@ class FromFiles:
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first
-        self.layout = Layout.of({name: (*t.stored, t.quantized) for name, t in tensors.items()})
+        self.layout = BufferLayout.of(
+            {name: (*t.stored, t.quantized) for name, t in tensors.items()}
+        )
 
-    def read(self, expert: int, slot: Slot) -> None:
-        """Read an expert into a slot; on a GPU, by way of one on the host."""
-        if not slot.memory.is_cuda:
-            self._read(expert, slot)
+    def read(self, expert: int, buffer: Buffer) -> None:
+        """Read an expert into a buffer; on a GPU, by way of one on the host."""
+        if not buffer.memory.is_cuda:
+            self._read(expert, buffer)
             return
         staging = self._files.staging_of(self.layout)
         self._read(expert, staging)
-        slot.memory.copy_(staging.memory, non_blocking=True)
-        torch.cuda.current_stream(slot.memory.device).synchronize()  # or it is overwritten too soon
+        buffer.memory.copy_(staging.memory, non_blocking=True)
+        torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses it
 
-    def _read(self, expert: int, slot: Slot) -> None:
+    def _read(self, expert: int, buffer: Buffer) -> None:
         by_file: dict[Path, list[tuple[Piece, memoryview]]] = {}
         for name, tensor in self._tensors.items():
             piece = tensor.pieces[self._first + expert]
-            by_file.setdefault(tensor.path_of(piece), []).append((piece, slot.bytes[name]))
+            by_file.setdefault(tensor.path_of(piece), []).append((piece, buffer.bytes[name]))
         for path, wanted in by_file.items():
             self._files.read(path, wanted)
 
@@ -128,7 +130,7 @@ def _reason(error: Exception) -> str:
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int, int]]:
-    """Return where in a safetensors file the bytes of each tensor begin and end."""
+    """Return the begin and end of each tensor's bytes in a safetensors file."""
     prefix = bytearray(8)
     _read_whole(descriptor, [memoryview(prefix)], 0)
     (length,) = struct.unpack("<Q", prefix)
@@ -150,7 +152,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
 
 
 def _runs(placed: Sequence[tuple[int, int, memoryview]]) -> list[list[tuple[int, int, memoryview]]]:
-    """Return what lies side by side in a file, to be read in one go."""
+    """Group adjacent spans of a file, which one call reads."""
     runs: list[list[tuple[int, int, memoryview]]] = []
     for one in placed:
         if runs and runs[-1][-1][1] == one[0] and len(runs[-1]) < AT_ONCE:
@@ -161,7 +163,7 @@ def _runs(placed: Sequence[tuple[int, int, memoryview]]) -> list[list[tuple[int,
 
 
 def _read_whole(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill buffers with what follows `offset`.
+    """Fill buffers with the bytes from `offset`.
 
     Raises:
         EOFError: the file ends before.

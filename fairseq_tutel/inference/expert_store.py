@@ -1,6 +1,6 @@
-"""An expert store: experts that are in memory only while a block computes with them, or soon will.
+"""An expert store: offloaded experts, which are in memory only while a block uses them, or soon will.
 
-E experts of a block (e on this rank), n of them that a call asks for.
+E experts of a block (e on this rank), n of them with rows in a call.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel.inference.expert_buffers import Buffer, BufferPool
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_files import ShardFiles
-from fairseq_tutel.inference.expert_slots import Slot, Slots
 from fairseq_tutel.inference.expert_sources import source_of
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
@@ -28,19 +28,19 @@ from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 
 @dataclass
 class Counters:
-    """What a store did so far.
+    """Statistics of a store.
 
     Attributes:
         calls: of blocks.
-        asked: experts with rows, over all calls.
+        asked: experts with rows, summed over calls.
         fetches: experts that were read, ahead or on demand.
-        hits: of those asked for, how many were in memory from an earlier use.
-        cancelled: experts that were to be fetched ahead, and had not been when nobody asked for them.
+        hits: experts with rows that were in memory from an earlier use.
+        cancelled: fetches ahead that were cancelled before they began.
         bytes: that were read.
-        waits: calls that had to wait for an expert.
-        seconds_waited: by these.
-        peak_experts: the most that were in memory at once, in the cache, too.
-        peak_bytes: that these took, as they are stored.
+        waits: calls that waited for an expert.
+        seconds_waited: by these calls.
+        peak_experts: the largest number in memory, with the cache.
+        peak_bytes: of these, in their stored format.
     """
 
     calls: int = 0
@@ -55,36 +55,36 @@ class Counters:
     peak_bytes: int = 0
 
     def note_call(self, asked: int, hits: int) -> None:
-        """Take note of a block's call."""
+        """Record a block's call."""
         self.calls += 1
         self.asked += asked
         self.hits += hits
 
     def note_fetch(self, num_bytes: int, resident: int, resident_bytes: int) -> None:
-        """Take note of an expert that is read, and of how many there are with it."""
+        """Record a read expert, and the experts in memory with it."""
         self.fetches += 1
         self.bytes += num_bytes
         self.peak_experts = max(self.peak_experts, resident)
         self.peak_bytes = max(self.peak_bytes, resident_bytes)
 
     def note_cancelled(self, num_bytes: int) -> None:
-        """Take note of an expert that is not read after all."""
+        """Record that a fetch was cancelled."""
         self.cancelled += 1
         self.fetches -= 1
         self.bytes -= num_bytes
 
     def note_wait(self, seconds: float) -> None:
-        """Take note of a call that waited."""
+        """Record that a call waited."""
         self.waits += 1
         self.seconds_waited += seconds
 
 
 class ExpertStore:
-    """Keeps the experts of any number of layers on disk or in host memory, and fetches those with rows.
+    """Keeps the experts of layers on disk or in host memory, and fetches those with rows.
 
-    What a layer computes is the same to the bit as with its experts in memory; of experts that a checkpoint
-    has in fewer bits, as with those that it gives. (To rounding, on a CPU, where a matrix of one expert has
-    no multiple of 64 bytes: products depend on where it begins.) For evaluation alone::
+    The outputs are bit-identical to those with experts in memory, also for quantized experts. On a CPU they
+    can differ by rounding if the bytes of an expert's matrix are no multiple of 64, since products depend
+    on the alignment. For evaluation only::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():
@@ -92,31 +92,29 @@ class ExpertStore:
             y, _ = layer(torch.randn(1, 512))
             print(store.counters)
 
-    In memory at once are, beside a cache, at most
+    Experts in memory at the same time, in addition to the cache:
 
     ==============  ===========================================================================
     on-demand       the n experts of one call
-    pregated        those of two: of this block, and of the one that is expected (N + 1 of them
-                    where blocks are expected N ahead)
-    prefetch-all    2 E: while a block computes with its experts, all of the next one are fetched
+    pregated        those of two calls: of this block and of the prefetched one (of N + 1 calls if
+                    blocks are prefetched N ahead)
+    prefetch-all    2 E: while a block computes, all experts of the next block are fetched
     ==============  ===========================================================================
 
-    One thread reads. It ends with `close`, with an error, which the next use raises, and with the process.
-    A copy of a model (copy.deepcopy) shares its store; a forked process, or a second thread, needs one of
-    its own; a model in one can be neither saved nor loaded anew.
+    One thread reads. It ends with `close`, with the process, or with an error, which the next use raises.
+    A deep copy of a model shares its store. A forked process or a second thread needs its own store. A
+    model in a store can be neither saved nor loaded.
 
     Args:
-        policy: `on-demand` fetches what a call asks for, `pregated` also what `expect` names, before it is
-            asked for, `prefetch-all` all experts of the next block: of the one that followed the last
-            time, at first of the next that was added.
-        tier: where the experts lie: `disk`, in the shard files of a checkpoint, or `host`, in memory
-            (pinned where there is a GPU).
-        cache: how many experts, or with a unit (`"2GiB"`) bytes of them, stay in memory beside those that
-            blocks compute with.
-        eviction: who leaves the cache first, see `ExpertCache`.
+        policy: `on-demand` fetches the experts of a call; `pregated` also those of `prefetch`;
+            `prefetch-all` all experts of the next block, which is the one that followed the last time, at
+            first the one that was added next.
+        tier: `disk` for the shard files of a checkpoint, or `host` for memory (pinned if there is a GPU).
+        cache: the cache size in experts or, with a unit (`"2GiB"`), in bytes.
+        eviction: of the cache; see `ExpertCache`.
 
     Raises:
-        ValueError: a word that is none of these.
+        ValueError: an unknown policy, tier or eviction.
     """
 
     def __init__(
@@ -137,21 +135,21 @@ class ExpertStore:
         self._last = -1
         self._fetches: dict[Key, Fetch] = {}
         self._used: set[Key] = set()
-        self._expected: dict[int, set[Key]] = {}
+        self._prefetched: dict[int, set[Key]] = {}
         self._bytes = 0
-        self._slots, self._files, self._fetcher = Slots(), ShardFiles(), Fetcher()
+        self._buffers, self._files, self._fetcher = BufferPool(), ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, _end, self._fetcher, self._files)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
-        """Let a layer's experts live in the store: the stack computes with it, and frees its parameters.
+        """Offload a layer's experts to the store, and free the stack's parameters.
 
         Args:
             stack: `layer.experts`.
-            tensors: by name, of all E experts, or of this rank's; `ShardedTensor` of a checkpoint, or on
-                tier `host` tensors. None for the stack's own, on tier `host`.
+            tensors: by name, of all E experts or of this rank's: `ShardedTensor`s of a checkpoint or, on
+                tier `host`, tensors. None for the stack's own, on tier `host`.
 
         Raises:
-            ValueError: they do not fit the stack or the tier, or a file cannot be read.
+            ValueError: the tensors do not fit the stack or the tier, or a file cannot be read.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
@@ -159,23 +157,23 @@ class ExpertStore:
         limit, size = self._cache.most_bytes, source.layout.num_bytes
         if limit is not None and 0 < limit < size:
             raise ValueError(
-                f"cache (--moe-expert-cache) is {limit:,} bytes, but one expert has {size:,}; give as "
-                "many, or 0 for no cache."
+                f"cache (--moe-expert-cache) is {limit:,} bytes, but one expert has {size:,}; give at "
+                "least that, or 0 for no cache."
             )
         self._stacks.append((stack, source))
-        stack.leave_to(_InStore(self, len(self._stacks) - 1))
+        stack.offload_to(_StoredWeights(self, len(self._stacks) - 1))
 
     @property
     def is_open(self) -> bool:
-        """Whether layers can be added, and called: nobody closed it, nothing went wrong, nobody forked."""
+        """Whether layers can be added and called: not closed, without an error, in the same process."""
         return not self._fetcher.ended
 
     def close(self) -> None:
-        """End the thread and close the files; layers in the store cannot be called any more."""
+        """End the thread and close the files; layers in the store can no longer be called."""
         self._close()
         self._stacks.clear()
         self._fetches.clear()
-        self._slots.clear()
+        self._buffers.clear()
 
     def __enter__(self) -> "ExpertStore":
         return self
@@ -185,43 +183,46 @@ class ExpertStore:
 
     def __reduce__(self) -> Any:
         raise ValueError(
-            "a model whose experts are in a store cannot be saved or sent to another process; open its "
+            "a model whose experts are in a store cannot be pickled or sent to another process; open its "
             "checkpoint there."
         )
 
     def source_of(self, stack: ExpertStack, tensors: Mapping[str, Any]) -> Source:
-        """Return where a stack's experts are read from; see `add`."""
+        """Return the source of a stack's experts; see `add`."""
         return source_of(stack, tensors, self.tier, self._files)
 
-    def expect(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of a stack that will be asked for soon."""
-        with self._at_work():
-            self._let_go(self._used)
+    def prefetch(self, index: int, experts: Iterable[int]) -> None:
+        """Begin to fetch experts of a stack."""
+        with self._closed_on_error():
+            self._release(self._used)
             self._used = set()
-            self._expect(index, experts)
+            self._prefetch(index, experts)
 
-    def take(self, index: int, experts: Sequence[int]) -> list[Slot]:
-        """Return the slots of experts of a stack; they are valid until the next call of any block.
+    def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
+        """Return the buffers of experts of a stack; they are valid until the next call of any block.
 
         Raises:
-            ValueError: they cannot be fetched.
+            ValueError: an expert cannot be fetched.
         """
-        with self._at_work():
-            wanted, was_expected = {(index, e) for e in experts}, self._expected.pop(index, set())
-            self._let_go((self._used | was_expected) - wanted)
+        with self._closed_on_error():
+            wanted, was_prefetched = (
+                {(index, e) for e in experts},
+                self._prefetched.pop(index, set()),
+            )
+            self._release((self._used | was_prefetched) - wanted)
             self._used = wanted
             fetches = [self._hold((index, e)) for e in experts]
             if self.policy == "prefetch-all":
-                self._expect_next(index)
+                self._prefetch_next(index)
             self._wait(fetches)
             self.counters.note_call(len(fetches), sum([fetch.use() for fetch in fetches]))
             for expert in experts:
                 self._cache.note_use((index, expert))
-        return [fetch.slot for fetch in fetches]
+        return [fetch.buffer for fetch in fetches]
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """End the thread where something goes wrong within, Ctrl-C too: what is under way is nobody's."""
+    def _closed_on_error(self) -> Iterator[None]:
+        """Close the store on any error, Ctrl-C included, since pending fetches are abandoned."""
         self._fetcher.refuse_ended()
         try:
             yield
@@ -234,57 +235,57 @@ class ExpertStore:
         if self._fetcher.wait(fetches):
             self.counters.note_wait(time.perf_counter() - begin)
 
-    def _expect_next(self, index: int) -> None:
+    def _prefetch_next(self, index: int) -> None:
         """Fetch all experts of the block that followed this one the last time."""
         if self._last >= 0:
             self._followers[self._last] = index
         self._last = index
         follower = self._followers.get(index, (index + 1) % len(self._stacks))
-        for other in set(self._expected) - {follower}:
-            self._let_go(self._expected.pop(other))
+        for other in set(self._prefetched) - {follower}:
+            self._release(self._prefetched.pop(other))
         if follower != index:
-            self._expect(follower, range(self._stacks[follower][0].num_local))
+            self._prefetch(follower, range(self._stacks[follower][0].num_local))
 
-    def _expect(self, index: int, experts: Iterable[int]) -> None:
-        expected = {(index, e) for e in experts}
-        self._let_go(self._expected.get(index, set()) - expected)
-        self._expected[index] = expected
-        for key in sorted(expected):
+    def _prefetch(self, index: int, experts: Iterable[int]) -> None:
+        keys = {(index, e) for e in experts}
+        self._release(self._prefetched.get(index, set()) - keys)
+        self._prefetched[index] = keys
+        for key in sorted(keys):
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Return an expert that no other takes the place of until it is let go."""
+        """Return the fetch of an expert, which stays in memory until it is released."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
-            slot = self._slots.take(source.layout, stack.device)
-            self._fetches[key] = Fetch(source, key[1], slot)
+            buffer = self._buffers.take(source.layout, stack.device)
+            self._fetches[key] = Fetch(source, key[1], buffer)
             self._cache.note_fetch(key)
             self._bytes += source.layout.num_bytes
             self.counters.note_fetch(source.layout.num_bytes, len(self._fetches), self._bytes)
-            self._fetcher.ask(self._fetches[key], ahead)
+            self._fetcher.request(self._fetches[key], ahead)
         return self._fetches[key]
 
-    def _let_go(self, keys: Iterable[Key]) -> None:
-        """Give experts to the cache, and what leaves it, or was not read yet, to who comes next."""
+    def _release(self, keys: Iterable[Key]) -> None:
+        """Move experts to the cache; free the buffers of evicted ones and of cancelled fetches."""
         for key in sorted(keys):
             fetch = self._fetches[key]
-            num_bytes = fetch.slot.layout.num_bytes
+            num_bytes = fetch.buffer.layout.num_bytes
             if not fetch.is_here and self._fetcher.cancel(fetch):
                 self.counters.note_cancelled(num_bytes)
                 self._free(key)
                 continue
             for leaving in self._cache.put(key, num_bytes):
-                self._fetcher.wait([self._fetches[leaving]])  # it may be read just now
+                self._fetcher.wait([self._fetches[leaving]])  # it may be under way
                 self._free(leaving)
 
     def _free(self, key: Key) -> None:
-        slot = self._fetches.pop(key).slot
-        self._bytes -= slot.layout.num_bytes
-        self._slots.give(slot)
+        buffer = self._fetches.pop(key).buffer
+        self._bytes -= buffer.layout.num_bytes
+        self._buffers.give(buffer)
 
 
-class _InStore(Weights):
+class _StoredWeights(Weights):
     """The tensors of a stack in a store."""
 
     are_own = False
@@ -293,42 +294,42 @@ class _InStore(Weights):
         self._store, self._index = store, index
 
     def of_groups(self, stack: ExpertStack, groups: Groups) -> tuple[Tensors, Groups]:
-        """Return the tensors of the experts with rows, and their groups."""
+        """Return the tensors and groups of the experts with rows."""
         if stack.training or torch.is_grad_enabled():
             raise ValueError(
-                "experts in a store are for evaluation alone; call model.eval(), and the model under "
+                "experts in a store are for evaluation only; call model.eval(), and use the model under "
                 "torch.no_grad(), or open it without a store (--moe-expert-store resident)."
             )
         counts = groups.host
         experts = [e for e, count in enumerate(counts) if count]
-        slots = self._store.take(self._index, experts)
+        buffers = self._store.take(self._index, experts)
         kept = Groups.of_host([counts[e] for e in experts] or [0], stack.device)
-        return {name: _tensors(stack, name, slots) for name in stack.names}, kept
+        return {name: _tensors(stack, name, buffers) for name in stack.names}, kept
 
-    def expect(self, stack: ExpertStack, groups: Groups) -> None:
-        """Begin to fetch the experts with rows of this rank's tokens, under `pregated`."""
+    def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
+        """Begin to fetch the local experts with rows, with policy `pregated`."""
         if self._store.policy != "pregated":
-            return  # the host would wait for the counts for nothing
+            return  # avoids a host read of the counts
         counts = groups.host[stack.first : stack.first + stack.num_local]
-        self._store.expect(self._index, [e for e, count in enumerate(counts) if count])
+        self._store.prefetch(self._index, [e for e, count in enumerate(counts) if count])
 
-    def __deepcopy__(self, memo: Any) -> "_InStore":
+    def __deepcopy__(self, memo: Any) -> "_StoredWeights":
         return self
 
 
-def _tensors(stack: ExpertStack, name: str, slots: Sequence[Slot]) -> Any:
-    """Return a tensor of n experts by its name, in a stack where kernels want one."""
+def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer]) -> Any:
+    """Return a tensor of n experts by name, stacked if the kernels need it."""
     like: Tensor = getattr(stack, name)
-    if not slots:  # one expert without rows, which is enough to know shapes by
+    if not buffers:  # one expert without rows, for its shapes
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
     apart = Apart(
-        lambda index: slots[index].tensor(name, like.dtype),
-        (len(slots), *like.shape[1:]),
+        lambda index: buffers[index].tensor(name, like.dtype),
+        (len(buffers), *like.shape[1:]),
         like.dtype,
     )
     if backend_for(stack.config.backend, stack.device)[0] == "reference":
         return apart
-    return torch.stack([apart[index] for index in range(len(slots))])
+    return torch.stack([apart[index] for index in range(len(buffers))])
 
 
 def _refuse_unknown(argument: str, value: str, known: Sequence[str]) -> None:
@@ -339,7 +340,5 @@ def _refuse_unknown(argument: str, value: str, known: Sequence[str]) -> None:
 
 
 def _end(fetcher: Fetcher, files: ShardFiles) -> None:
-    fetcher.end(
-        "the expert store is closed; make another, and add the layers of a model opened anew."
-    )
+    fetcher.end("the expert store is closed; create another one and open the model again.")
     files.close()

@@ -1,9 +1,8 @@
-"""Lockstep: ranks that share experts call layers at a pace of their own, or not at all.
+"""Lockstep: inference with expert parallelism if ranks call layers at different times, or not at all.
 
-In a training all ranks make the same calls. Where a model is used, one rank has more sentences, longer
-ones or none, so ranks first agree on whose call comes next: each says which layer it wants, the layer that
-most want runs, and the others take part in it without tokens, then ask again. Nobody need know how
-decoding goes.
+In training all ranks make the same calls. In inference one rank has more sentences, longer ones or none. So
+ranks first agree on the next call: each requests a layer, the most requested layer runs, and the other
+ranks join its collectives without tokens and request again. This needs no knowledge of the decoding.
 """
 
 from collections import Counter
@@ -14,29 +13,29 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_gather
 
-# What a rank says that wants no layer: for now, or for good.
+# The requests of a rank without a layer: for now, or until the end.
 RESTS = -1
 IS_DONE = -2
 
 
-def next_layer(wishes: Sequence[int]) -> int | None:
-    """Return the layer that most ranks want, the lowest of several; None where nobody wants one."""
-    votes = Counter(wish for wish in wishes if wish >= 0)
+def next_layer(requests: Sequence[int]) -> int | None:
+    """Return the layer that most ranks request, of several the lowest; None without requests."""
+    votes = Counter(request for request in requests if request >= 0)
     return min(votes, key=lambda index: (-votes[index], index), default=None)
 
 
 class Lockstep:
-    """One rank's part in it.
+    """One rank's side of the lockstep.
 
-    A rank that fails need not say so: its connections break, and the others' next agreement with them.
+    A rank that fails sends no message: its connections break, so that the others' next agreement fails.
 
     Args:
         group: the ranks that share experts, None for all. Each must `add` the same layers in the same
-            order, and come to an `end`.
+            order, and call `end`.
 
     Attributes:
-        calls: this rank's own calls so far.
-        served: those of others that it took part in without tokens.
+        calls: this rank's own calls.
+        served: calls of other ranks that this rank joined without tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -44,40 +43,40 @@ class Lockstep:
         self.layers: list[Callable[[], None]] = []
         self.calls = self.served = 0
 
-    def add(self, take_part: Callable[[], None]) -> int:
-        """Return the index of a new layer; `take_part` makes a call's collectives without tokens."""
-        self.layers.append(take_part)
+    def add(self, run_without_tokens: Callable[[], None]) -> int:
+        """Return the index of a new layer; `run_without_tokens` joins the collectives of a call."""
+        self.layers.append(run_without_tokens)
         return len(self.layers) - 1
 
     def wait_for_turn(self, index: int) -> None:
-        """Return when it is this layer's turn; the caller then makes its collectives. Serve until then.
+        """Join other calls until it is this layer's turn; the caller then runs the layer.
 
         Raises:
-            CommunicationError: a rank did not come to the agreement.
+            CommunicationError: a rank did not join the agreement.
         """
-        while next_layer(wishes := self._wishes(index)) != index:
-            self._serve(wishes)
+        while next_layer(requests := self._requests(index)) != index:
+            self._join(requests)
         self.calls += 1
 
     def rest(self) -> None:
-        """Serve until no rank wants a layer. All ranks that are not at their end must call it."""
-        while self._serve(self._wishes(RESTS)):
+        """Join calls until no rank requests a layer. Collective for all ranks that have not ended."""
+        while self._join(self._requests(RESTS)):
             pass
 
     def end(self) -> None:
-        """Serve until every rank is at its end; the last call of all."""
-        while set(wishes := self._wishes(IS_DONE)) != {IS_DONE}:
-            self._serve(wishes)
+        """Join calls until every rank has ended."""
+        while set(requests := self._requests(IS_DONE)) != {IS_DONE}:
+            self._join(requests)
 
-    def _wishes(self, own: int) -> list[int]:
-        """Tell all ranks what this one wants, and return what each wants."""
+    def _requests(self, own: int) -> list[int]:
+        """Return the requests of all ranks, given this rank's own."""
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        wish = torch.tensor(own, device=device)
-        return all_gather(wish, "the agreement on the next layer", self.group).tolist()
+        request = torch.tensor(own, device=device)
+        return all_gather(request, "the agreement on the next layer", self.group).tolist()
 
-    def _serve(self, wishes: Sequence[int]) -> bool:
-        """Take part in the next call; return whether there was one."""
-        index = next_layer(wishes)
+    def _join(self, requests: Sequence[int]) -> bool:
+        """Join the next call without tokens; return whether there was one."""
+        index = next_layer(requests)
         if index is None:
             return False
         self.layers[index]()

@@ -1,14 +1,14 @@
-"""Adaptive parallelism: one stored layout of expert shards, several ways to distribute the computation.
+"""Adaptive parallelism: several ways to divide the work of sliced experts, with the same stored weights.
 
-P ranks, E experts, s shards of an expert (P = E * s, or s = 1); each row is sent to r of its ranks; H
-hidden_dim. Rank (e, q) stores shard q of expert e for any r, so changing r moves no weights:
+P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r ranks that receive a row; H hidden_dim.
+Rank (e, q) of expert e stores slice q for every r, so that a change of r moves no weights:
 
     r = 0  every rank gathers all experts; no row is sent
-    r = 1  an expert's ranks gather it whole; each computes a part of its rows (expert + data)
-    r = s  no gathering; every row is sent to all ranks of its expert (expert + model)
-    else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
+    r = 1  an expert's ranks gather it whole; each gets a part of its rows (expert + data)
+    r = s  no weights are gathered; every row goes to all ranks of the expert (expert + model)
+    else   groups of s / r consecutive ranks gather H / r of the expert; every row goes to r ranks
 
-The partial outputs of r ranks are summed on the row's source rank.
+The source rank of a row sums the partial outputs of r ranks.
 
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
@@ -20,66 +20,69 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare_later
 from fairseq_tutel.comm.collectives import all_to_all, start_all_gather, start_reduce_scatter
-from fairseq_tutel.comm.exchange import ExchangeOptions
-from fairseq_tutel.comm.stamp import NO_STAMP, Stamp, compare_late
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
-WHAT = "the gathering of experts' weights"
+OPERATION = "the gathering of experts' weights"
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return every r: 0 and the divisors of s; 0 and 1 if experts need their whole hidden dimension."""
+    """Return every valid r: 0 and the divisors of s; 0 and 1 with `whole_hidden` (a norm over H)."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
 
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
-    """Return the largest allowed r that is at most `degree`."""
+    """Return the largest valid r that is at most `degree`, for a layer with fewer slices."""
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
 
 
 def weights_of(
-    experts: ExpertStack, topology: Topology, options: ExchangeOptions, device: torch.device
+    experts: ExpertStack,
+    topology: Topology,
+    degree: int,
+    device: torch.device,
+    call_id: CallId = NO_CALL_ID,
 ) -> Weights:
-    """Return the source of this forward's weights. Collective if ranks share the experts.
+    """Return the weights of one forward, gathered if other ranks hold parts of them. Collective.
 
     Args:
-        experts: experts of this rank.
-        topology: groups of the ranks that share the experts.
-        options: r and call ID of this forward.
-        device: device of the rows.
+        experts: this rank's.
+        topology: the ranks that hold the others.
+        degree: r.
+        device: of the rows.
+        call_id: of this forward, compared here if r = 0: no counts are exchanged then.
 
     Raises:
-        ValueError: torch.nn.utils.prune or parametrize replaced a parameter of the experts.
+        ValueError: the experts were pruned or parametrized, which other ranks cannot gather.
     """
-    if topology.expert_parallel_size == 1 or not experts.weights.are_own:
+    if topology.expert_parallel_size == 1:
         return experts.weights
     gone = sorted(set(experts.names) - set(experts.expert_parameters()))
     if gone:
         raise ValueError(
-            f"the experts' {', '.join(gone)} are not parameters, which ranks that share the experts need; "
-            "remove the reparametrization of torch.nn.utils.prune or parametrize."
+            f"the experts' {', '.join(gone)} are no longer parameters, but other ranks must gather them; "
+            "undo the torch.nn.utils.prune or parametrize call."
         )
-    degree = options.strategy.adaptive_r
-    gathered = gather_weights(experts, topology, degree, options.stamp)
+    gathered = gather_weights(experts, topology, degree, call_id)
     return MadeWeights(experts.prepared(gathered, device), of_all=degree == 0)
 
 
 def gather_weights(
-    experts: ExpertStack, topology: Topology, degree: int, stamp: Stamp = NO_STAMP
+    experts: ExpertStack, topology: Topology, degree: int, call_id: CallId = NO_CALL_ID
 ) -> dict[str, Any]:
-    """Return the weights with which this rank computes under r = `degree`. Collective and differentiable.
+    """Return the tensors that this rank computes with if r = `degree`. Collective, with autograd.
 
-    Backward sums the gradients of all ranks that gathered, and keeps those of the own shard.
+    Backward sums the gradients of all ranks that gathered and keeps those of this rank's slice.
 
     Args:
-        experts: experts of this rank.
-        topology: groups of the ranks that share the experts.
+        experts: this rank's.
+        topology: the ranks that hold the others.
         degree: r.
-        stamp: call ID, which r = 0 compares here, since it exchanges no counts.
+        call_id: compared here if r = 0.
 
     Raises:
         ValueError: the topology has no groups for this r.
@@ -89,7 +92,7 @@ def gather_weights(
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
     if degree == 0 and group is not None:
-        _compare(stamp, group, next(iter(named.values())).device)
+        _compare(call_id, group, next(iter(named.values())).device)
     if group is None:
         tensors: dict[str, Any] = dict(named)
     else:
@@ -106,10 +109,10 @@ def gather_weights(
     return tensors
 
 
-def _compare(stamp: Stamp, group: dist.ProcessGroup, device: torch.device) -> None:
+def _compare(call_id: CallId, group: dist.ProcessGroup, device: torch.device) -> None:
     nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=device)
-    came_PX = all_to_all(stamp.beside(nothing_P0), WHAT, group)
-    compare_late(came_PX[:, 0], WHAT, group)
+    received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
+    compare_later(received_PX[:, 0], OPERATION, group)
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
@@ -122,13 +125,13 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
 
 
 def _in_place(tensor: Tensor, part: int, number: int) -> Tensor:
-    """Place part `part` of `number` in the whole last dimension, with zeros elsewhere."""
+    """Return part `part` of `number` at its position in the whole last dimension, with zeros elsewhere."""
     width = tensor.shape[-1]
     return F.pad(tensor, (part * width, (number - 1 - part) * width))
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of several tensors: each [...] becomes [G, ...] for the G ranks of the group."""
+    """All-gather of several tensors: each [...] becomes [G, ...] for the group's G ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -136,7 +139,7 @@ class _Gather(torch.autograd.Function):
         number = dist.get_world_size(group)
         stacks = tuple(t.new_empty(number, *t.shape) for t in tensors)
         started = [
-            start_all_gather(stack.view(-1), t.contiguous().view(-1), WHAT, group)
+            start_all_gather(stack.view(-1), t.contiguous().view(-1), OPERATION, group)
             for stack, t in zip(stacks, tensors, strict=True)
         ]
         for one in started:

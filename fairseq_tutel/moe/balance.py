@@ -1,4 +1,4 @@
-"""Balance: what a gate decided -> named scalar losses; or a bias on the choice, which needs no loss.
+"""Balance: named scalar losses of a routing, or a bias on the choice, which needs no loss.
 
 T tokens, E experts, K top_k, S sentences.
 """
@@ -16,10 +16,10 @@ from fairseq_tutel.moe.routing import GateOutput, Routing
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """E * sum_e f_e P_e over the real tokens of one micro-batch; 0 where there is no token.
+    """E * sum_e f_e P_e over the real tokens of one micro-batch; 0 without tokens.
 
-    f_e is the share of tokens whose first choice is e, before dropping (a constant); P_e is the mean
-    probability of e (differentiable). 1 at uniform load and uniform probabilities.
+    f_e is the fraction of first choices that are e, before dropping (a constant). P_e is the mean
+    probability of e (differentiable). The loss is 1 for uniform load and uniform probabilities.
 
     Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
     """
@@ -28,16 +28,16 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """The gshard loss with f_e the share of all (token, choice) pairs, not of first choices alone.
+    """The gshard loss with f_e the fraction of all assignments instead of first choices.
 
-    1 at uniform load and uniform probabilities, for every K.
+    1 for uniform load and uniform probabilities, for every K.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     return _load_times_probability(routing, assigned_E, assigned_E.sum())
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The gshard_all loss with f_e over the micro-batches of all ranks; P_e stays this rank's.
+    """The gshard_all loss with f_e over the micro-batches of all ranks and P_e of this rank.
 
     Collective in training: one all-reduce of E numbers.
 
@@ -50,7 +50,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The gshard_all loss of every sentence, averaged over those that have a real token.
+    """The gshard_all loss of every sentence, averaged over sentences with a real token.
 
     Source: DeepSeek-V3 (2024), equations 17 to 20, with E for their 1 / K in f.
     """
@@ -59,9 +59,9 @@ def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
     count, time = gate.sentences or (1, num_tokens)
     shape = (time, count, num_experts) if gate.time_first else (count, time, num_experts)
     over = 0 if gate.time_first else 1
-    asked_TK = (routing.slots_TK >= 0).to(probs_TE.dtype)
-    copies_TE = torch.zeros_like(probs_TE).scatter_(1, routing.expert_ids_TK, asked_TK)
-    load_SE = copies_TE.view(shape).sum(over)
+    requested_TK = (routing.slots_TK >= 0).to(probs_TE.dtype)
+    assigned_TE = torch.zeros_like(probs_TE).scatter_(1, routing.expert_ids_TK, requested_TK)
+    load_SE = assigned_TE.view(shape).sum(over)
     mass_SE = probs_TE.view(shape).sum(over)
     real_T = probs_TE.new_ones(num_tokens) if routing.real_T is None else routing.real_T
     tokens_S = real_T.to(probs_TE.dtype).view(shape[:2]).sum(over)
@@ -73,10 +73,10 @@ def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Half the sum of cv^2(importance) and cv^2(load), over the real tokens.
 
-    Importance_e is the sum over tokens of the probability without noise. Load_e is the sum of the chance
-    that e would be among the K best, were its noise drawn again: Phi((logit_e - rival_e) / noise), with
-    rival_e the K-th largest noisy logit of the other experts. cv^2 is the variance over experts divided
-    by the squared mean.
+    Importance_e is the sum over tokens of the probability without noise. Load_e is the sum of the
+    probability that e is among the K best if its noise is drawn again: Phi((logit_e - rival_e) / noise),
+    with rival_e the K-th largest noisy logit of the other experts. cv^2 is the variance over experts
+    divided by the squared mean.
 
     Source: Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
     """
@@ -89,16 +89,16 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
         is_chosen_TE = noisy_TE > best_TK[:, top_k:]
         rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
         ahead_TE = (clean_TE - rival_TE) / gate.noise
-        # An expert that a gate of the user's shuts off has no chance, whoever its rival is.
+        # An expert that a custom gate excludes has probability 0, for every rival.
         chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
     return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
 
 
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The load_importance loss in Tutel's form, for those who resume a training that began with it.
+    """The load_importance loss in Tutel's form, to resume a training run that began with it.
 
-    There the K-th largest noisy logit is subtracted from a probability, not from a logit, and it is not
-    taken among the other experts.
+    It subtracts the K-th largest noisy logit of all experts, and subtracts it from a probability instead of
+    a logit.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -109,7 +109,7 @@ def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Mean over the real tokens of (log sum_e exp logit_e)^2, which keeps the logits small.
+    """Mean over the real tokens of (log sum_e exp logit_e)^2, a penalty on large logits.
 
     Source: ST-MoE (Zoph et al. 2022), equation 5.
     """
@@ -136,7 +136,7 @@ def _importance_and_load(routing: Routing, importance_TE: Tensor, chance_TE: Ten
 
 
 def _cv_squared(total_E: Tensor) -> Tensor:
-    """Variance (of a sample) over the squared mean; 0 for one expert or where nothing came."""
+    """Sample variance over the squared mean; 0 for one expert or without tokens."""
     if total_E.shape[0] == 1:
         return total_E.sum() * 0
     return total_E.var() / (total_E.mean().square() + 1e-10)
@@ -147,7 +147,7 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least fp32: a half-precision gate's dtype holds neither token counts nor their inverse."""
+    """Convert to at least fp32: half precision represents neither token counts nor their inverse."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -158,7 +158,7 @@ def _real_probs(routing: Routing) -> Tensor:
     return probs_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
 
 
-# Switch's loss (Fedus et al. 2021, equations 4 to 6) is gshard's: both count the first choice.
+# Switch's loss (Fedus et al. 2021, equations 4 to 6) equals gshard's: both count the first choice.
 LOSSES = {
     "gshard": gshard_loss,
     "gshard_all": gshard_all_loss,
@@ -179,7 +179,7 @@ def balance_losses(
 
 
 class BalanceBias(nn.Module):
-    """A bias that rises for idle experts and falls for busy ones, and their load since the last update.
+    """A bias that rises for underloaded experts and falls for overloaded ones, with their load.
 
     Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, algorithm 1.
     """
@@ -195,7 +195,7 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add one micro-batch's copies, before dropping and without padding."""
+        """Add one micro-batch's assignments, before dropping and without padding."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()
@@ -203,20 +203,20 @@ class BalanceBias(nn.Module):
         """Step by `rate`: up where fewer copies than the mean came, down where more; then count anew.
 
         Args:
-            load_E: [E] int64, the copies of all ranks since the last update.
+            load_E: [E] int64, the assignments of all ranks since the last update.
         """
-        # In whole numbers, so that every rank takes the same step: sign(mean - load), times E.
+        # In integers, so that every rank makes the same step: sign(mean - load), with both times E.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # Switched on for a model that was trained without: it begins where it would have begun.
+        # A model that was trained without the bias starts with the initial one.
         state_dict.setdefault(prefix + "bias", self.bias)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # A model made half-precision keeps the bias: steps of 0.001 vanish in bf16.
+        # The bias keeps its dtype in a half-precision model: steps of 0.001 vanish in bf16.
         bias = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype != bias.dtype:
@@ -225,12 +225,12 @@ class BalanceBias(nn.Module):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Step every layer's balance bias by the load of all ranks since the last call. Collective.
+    """Update every layer's balance bias by the load of all ranks since the last call. Collective.
 
-    For loops of one's own: after every optimizer step. fairseq's tasks do it by themselves.
+    Custom training loops call it after every optimizer step; fairseq's tasks do so themselves.
 
     Args:
-        model: holds the same biases on every rank of the default group.
+        model: has the same biases on every rank of the default group.
     """
     biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
     if not biases:

@@ -1,6 +1,6 @@
-"""Modules and their first values: classes of the user's own, named package.module.Class, and generators.
+"""Custom classes, named package.module.Class, and the initial values of modules.
 
-Every tensor is drawn from a generator of its own, so that a model is the same for every number of ranks.
+Every tensor has its own generator, so that a model is the same for every number of ranks.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ def load_class(label: str, name: str) -> type:
 
     Args:
         label: of the option, for the message.
-        name: package.module.Class; the module must be importable, say by PYTHONPATH.
+        name: package.module.Class; the module must be importable, for example by PYTHONPATH.
 
     Raises:
         ValueError: there is no such module or class.
@@ -32,13 +32,13 @@ def load_class(label: str, name: str) -> type:
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(
-            f"{label} is {name!r}, which is no class of torch modules; give package.module.Class."
+            f"{label} is {name!r}, which is not a torch module class; give package.module.Class."
         )
     return found
 
 
 def build_custom(label: str, name: str, config: Any) -> nn.Module:
-    """Return the named class built as Class(config); the module keeps `moe_config` to be drawn again."""
+    """Return the named class built as Class(config), with `moe_config` set for `redraw`."""
     module: Any = construct(label, load_class(label, name), config)
     module.moe_config = config
     return module
@@ -48,34 +48,34 @@ def construct(label: str, kind: type, config: Any) -> Any:
     """Return kind(config).
 
     Raises:
-        ValueError: the class does not take a configuration alone.
+        ValueError: the class has other arguments than one configuration.
     """
     try:
         return kind(config)
     except TypeError as error:
         raise ValueError(
-            f"{label} is {kind.__module__}.{kind.__name__}, which is not built as Class(config) ({error}); "
-            "give a class that takes a MoEConfig alone."
+            f"{label} is {kind.__module__}.{kind.__name__}, which cannot be built as Class(config) "
+            f"({error}); give a class whose only argument is a MoEConfig."
         ) from error
 
 
 @torch.no_grad()
 def redraw(module: Any, seed: int) -> None:
-    """Give a module of `build_custom` the values that its constructor draws from this seed."""
+    """Set a module of `build_custom` to the values that its constructor draws from this seed."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return
     module.load_state_dict(draw(type(module), module.moe_config, seed).state_dict())
 
 
 def draw(kind: type, config: Any, seed: int) -> nn.Module:
-    """Return kind(config) on CPU, drawn from this seed; the global generator stays as it was."""
+    """Return kind(config) on CPU, drawn from this seed; the global generator does not change."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # the CPU's alone; torch.manual_seed reseeds GPUs
         return kind(config)
 
 
 def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
-    """Return a CPU generator seeded by a hash of its arguments; expert -1 is what all experts share."""
+    """Return a CPU generator seeded by a hash of its arguments; expert -1 stands for shared tensors."""
     return torch.Generator().manual_seed(hashed_seed(seed, name, expert, tensor))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of one forward of a layer: its tokens, flat, and what is known of them.
+"""The arguments of one forward of a layer, with the tokens flattened.
 
 T tokens, D model_dim, S sentences.
 """
@@ -11,22 +11,23 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.moe.choice import MicroBatch
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.slots import Capacity
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a layer, beside its tokens.
+    """The arguments of one forward, except the tokens.
 
     Attributes:
         shape: of x without D; T is its product.
-        time_first: x is laid out time first, as fairseq does: token t is (t // S, t % S).
-        padding_T: [T] bool, True for tokens to leave out; None when every token is real.
-        token_ids_T: [T] int64, which a hash gate chooses by.
-        capacity_factor: instead of the configured rule; 0 drops nothing. Or a whole rule.
-        top_k: instead of the configured one.
-        gate_index: instead of the configured one.
-        is_new: whether it is a micro-batch of its own; a recompute in backward is none.
+        time_first: x is [time, batch, D], as in fairseq: token t is (t // S, t % S).
+        padding_T: [T] bool, True for padding; None without padding.
+        token_ids_T: [T] int64, for a hash gate.
+        capacity_factor: replaces the configured rule; 0 drops nothing. A number or a whole rule.
+        top_k: replaces the configured one.
+        gate_index: replaces the configured one.
+        is_new: whether the forward is a new micro-batch, not a recompute in backward.
     """
 
     shape: tuple[int, ...]
@@ -46,12 +47,12 @@ class Call:
         padding_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         time_first: bool = False,
-        **asked: Any,
+        **overrides: Any,
     ) -> "Call":
-        """Return the call of a layer of D = `model_dim` with x; see `MoELayer.forward`.
+        """Return the call of a layer with D = `model_dim` for x; see `MoELayer.forward`.
 
         Raises:
-            ValueError: tokens or values of tokens that do not fit.
+            ValueError: x, the mask or the token IDs have a wrong shape or dtype.
         """
         _check_tokens(x, model_dim, time_first)
         return cls(
@@ -59,28 +60,32 @@ class Call:
             time_first=time_first,
             padding_T=_flat(padding_mask, "padding_mask", torch.bool, x, time_first),
             token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
-            **asked,
+            **overrides,
         )
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return x as [T, D], zero where there is padding."""
+        """Return x as [T, D], with zeros for padding."""
         x_TD = x.reshape(-1, x.shape[-1])
         if self.padding_T is None:
             return x_TD
-        # Attention leaves NaN where a sentence is all padding, and 0 * NaN is a gradient.
+        # Attention gives NaN for a sentence of padding alone, and 0 * NaN is NaN in the gradient.
         return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
 
     def micro_batch(self, training: bool) -> MicroBatch:
-        """Return what routing must know of the tokens."""
+        """Return padding, order and mode of the tokens for routing."""
         return MicroBatch(
             real_T=None if self.padding_T is None else ~self.padding_T,
             time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
             training=training,
         )
 
+    def top_k_of(self, config: MoEConfig) -> int:
+        """Return the top_k of this call: its own, or the configured one."""
+        return config.top_k if self.top_k is None else self.top_k
+
     @property
     def sentences(self) -> tuple[int, int] | None:
-        """(S, time) of the tokens; None for one token or a flat list of them, which is one sentence."""
+        """(S, time) of the tokens; None for one token or a flat list, which is one sentence."""
         if self.time_first:
             return self.shape[1], self.shape[0]
         if len(self.shape) < 2:
@@ -90,7 +95,7 @@ class Call:
 
 
 def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
-    """Refuse what is no batch of tokens."""
+    """Raise ValueError unless x is a batch of tokens."""
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
     if x.shape[-1:] != (model_dim,):
@@ -108,7 +113,7 @@ def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
 def _flat(
     values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
 ) -> Tensor | None:
-    """Return one value per token [T], in the tokens' order; refuse another shape or dtype."""
+    """Return one value per token [T], in the tokens' order; raise ValueError for another shape or dtype."""
     if values is None:
         return None
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])

@@ -1,6 +1,6 @@
-"""Choice: logits -> scores -> which experts a token asks for, or which tokens an expert takes.
+"""Choice: logits -> scores -> the experts that tokens choose, or the tokens that experts choose.
 
-T tokens, E experts, K top_k, G groups of experts. Only scores and weights carry a gradient.
+T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
 """
 
 import math
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.options import is_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How experts are chosen, weighed and filled; each field as the MoEConfig field of its name."""
+    """How experts are chosen, weighed and filled; each field is the MoEConfig field of its name."""
 
     score_function: str = "softmax"
     normalize_gate: str = "before"
@@ -36,18 +36,18 @@ class Rules:
 
     @classmethod
     def of(cls, config: MoEConfig) -> "Rules":
-        """Return the rules that a layer's configuration holds."""
+        """Return the rules of a layer's configuration."""
         return cls(**{item.name: getattr(config, item.name) for item in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What routing must know of the tokens.
+    """Padding, order and mode of the tokens that are routed.
 
     Attributes:
-        real_T: [T] bool, False for padding; None when every token is real.
-        time_first: (time, batch) when token t is (t // batch, t % batch), as fairseq lays tokens out;
-            slots are then given in (sentence, time) order all the same.
+        real_T: [T] bool, False for padding; None without padding.
+        time_first: (time, batch) if token t is (t // batch, t % batch), as in fairseq; slots are assigned
+            in (sentence, time) order in both layouts.
         training: whether random numbers may be drawn.
     """
 
@@ -63,18 +63,18 @@ def choose(
     batch: MicroBatch,
     bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let every token choose its experts: here every rule of choice has its line.
+    """Choose the experts of every token; every rule of choice has its line here.
 
     Args:
         logits_TE: [T, E] gate logits.
         top_k: experts per token, 1 to E.
         rules: how experts are chosen.
-        batch: what the tokens are.
+        batch: padding and mode of the tokens.
         bias_E: [E], added to the scores for the choice alone.
 
     Returns:
-        (scores_TE, probs_TE) as `scores_of` gives them, expert_ids_TK [T, K] int64, best first, and
-        weights_TK [T, K], the scores of those; all but the ids differentiable.
+        (scores_TE, probs_TE) of `scores_of`, expert_ids_TK [T, K] int64, best first, and weights_TK [T, K],
+        the scores of these experts; all but the IDs are differentiable.
     """
     sampling = rules.second_expert_policy == "sampling" and top_k > 1
     is_sampled = batch.training and (rules.rsample or sampling)
@@ -102,11 +102,7 @@ def choose(
 
 
 def check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
-    """Refuse a top_k that the experts, or the groups of a token, do not hold.
-
-    Raises:
-        ValueError: naming the value and what may be given.
-    """
+    """Raise ValueError if top_k exceeds the experts, or those in a token's groups."""
     most = num_experts // rules.expert_groups * rules.groups_per_token
     if not (is_whole(top_k) and 1 <= top_k <= most):
         groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
@@ -116,7 +112,7 @@ def check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
 
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
-    """Return (scores_TE, probs_TE): what weights are made of, and the same summing to 1 per token."""
+    """Return (scores_TE, probs_TE): the experts' scores, and the same normalized to sum to 1 per token."""
     if score_function == "softmax":
         probs_TE = torch.softmax(logits_TE, dim=1)
         return probs_TE, probs_TE
@@ -126,17 +122,17 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The commonest choice as one autograd node and kernel: softmax over the experts and its K largest.
+    """The most common choice as one autograd node and kernel: softmax over the experts, then top K.
 
     Args:
         logits_TE: [T, E], any float dtype.
-        top_k: K, from 1 to E; ties go to the lower id.
+        top_k: K, from 1 to E; of equal scores the lower ID is chosen.
         ops: from `kernels.ops`.
 
     Returns:
         probs_TE, ids_TK int64, and the chosen experts' probabilities weights_TK.
     """
-    if torch.is_autocast_enabled(logits_TE.device.type):  # where torch.softmax does the same
+    if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return _SoftmaxTopK.apply(logits_TE, top_k, ops)
 
@@ -163,27 +159,27 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 
 def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return keys whose K largest are a sample of K experts without replacement, by their scores.
+    """Return keys whose K largest are K experts drawn without replacement, in proportion to their scores.
 
     Source: the Gumbel-top-k trick (Kool et al. 2019); for K = 1 DeepSpeed-MoE's RSample.
     """
-    # In half precision many draws would be equal, and ties go to the lower id.
+    # In half precision many draws would be equal, and the lower ID would be preferred.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
-    # -inf is for what may not be chosen at all: an expert that was chosen, or one outside the groups.
+    # -inf marks experts that cannot be chosen: chosen before, or outside the groups.
     return (log_scores_TE + gumbel_TE).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
-# Enough for loads within some percent where logits differ by up to 10; a fixed number asks no device.
+# Loads within some percent if logits differ by up to 10; a fixed number needs no device-to-host read.
 SINKHORN_ROUNDS = 16
 
 
 def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return keys by which the tokens of a micro-batch spread evenly over the experts.
+    """Return keys that spread the tokens of a micro-batch evenly over the experts.
 
-    They are the logits plus one number per expert, such that exp(keys), normalised by token, gives every
-    expert the same sum.
+    The keys are the logits plus one number per expert, such that exp(keys), normalized by token, has the
+    same sum for every expert.
 
     Source: Sinkhorn 1967; S-BASE routing (Clark et al. 2022), section 3.1.
     """
@@ -194,11 +190,11 @@ def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
         if real_T is not None:
             log_probs_TE = log_probs_TE.masked_fill(~real_T.unsqueeze(1), -math.inf)
         log_load_E = torch.logsumexp(log_probs_TE, dim=0)
-        # An expert that no token may choose has no load to even out.
+        # An expert that no token can choose has no load to balance.
         is_open_E = log_load_E.isfinite()
         mean = log_load_E.where(is_open_E, 0.0).sum() / is_open_E.sum().clamp_min(1)
         shift_E = shift_E - (log_load_E - mean).where(is_open_E, 0.0)
-    # -inf is for what was chosen already, or lies outside the groups.
+    # -inf marks experts that were chosen before, or are outside the groups.
     return (logits_TE + shift_E).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
@@ -206,10 +202,10 @@ def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_
     """Return the keys, -inf outside each token's best groups of neighbouring experts.
 
     Args:
-        keys_TE: what experts will be chosen by.
+        keys_TE: the experts with the largest keys will be chosen.
         scores_TE: a group's score is the sum of its max(K / kept, 1) largest.
         groups: G, a divisor of E.
-        kept: groups that a token may choose from.
+        kept: groups that a token can choose from.
         top_k: K.
 
     Source: DeepSeek-V3 (2024), section 2.1.2: two scores of a group for K = 8 and 4 groups.
@@ -226,29 +222,29 @@ def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_
     return keys_TE.masked_fill(~open_TE, -math.inf)
 
 
-def asked_at_random(weights_TK: Tensor) -> Tensor:
+def sampled_choices(weights_TK: Tensor) -> Tensor:
     """Return [T, K] bool: the first choice always, every other with probability min(1, K * weight).
 
     Source: GShard (Lepikhin et al. 2020), section 2.2, random routing: 2 * g_2 for K = 2.
     """
     top_k = weights_TK.shape[1]
-    # Not in the weights' dtype: halves are coarse.
+    # fp32, since half precision is too coarse.
     draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device, dtype=torch.float32)
-    asked_TK = draws_TK < top_k * weights_TK.detach()
-    asked_TK[:, :1] = True
-    return asked_TK
+    requested_TK = draws_TK < top_k * weights_TK.detach()
+    requested_TK[:, :1] = True
+    return requested_TK
 
 
 def experts_choose(
-    scores_TE: Tensor, places: Tensor, position_T: Tensor, real_T: Tensor | None
+    scores_TE: Tensor, capacity: Tensor, position_T: Tensor, real_T: Tensor | None
 ) -> Tensor:
-    """Return slots_TE int64: the place that each expert gives each token, -1 where it does not take it.
+    """Return slots_TE int64: the slot of each token in each expert, -1 if the expert does not choose it.
 
     Args:
         scores_TE: [T, E], detached.
-        places: [] int64, tokens that an expert takes at most.
+        capacity: [] int64, the most tokens of an expert.
         position_T: [T] int64, the tokens in the order in which ties are broken.
-        real_T: [T] bool, False for padding, which nobody takes.
+        real_T: [T] bool, False for padding, which no expert chooses.
 
     Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
     """
@@ -258,7 +254,7 @@ def experts_choose(
     ranks_T1 = torch.arange(len(scores_TE), device=scores_TE.device).unsqueeze(1)
     slots_TE = torch.empty_like(order_TE)
     slots_TE.scatter_(0, position_T[order_TE], ranks_T1.expand_as(order_TE))
-    taken_TE = slots_TE < places
+    taken_TE = slots_TE < capacity
     if real_T is not None:
         taken_TE &= real_T.unsqueeze(1)
     return torch.where(taken_TE, slots_TE, -1)

@@ -1,8 +1,7 @@
-"""Dispatch x_TD -> rows_RD and combine rows_RD -> y_TD, each the other's adjoint, over `kernels`.
+"""Dispatch x_TD -> rows_RD and combine rows_RD -> y_TD on this rank, each the other's adjoint.
 
-Both directions are gathers: dispatch reads the inverse map, its backward sums over the forward map;
-combine sums over the forward map, its backward reads the inverse. No scatter and no atomics, so the
-same input gives the same bits. T tokens, D model_dim, K top_k, R rows.
+Both directions and their backward are gathers over the maps between assignments and rows. Without scatters
+and atomics, the same input gives the same bits. T tokens, D model_dim, K top_k, R rows.
 """
 
 from typing import Any
@@ -18,9 +17,9 @@ from fairseq_tutel.moe.routing import Routing
 def dispatch(
     x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False
 ) -> Tensor:
-    """Return rows_RD, expert-major: row r holds the token that routing put there, or zeros.
+    """Return rows_RD, expert-major: every row is the token of its assignment, or zeros.
 
-    With `prescore` a row is the token times its copy's weight.
+    With `prescore` a row is the token times the assignment's weight.
     """
     ops = kernels.ops(backend, x_TD.device)
     if prescore:
@@ -33,10 +32,10 @@ def dispatch(
 def combine(
     rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False
 ) -> Tensor:
-    """Return y_TD, each token the sum of its copies' outputs times their weights, or of them alone.
+    """Return y_TD, each token's weighted sum of its experts' outputs.
 
-    `rows_RD` may be shorter than the layout's R: the unused tail of the compact layout can be cut.
-    With `prescore` the weights were in what experts read.
+    `rows_RD` may be shorter than R: the unused tail of the compact layout can be cut.
+    With `prescore` the sum is unweighted, since dispatch applied the weights.
     """
     ops = kernels.ops(backend, rows_RD.device)
     source_of_R = routing.source_of_R[: rows_RD.shape[0]]
@@ -92,7 +91,7 @@ class _ScaledDispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
         ctx.ops = ops
-        scale_R = read_copies(weights_TK.reshape(-1), source_of_R)
+        scale_R = read_assignments(weights_TK.reshape(-1), source_of_R)
         return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
 
     @staticmethod
@@ -124,21 +123,21 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK, row_of_TK, source_of_R = ctx.saved_tensors
         dy_TD = dy_TD.contiguous()
-        scale_R = read_copies(weights_TK.reshape(-1), source_of_R)
+        scale_R = read_assignments(weights_TK.reshape(-1), source_of_R)
         drows_RD = ctx.ops.gather_rows(dy_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
         dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
         return drows_RD, dweights_TK, None, None, None
 
 
 def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
-    """Return the token of each row; floor division keeps -1 at -1."""
+    """Return the token of each row; -1 stays -1."""
     if top_k == 1:
         return source_of_R
     return source_of_R.div(top_k, rounding_mode="floor")
 
 
-def read_copies(values_N: Tensor, index_R: Tensor) -> Tensor:
-    """Return values[index]; where the index is -1, something that is not to be read."""
+def read_assignments(values_N: Tensor, index_R: Tensor) -> Tensor:
+    """Return values[index]; for index -1 an arbitrary value, which must not be used."""
     if values_N.shape[0] == 0:
         return values_N.new_zeros(index_R.shape[0])
     return values_N.index_select(0, index_R.clamp_min(0))

@@ -1,8 +1,8 @@
-"""The experts' feed-forward as one autograd node, which keeps only what it read, h and the routing.
+"""The experts' feed-forward as one autograd node, which saves only its input, h and the routing.
 
-With a routing it is dispatch, experts and combine in one: rows are read where tokens lie, and the weights'
-gradient is taken from h, so that neither dispatched rows nor the experts' outputs are kept. T tokens,
-D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x: T with a routing, else R.
+With a routing it does dispatch, experts and combine in one. It reads rows from the tokens directly and
+computes the gate weights' gradient from h, so that it saves neither dispatched rows nor experts' outputs.
+T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x: T with a routing, else R.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from torch import Tensor
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import NAMES, FFNWeights, Kept
-from fairseq_tutel.moe.dispatch import read_copies, token_of
+from fairseq_tutel.moe.dispatch import read_assignments, token_of
 from fairseq_tutel.moe.expert_stack import Tensors
 from fairseq_tutel.moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class FFNCall:
-    """What a call is told beside its tensors.
+    """Arguments of a feed-forward that are no tensors.
 
     Attributes:
         ops: the kernels.
         groups: rows of each expert.
-        activation: between the maps of `ffn`; `glu` has its own.
-        recompute: keep no h, and make it again in backward.
+        activation: between the two maps; ignored for `glu`.
+        recompute: compute h again in backward instead of saving it.
     """
 
     ops: Any
@@ -37,51 +37,32 @@ class FFNCall:
     recompute: bool = False
 
 
-def ffn(rows_RD: Tensor, tensors: Tensors, call: FFNCall) -> Tensor:
-    """Return every row through its expert: [R, D], expert-major; a tail behind the groups is 0."""
-    return _apply(rows_RD, None, None, None, tensors, call)
+def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None = None) -> Tensor:
+    """Return the experts' outputs: of every row [R, D], or every token's weighted sum [T, D].
 
-
-def mixed_ffn(x_TD: Tensor, routing: Routing, tensors: Tensors, call: FFNCall) -> Tensor:
-    """Return every token's weighted sum over its experts: [T, D].
-
-    The compact layout's rows, all of them on this rank.
+    Args:
+        x_ND: expert-major rows, where a tail behind the groups gives 0; with a routing the tokens.
+        tensors: of the experts, by name.
+        call: the other arguments.
+        routing: of these tokens, in the compact layout, with all rows on this rank.
     """
-    x_TD = x_TD.to(tensors["fc1_weight"].dtype)
-    maps = routing.row_of_TK, routing.source_of_R
-    return _apply(x_TD, routing.weights_TK, *maps, tensors, call)
-
-
-def _apply(
-    x_ND: Tensor,
-    weights_TK: Tensor | None,
-    row_of_TK: Tensor | None,
-    source_of_R: Tensor | None,
-    tensors: Tensors,
-    call: FFNCall,
-) -> Tensor:
     named = [tensors.get(name) for name in NAMES]
-    told = x_ND, weights_TK, row_of_TK, source_of_R
-    if not torch.is_grad_enabled():  # the tensors may be no stacks then
-        return _forward(call, False, *told, named)[0]
-    return _FFN.apply(call, not call.recompute, *told, *named)
+    maps: tuple[Tensor | None, ...] = None, None, None
+    if routing is not None:
+        maps = routing.weights_TK, routing.row_of_TK, routing.source_of_R
+    if torch.is_grad_enabled():
+        return _FFN.apply(call, x_ND, *maps, *named)
+    # The tensors may be an expert tensor list then, which autograd cannot save.
+    return _FFN.forward(_NoGraph(), call, x_ND, *maps, *named)
 
 
-def _forward(
-    call: FFNCall,
-    keep: bool,
-    x_ND: Tensor,
-    weights_TK: Tensor | None,
-    row_of_TK: Tensor | None,
-    source_of_R: Tensor | None,
-    named: Sequence[Any],
-) -> tuple[Tensor, Kept]:
-    """Return what comes out, and what backward needs where it is to be kept."""
-    index_R = _index(row_of_TK, source_of_R)
-    y_RD, kept = call.ops.ffn_forward(x_ND, index_R, *_told(call, named), keep=keep)
-    if row_of_TK is None:
-        return y_RD, kept
-    return call.ops.gather_sum(y_RD, row_of_TK, weights_TK), kept
+class _NoGraph:
+    """The context of a forward without backward."""
+
+    needs_input_grad = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Save nothing."""
 
 
 class _FFN(torch.autograd.Function):
@@ -89,17 +70,20 @@ class _FFN(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: FFNCall,
-        keeps: bool,
         x_ND: Tensor,
         weights_TK: Tensor | None,
         row_of_TK: Tensor | None,
         source_of_R: Tensor | None,
-        *named: Tensor | None,
+        *named: Any,
     ) -> Tensor:
-        ctx.call, keep = call, keeps and any(ctx.needs_input_grad)
-        told = x_ND, weights_TK, row_of_TK, source_of_R
-        y, kept = _forward(call, keep, *told, named)
-        ctx.save_for_backward(*told, kept.a_RH, kept.h_RH, kept.g_RH, *named)
+        ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
+        index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
+        y, kept = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
+        if row_of_TK is not None:
+            y = call.ops.gather_sum(y, row_of_TK, weights_TK)
+        ctx.save_for_backward(
+            x_ND, weights_TK, row_of_TK, source_of_R, kept.a_RH, kept.h_RH, kept.g_RH, *named
+        )
         return y
 
     @staticmethod
@@ -107,40 +91,40 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
-        index_R, told = _index(row_of_TK, source_of_R), _told(call, named)
+        index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
         kept = Kept(a_RH, h_RH, g_RH)
         if call.recompute:
-            kept = ops.ffn_kept(x_ND, index_R, *told)
+            kept = ops.ffn_kept(x_ND, index_R, *of_call)
         gate_R = None
         if weights_TK is not None:
-            gate_R = read_copies(weights_TK.reshape(-1), source_of_R)
+            gate_R = read_assignments(weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
             dy.contiguous(),
             x_ND,
             index_R,
             gate_R,
-            told[0],
+            of_call[0],
             kept,
-            *told[1:],
-            needs_dx=needs[2],
-            needs_weights=any(needs[6:]),
+            *of_call[1:],
+            needs_dx=needs[1],
+            needs_weights=any(needs[5:]),
         )
         dx, dweights_TK = grads.x_RD, None
-        if needs[2] and row_of_TK is not None:
+        if needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
-        if needs[3]:
-            dots_N = read_copies(grads.gate_R, row_of_TK.reshape(-1))
+        if needs[2]:
+            dots_N = read_assignments(grads.gate_R, row_of_TK.reshape(-1))
             dweights_TK = dots_N.view(row_of_TK.shape).masked_fill(row_of_TK < 0, 0.0)
         of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
-        return None, None, dx, dweights_TK, None, None, *of_weights
+        return None, dx, dweights_TK, None, None, *of_weights
 
 
 def _index(row_of_TK: Tensor | None, source_of_R: Tensor | None) -> Tensor | None:
-    """Return the token of every row; None where rows are their own."""
+    """Return the token of every row; None without a routing."""
     if row_of_TK is None or source_of_R is None:
         return None
     return token_of(source_of_R, row_of_TK.shape[1])
 
 
-def _told(call: FFNCall, named: Sequence[Tensor | None]) -> tuple[FFNWeights, Groups, str]:
+def _arguments(call: FFNCall, named: Sequence[Tensor | None]) -> tuple[FFNWeights, Groups, str]:
     return FFNWeights.of(named), call.groups, call.activation

@@ -1,6 +1,6 @@
-"""Experts: (rows, counts, weights) -> rows: ours, and of the user's own.
+"""Experts: (rows, groups, weights) -> rows, built-in ones and custom ones.
 
-R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group an expert.
+R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group per expert.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from torch.func import functional_call
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.build import (
@@ -25,16 +24,15 @@ from fairseq_tutel.moe.build import (
     seeded_generator,
 )
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.expert_ffn import FFNCall, ffn, mixed_ffn
+from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.few_tokens import FewTokens, combine_few, dispatch_few
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.ranks.groups import Part
 
 
 class Experts(ExpertStack):
-    """Two kinds: `ffn` and `glu`.
+    """The built-in experts, `ffn` and `glu`.
 
     Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]; glu adds
     fc3_weight [e, H, D], fc3_bias [e, H]. Each expert's matrices have nn.Linear's layout.
@@ -52,7 +50,7 @@ class Experts(ExpertStack):
         super().__init__(config, part)
         slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
-        # Of the output only the bias is cut.
+        # Only the bias of the output is cut.
         model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
         shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
@@ -74,8 +72,8 @@ class Experts(ExpertStack):
     def reset_parameters(self, seed: int, name: str) -> None:
         """Draw every expert as nn.Linear does, or normal by `init_std`.
 
-        The generator's seed is a hash of (seed, name, global expert id, tensor), so a model has the
-        same experts for every number of ranks, and layers differ from each other.
+        The generator's seed is a hash of (seed, name, global expert ID, tensor), so that a model has the
+        same experts for every number of ranks, and layers differ.
         """
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
@@ -84,20 +82,20 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # A part of what is drawn for the whole, so that a model is the same for every P.
+                # The whole expert is drawn and cut, so that a model is the same for every P.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Return the tensors in autocast's dtype, where that is on."""
+        """Return the tensors in autocast's dtype, if autocast is enabled."""
         if not torch.is_autocast_enabled(device.type):
             return tensors
         dtype = torch.get_autocast_dtype(device.type)
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run expert i on its group of rows, with its hidden dimension or a part of it."""
+        """Run expert i on its group of rows, with its hidden dimension or a slice of it."""
         tensors = self.prepared(tensors, rows_RD.device)
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         if not self.is_one_node:
@@ -105,39 +103,25 @@ class Experts(ExpertStack):
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     @property
-    def mixes(self) -> bool:
-        """Whether `mix` will do: where they are one node, and nobody hooked `forward`."""
+    def can_fuse(self) -> bool:
+        """Whether `run_fused` can be used: the experts are one autograd node without hooks."""
         return self.is_one_node and not self.is_hooked
 
-    def mix(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D], as one node."""
-        if isinstance(routing, FewTokens):
-            return self._mix_few(x_TD, routing, weights)
+    def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D], as one autograd node."""
         tensors, groups = weights.of_groups(self, routing.groups)
         tensors = self.prepared(tensors, x_TD.device)
         call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
-        return mixed_ffn(x_TD, routing, tensors, call)
-
-    def _mix_few(self, x_TD: Tensor, routing: FewTokens, weights: Weights) -> Tensor:
-        own, rows = weights.of_each(self, routing.groups), dispatch_few(x_TD, routing)
-        outs = list(map(self._of_few, own, rows))  # which keeps none but the expert that it is at
-        if not outs:
-            return self.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
-        return combine_few(outs, routing)
-
-    def _of_few(self, tensors: Tensors, rows_nD: Tensor) -> Tensor:
-        tensors = self.prepared(tensors, rows_nD.device)
-        rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
-        return ffn_of_few(rows_nD, tensors, self.config.activation)
+        return ffn(x_TD.to(tensors["fc1_weight"].dtype), tensors, call, routing)
 
     @property
     def checkpoints(self) -> bool:
-        """Whether backward runs it again; one node makes again only what it needs."""
+        """Whether backward runs the experts again; one autograd node recomputes only h."""
         return super().checkpoints and not self.is_one_node
 
     @property
     def is_one_node(self) -> bool:
-        """Whether nothing stands between the maps but the activation."""
+        """Whether the activation is the only operation between the maps."""
         drops = self.training and self.config.activation_dropout > 0
         return self.hidden_layer_norm is None and not drops
 
@@ -161,7 +145,7 @@ class Experts(ExpertStack):
         )
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
-        """Apply what stands between the maps, or before fc3's product in a glu."""
+        """Apply the activation between the maps, in a glu before fc3's product."""
         return activation_of(self.config)(hidden_RH)
 
 
@@ -173,15 +157,15 @@ def feed_forward(
     norm: nn.Module | None,
     training: bool,
 ) -> Tensor:
-    """Return the feed-forward of x map by map, whoever's maps they are.
+    """Return the feed-forward of x, map by map.
 
     Args:
         x: [..., D].
-        linear: applies the map of a name, fc1, fc2 or a glu's fc3.
-        config: says whether it is a glu, and what is dropped.
-        activate: on what fc1 gives.
+        linear: applies the map with this name: fc1, fc2 or a glu's fc3.
+        config: expert_type and activation_dropout.
+        activate: applied to fc1's output.
         norm: of the hidden layer, or None.
-        training: whether anything is dropped.
+        training: whether dropout is on.
     """
     hidden = activate(linear("fc1", x))
     if config.expert_type == "glu":
@@ -193,19 +177,18 @@ def feed_forward(
 
 
 def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function of `config.activation`; a glu has its own."""
+    """Return the function of `config.activation`; a glu uses silu."""
     return F.silu if config.expert_type == "glu" else ACTIVATIONS[config.activation].forward
 
 
 class CustomExperts(ExpertStack):
     """Runs `kind(config)`, a module that maps rows [n, D] to rows [n, D], for every expert.
 
-    Parameters are stacked by expert under their own names, with __ for a dot, so that they are
-    exchanged, saved and resumed as all experts are. Each expert is drawn by its own constructor,
-    from a seed of its own.
+    Parameters are stacked by expert under their own names, with __ for a dot, and are exchanged, saved and
+    resumed as those of built-in experts. Each expert is drawn by its constructor, with its own seed.
 
     Raises:
-        ValueError: the module has buffers, which no expert could keep apart, or no parameters.
+        ValueError: the module has no parameters, or has buffers, which cannot differ by expert.
     """
 
     def __init__(
@@ -219,10 +202,10 @@ class CustomExperts(ExpertStack):
             raise ValueError(f"expert {kind.__name__} has no parameters; give a torch module.")
         if list(template.buffers()):
             raise ValueError(
-                f"expert {kind.__name__} has buffers, which experts do not keep apart; make them "
-                "parameters, or constants of the class."
+                f"expert {kind.__name__} has buffers, which all experts would share; make them "
+                "parameters or class constants."
             )
-        # Not a submodule: it lends its forward, and holds no values.
+        # In a list, so that it is no submodule: only its forward is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
@@ -248,7 +231,7 @@ class CustomExperts(ExpertStack):
         template.train(self.training)
         counts = list(groups.host)
         rows_RD = rows_RD[: sum(counts)]
-        # unbind's backward stacks once; indexing would build a zero-filled stack per expert.
+        # unbind's backward stacks once; indexing's would build a zero-filled stack per expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 
         def run(i: int, rows: Tensor) -> Tensor:
@@ -256,13 +239,12 @@ class CustomExperts(ExpertStack):
 
         parts = rows_RD.split(counts)
         done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
-        # No rows at all: an empty run still knows dtype and width of what other ranks send and expect,
-        # and gives parameters gradients, of zero.
+        # Without rows, an empty run gives the output's dtype and width, and zero gradients.
         out = torch.cat(done) if done else run(0, rows_RD)
         if out.shape != rows_RD.shape:
             raise ValueError(
-                f"expert_type (--moe-expert-type) {self.kind.__name__} gives {tuple(out.shape)} for rows "
-                f"of shape {tuple(rows_RD.shape)}; let it return the shape it is given."
+                f"expert_type (--moe-expert-type) {self.kind.__name__} returns {tuple(out.shape)} for rows "
+                f"of shape {tuple(rows_RD.shape)}; return the shape of the input."
             )
         return out
 
@@ -274,20 +256,19 @@ def _key(name: str) -> str:
 def _part_of(width: int, slices: int, name: str) -> int:
     if width % slices:
         raise ValueError(
-            f"{label_of(name)} is {width}, which --moe-expert-parallel-size would cut into {slices} slices "
-            "of an expert; give a multiple of that, or a smaller size."
+            f"{label_of(name)} is {width}, but --moe-expert-parallel-size cuts an expert into {slices} "
+            "slices; give a multiple of that, or a smaller size."
         )
     return width // slices
 
 
 def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
-    """Return the local experts that `config.expert_type` names, ours or of the user's class.
+    """Return the local experts of `config.expert_type`, built-in or custom.
 
     Args:
         config: of the layer.
-        part: which experts are here.
-        device: of their stacked tensors; on the meta device they are to come, see
-            `ExpertStack.await_tensors`.
+        part: the experts of this rank.
+        device: of their stacked tensors; on the meta device `ExpertStack.load_later` brings them.
     """
     if is_custom(config.expert_type):
         kind = load_class(label_of("expert_type"), config.expert_type)
@@ -327,13 +308,13 @@ def grouped_linear(
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype)
-    if not torch.is_grad_enabled():  # the tensors may be no stacks then
+    if not torch.is_grad_enabled():  # the weights may be an expert tensor list then
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One autograd node for all groups; over `weight[i]` autograd would build a full stack per expert."""
+    """One autograd node for all groups; with `weight[i]` autograd would build a full stack per expert."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Gate: x_TD -> logits_TE, and what makes it explore: noise before and after it, in training only.
+"""Gate: x_TD -> logits_TE, with noise on its input and output in training.
 
-T tokens, D model_dim, E experts. Noise is drawn from torch's global generator, which fairseq reseeds every
-update and activation checkpointing restores, so that a recompute and a resume route alike.
+T tokens, D model_dim, E experts. Noise is drawn from torch's global generator. fairseq reseeds it every
+update and activation checkpointing restores it, so that recomputed and resumed forwards route the same.
 """
 
 import math
@@ -12,21 +12,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
+from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.options import is_custom
 
 
-class LinearGate(nn.Module):
-    """Score tokens by one linear map without bias, in fp32 (fp64 for fp64 input) unless asked otherwise.
+def num_scores(config: MoEConfig) -> int:
+    """Return E, the columns of a gate's logits: one for every expert with weights."""
+    return config.num_experts
 
-    Why fp32: the softmax over experts is taken of these logits, and a rounding in half precision
-    swaps experts between two forwards of one token.
+
+class LinearGate(nn.Module):
+    """Score tokens by one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32`.
+
+    In half precision, rounding would change a token's experts between two forwards.
     """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.fp32_gate = config.gate_fp32
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim))
+        self.weight = nn.Parameter(torch.empty(num_scores(config), config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the weight as nn.Linear does: uniform within 1 / sqrt(D)."""
@@ -38,7 +43,7 @@ class LinearGate(nn.Module):
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        # A context takes half of a few tokens' time.
+        # For few tokens, the context manager would take half of the time.
         if not torch.is_autocast_enabled(x_TD.device.type):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -49,7 +54,7 @@ class CosineGate(nn.Module):
     """Score tokens by the cosine between a projection of them and one direction per expert.
 
     logits = exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
-    In fp32 (fp64 for fp64 input) unless asked otherwise.
+    Computed in fp32 (fp64 for fp64 input) if `gate_fp32`.
 
     Source: Chi et al. 2022 (X-MoE), section 3.2; initialisation as in Tutel's cosine_top.
     """
@@ -61,7 +66,7 @@ class CosineGate(nn.Module):
         dim = config.gate_projection_dim
         self.projection_weight = nn.Parameter(torch.empty(dim, config.model_dim))
         self.projection_bias = nn.Parameter(torch.empty(dim))
-        self.directions = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.directions = nn.Parameter(torch.empty(num_scores(config), dim))
         self.log_scale = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -89,28 +94,28 @@ class CosineGate(nn.Module):
 
 
 class HashGate(nn.Module):
-    """Choose experts by a hash of the token's id: no parameters, a baseline that learns nothing.
+    """Choose experts by a hash of the token's ID, a baseline without parameters.
 
-    Of K experts per token all weigh 1 / K: their logits are 0, those of the others -inf.
+    Each of a token's K experts has weight 1 / K: their logits are 0 and all others are -inf.
 
-    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that never collide.
+    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that differ.
     """
 
     salt: Tensor
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.num_experts = config.num_experts
-        # Saved, so that a model routes alike whatever seed it is opened with.
+        self.num_experts = num_scores(config)
+        # Saved, so that routing does not depend on the seed that a model is opened with.
         self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw what tells this layer's hash from another's."""
-        # Far from overflow where checkpoints are averaged.
+        """Draw the salt, which makes the hashes of layers differ."""
+        # Small enough for the sum when checkpoints are averaged.
         self.salt.copy_(torch.randint(2**31, (), generator=generator))
 
     def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
-        """Return logits_TE in fp32 from ids [T] int64."""
+        """Return logits_TE in fp32 from token IDs [T] int64."""
         experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
         hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
         chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
@@ -119,7 +124,7 @@ class HashGate(nn.Module):
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 numbers one to one: splitmix64's finalizer, on wrapping arithmetic."""
+    """Scramble int64 numbers one to one: splitmix64's finalizer, with wrapping arithmetic."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _shifted(x, shift)) * factor
     return x ^ _shifted(x, 31)
@@ -138,14 +143,14 @@ GATES = {
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
-    """Return a gate by name, or of the user's class, built as Class(config): x_TD -> logits_TE."""
+    """Return a built-in gate by name, or a custom one, built as Class(config): x_TD -> logits_TE."""
     if is_custom(kind):
         return build_custom(label_of("gate_type"), kind, config)
     return GATES[kind](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
-    """Draw a gate that `build_gate` gave from a generator of (seed, name, tensor), alike on every rank."""
+    """Draw a gate of `build_gate` from a generator of (seed, name, tensor), the same on every rank."""
     if any(isinstance(gate, kind) for kind in GATES.values()):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
@@ -153,7 +158,7 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return what the gate sees: x with multiplicative jitter and dropout; the experts see x itself.
+    """Return the gate's input: x with multiplicative jitter and dropout. The experts get x itself.
 
     Jitter multiplies every element by a number uniform in [1 - j, 1 + j].
 
@@ -162,43 +167,47 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
     if not training:
         return x_TD
     if config.input_jitter > 0:
-        # In half precision there are few numbers near 1, more of them below it than above.
+        # Half precision has few numbers near 1, and more below it than above.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         low, high = 1 - config.input_jitter, 1 + config.input_jitter
         x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)
     return F.dropout(x_TD, config.input_dropout, training) if config.input_dropout else x_TD
 
 
-def gate_logits(
-    gate: nn.Module, x_TD: Tensor, token_ids_T: Tensor | None, top_k: int, num_experts: int
-) -> Tensor:
+def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) -> Tensor:
     """Return a gate's logits_TE.
 
     Raises:
-        ValueError: a hash gate was called without token ids, or a gate of the user's gave another shape.
+        ValueError: a hash gate has no token IDs, or a custom gate returned another shape.
     """
     if not isinstance(gate, HashGate):
         logits_TE = gate(x_TD)
-        if logits_TE.shape != (x_TD.shape[0], num_experts):
+        expected = x_TD.shape[0], num_scores(config)
+        if logits_TE.shape != expected:
             raise ValueError(
                 f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for "
-                f"{x_TD.shape[0]} tokens and {num_experts} experts; return one row per token and one "
+                f"{expected[0]} tokens and {expected[1]} experts; return one row per token and one "
                 "column per expert."
             )
         return logits_TE
-    if token_ids_T is None:
+    if call.token_ids_T is None:
         raise ValueError(
             "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "
             "or choose linear or cosine."
         )
-    return gate(token_ids_T, top_k)
+    return gate(call.token_ids_T, call.top_k_of(config))
+
+
+def noise_std(config: MoEConfig) -> float:
+    """Return the standard deviation of the noise on a logit in training: gate_noise / E."""
+    return config.gate_noise / num_scores(config)
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Add gaussian noise of standard deviation gate_noise / E.
+    """Add gaussian noise of `noise_std`, in training.
 
-    Choice, weights and balance losses all take the noisy logits, as Tutel's do.
+    Choice, weights and balance losses all use the noisy logits, as in Tutel.
     """
     if not training or config.gate_noise == 0:
         return logits_TE
-    return logits_TE + torch.randn_like(logits_TE) * (config.gate_noise / logits_TE.shape[1])
+    return logits_TE + torch.randn_like(logits_TE) * noise_std(config)

@@ -1,4 +1,4 @@
-"""The layer in two halves: gate and route; then dispatch, exchange (experts) and combine.
+"""The MoE layer: gate and route; then dispatch, experts and combine; then balance losses.
 
 T tokens, D model_dim, E experts (e local), K top_k, R rows.
 """
@@ -12,26 +12,31 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.comm import exchange
-from fairseq_tutel.comm.stamp import Calls, Stamp
-from fairseq_tutel.comm.trip import ExchangeTimer
+from fairseq_tutel.comm.call_id import CallCounter
+from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
-from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.choice import Rules
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.dispatch import combine, dispatch
-from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.decode import are_few, decide_few
+from fairseq_tutel.moe.deferred import Deferred, can_defer, deferred_field
+from fairseq_tutel.moe.dispatchers import Dispatcher, choose_dispatcher
+from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.few_tokens import FewTokens, are_few, decide_few
-from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noisy_logits, reset_gate
+from fairseq_tutel.moe.gates import (
+    build_gate,
+    gate_input,
+    gate_logits,
+    noise_std,
+    noisy_logits,
+    reset_gate,
+)
 from fairseq_tutel.moe.initial_strategy import static_strategy
-from fairseq_tutel.moe.on_demand import OnDemand, can_wait
 from fairseq_tutel.moe.options import is_whole
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide, padded
-from fairseq_tutel.moe.shared_experts import Beside
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide
+from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.moe.slots import Capacity, capacity_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
@@ -39,12 +44,12 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOutput:
-    """What a layer returns beside y.
+    """Balance losses and routing of a forward.
 
     Attributes:
-        balance_loss: [] differentiable scalar, the weighted sum of `losses`; 0 where there are none.
+        balance_loss: [] differentiable scalar, the weighted sum of `losses`; 0 if there are none.
         losses: every balance loss by name, unweighted.
-        routing: the decision of this forward.
+        routing: of this forward.
     """
 
     balance_loss: Tensor
@@ -52,12 +57,15 @@ class MoEOutput:
     routing: Routing
 
 
-class OutputOnDemand(OnDemand, MoEOutput):
-    """The same, with losses on demand."""
+class DeferredOutput(Deferred, MoEOutput):
+    """A MoEOutput whose losses are computed at their first access."""
+
+    balance_loss = deferred_field("balance_loss")
+    losses = deferred_field("losses")
 
 
 class Router(Protocol):
-    """What routes the tokens of several layers, as inference/pregate.py does."""
+    """Routes the tokens of several layers, as in inference/pregate.py."""
 
     def routing_of(self, layer: "MoELayer", x_TD: Tensor, call: Call) -> Routing:
         """Return the routing of a layer's forward; see `MoELayer.route`."""
@@ -67,22 +75,22 @@ class MoELayer(nn.Module):
     """A mixture of experts in place of a feed-forward layer.
 
     1. `route`: x_TD -> logits_TE by the gate -> Routing (experts, slots, drops, row maps)
-    2. `apply_routing`: dispatch, x_TD -> rows_RD, expert-major; exchange: rows cross to the ranks that
-       own their experts, run, and come back; combine, rows_RD -> y_TD, weighted; and, beside, shared and
-       residual experts are added, where there are any
+    2. `apply_routing`: x_TD -> y_TD by the layer's dispatcher (`moe/dispatchers.py`): dispatch tokens to
+       expert-major rows, run the experts on the ranks that own them, and combine the outputs by weight.
+       Then add shared and residual experts, if there are any.
     3. `balance`: Routing -> losses
 
     Args:
-        config: what to compute and how.
-        topology: where the experts live; None means all of them here.
-        seed: seeds the layer's own generators; None draws one from torch's global generator, which
-            must then be seeded alike on every rank.
-        name: tells layers of one seed apart.
-        gate_configs: a configuration for each of several gates on these experts, which `gate_index`
-            chooses from; they may differ in all that is decided before dispatch. None makes one for
-            every name in `config.gate_type`.
-        gates: gates that are built already, one for each configuration; ours are drawn anew by `seed`.
-        experts: experts that are built already, instead of those that `config` names; drawn anew too.
+        config: of the layer.
+        topology: the ranks that own the experts; None for one rank with all experts.
+        seed: of the layer's generators; None draws one from torch's global generator, which must then have
+            the same seed on every rank.
+        name: gives layers with the same seed different parameters.
+        gate_configs: a configuration for each of several gates, which `gate_index` chooses from; they may
+            differ in options that apply before dispatch. None builds one gate for every name in
+            `config.gate_type`.
+        gates: existing gates, one for each configuration; built-in ones are drawn again by `seed`.
+        experts: existing experts, used instead of those of `config`; drawn again by `seed`.
     """
 
     router: Router | None = None
@@ -106,8 +114,10 @@ class MoELayer(nn.Module):
             )
         self.name = name
         self.topology = topology or Topology()
+        self._dispatcher: Dispatcher | None = None
+        self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
-        autotune.allow(config.kernel_tuning_seconds)  # of the process, as every layer says alike
+        autotune.allow(config.kernel_tuning_seconds)  # for the whole process
         if gates is None:
             kinds = (
                 config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
@@ -117,27 +127,26 @@ class MoELayer(nn.Module):
         self.other_gates = nn.ModuleList(gates[1:])
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
-        # May be set anew between two steps, alike on all ranks.
-        self.strategy = static_strategy(config, self.topology)
+        self._strategy = static_strategy(config, self.topology)
         has_beside = config.shared_experts > 0 or config.residual
-        self.beside = Beside(config) if has_beside else None
+        self.beside = SharedResidualExperts(config) if has_beside else None
         self.balance_bias = (
             BalanceBias(config.num_experts, config.bias_update_rate)
             if config.balance_bias
             else None
         )
         group = self.topology.expert_group
-        self.calls = None if group is None else Calls(group, name, self.experts.num_local)
+        self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
         self._watches_load = False
         self.busiest: Tensor | None = None
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
-        """Set what every forward goes by, of the layer and of each gate; what is built stays."""
-        self.config = config
+        """Replace the configuration of the layer and of each gate; existing modules stay."""
+        self.config, self._dispatcher = config, None
         self.gate_configs = [
-            # What the layer's losses ask of a gate, such as noise, is checked for each.
+            # Checks what the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
@@ -145,7 +154,7 @@ class MoELayer(nn.Module):
         self.balance_weights = parse_balance_loss(config.balance_loss)
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialise everything from generators seeded by (seed, name): alike for every W."""
+        """Initialize all parameters from generators seeded by (seed, name): the same for every W."""
         for i, gate in enumerate([self.gate, *self.other_gates]):
             reset_gate(gate, seed, name, f"gate{i or ''}")
         self.experts.reset_parameters(seed, name)
@@ -166,24 +175,24 @@ class MoELayer(nn.Module):
         """Route every token of x through its experts.
 
         Args:
-            x: [..., D] in any float dtype, which the gate sees, and experts in the dtype of their
-                weights; with `time_first` [time, batch, D].
-            padding_mask: bool, True for tokens to leave out (their output is 0): the shape of x
-                without D, or [batch, time] with `time_first`.
-            time_first: x is laid out time first, as fairseq does; dropping still goes by
-                (sentence, time).
-            capacity_factor: overrides the configured rule for this call; 0 drops nothing. Or a whole rule.
-            top_k: overrides the configured one for this call.
-            gate_index: overrides the configured one for this call.
-            token_ids: int64 of padding_mask's shape; a hash gate needs them.
+            x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets this dtype,
+                the experts get the dtype of their weights.
+            padding_mask: bool, True for padding (its output is 0): the shape of x without D, or
+                [batch, time] with `time_first`.
+            time_first: x is [time, batch, D], as in fairseq; dropping goes by (sentence, time) in both
+                layouts.
+            capacity_factor: overrides the configured rule; 0 drops nothing. A number or a whole rule.
+            top_k: overrides the configured one.
+            gate_index: overrides the configured one.
+            token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
-            y: the shape of x, unless its experts give another last dimension, in the dtype of the
-                experts' weights (under autocast in autocast's).
+            y: the shape of x, except for experts with another last dimension, in the dtype of the experts'
+                weights (under autocast in autocast's).
             output: balance losses and routing.
 
         Raises:
-            ValueError: tokens, a mask, an index or a number that does not fit.
+            ValueError: x, a mask, token IDs or an override are invalid.
         """
         call = Call.of(
             x,
@@ -201,37 +210,37 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward: that of `route`, or of what routes several layers."""
+        """Return the routing of a forward, by `route` or by the router of several layers."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
     def route_by(self, router: Router | None) -> None:
-        """Ask this for the routings of the next forwards; None: the layer routes by itself."""
+        """Use this router in the next forwards; None for the layer's own `route`."""
         self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Let the gate of a call choose experts and rows for every token; needs no expert and no rank.
+        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks.
 
         Args:
-            x_TD: [T, D], as `call.tokens` gives them.
-            call: what is asked of them.
+            x_TD: [T, D], from `call.tokens`.
+            call: the other arguments of the forward.
 
         Raises:
-            ValueError: an index or a number that does not fit.
+            ValueError: an override in `call` is invalid.
         """
         gate, config, rules = self.gate_at(
             self.config.gate_index if call.gate_index is None else call.gate_index
         )
-        top_k = config.top_k if call.top_k is None else call.top_k
+        top_k = call.top_k_of(config)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call.token_ids_T, top_k, config.num_experts)
+        clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         bias = self.balance_bias
         gate_output = GateOutput(
             logits_TE=logits_TE,
             clean_TE=clean_TE,
-            noise=config.gate_noise / config.num_experts,
+            noise=noise_std(config),
             score_function=rules.score_function,
             sentences=call.sentences,
             time_first=call.time_first,
@@ -240,7 +249,8 @@ class MoELayer(nn.Module):
         capacity = capacity_of(config, self.training, call.capacity_factor)
         batch = call.micro_batch(self.training)
         bias_E = None if bias is None else bias.bias
-        if self._takes_few() and are_few(logits_TE, top_k, capacity, rules):
+        is_deferred = can_defer(self.training) and self.dispatcher.decodes
+        if is_deferred and are_few(logits_TE, top_k, capacity, rules):
             return decide_few(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
         routing = decide(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
         if self.training and call.is_new:
@@ -248,47 +258,26 @@ class MoELayer(nn.Module):
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send every token through its experts, wherever they are; return y_TD. Collective across ranks.
-
-        `nn.Module.apply`, which models are initialised with, is another thing.
+        """Send every token through its experts and return y_TD. Collective across ranks.
 
         Args:
-            x_TD: [T, D], as `Call.tokens` gives them.
-            routing: of as many tokens: these, or what an earlier layer was given of them.
+            x_TD: [T, D], from `Call.tokens`.
+            routing: of these tokens, or of an earlier layer's input for the same tokens.
         """
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
-        if isinstance(routing, FewTokens) and self._takes_few():
-            y_TD = experts.mix(x_TD, routing, experts.weights)
-        else:
-            y_TD = self._exchanged(x_TD, routing)
+        y_TD = self.dispatcher.apply(x_TD, routing, experts.weights)
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
-    def _exchanged(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        config, experts, options = self.config, self.experts, self._exchange_options()
-        if options.padded and options.group is not None:
-            routing = padded(routing, exchange.agreed_capacity(routing.counts_E, options))
-        weights = weights_of(experts, self.topology, options, x_TD.device)
-        if options.group is None and not config.prescore and experts.mixes:
-            return experts.mix(x_TD, routing, weights)
-        rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
-        rows_RD = exchange.run(
-            rows_RD,
-            routing.counts_E,
-            lambda rows, groups: experts(rows, groups, weights),
-            options,
-        )
-        return combine(rows_RD, routing, config.backend, config.prescore)
-
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing that this layer's `route` gave. May be collective.
+        """Return the balance losses of a routing of this layer's `route`. May be collective.
 
-        Where nothing is trained they are made when they are read.
+        In evaluation without gradients they are computed at their first access.
         """
         make = partial(self._balance, routing)
-        if can_wait(self.training):
-            return OutputOnDemand(make, routing=routing)
+        if can_defer(self.training):
+            return DeferredOutput(make, routing=routing)
         return make()
 
     def _balance(self, routing: Routing) -> MoEOutput:
@@ -299,23 +288,48 @@ class MoELayer(nn.Module):
             total = total + self.balance_weights[name] * loss
         return MoEOutput(balance_loss=total, losses=named, routing=routing)
 
+    @property
+    def strategy(self) -> Strategy:
+        """The execution strategy of the next forwards; results do not depend on it."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: Strategy) -> None:
+        self._strategy, self._dispatcher = strategy, None
+
     def follow(self, strategy: Strategy) -> None:
-        """Run the next forwards this way: results are the same. To be told alike on all ranks."""
+        """Use this strategy in the next forwards. Call it on all ranks alike."""
         self.strategy = strategy
 
-    # The former name of `strategy`.
-    how = property(lambda self: self.strategy, lambda self, value: self.follow(value))
+    how = strategy  # the former name
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The dispatcher of the next forward, chosen again after strategy or weights have changed."""
+        basis = self.experts, self.experts.weights
+        if self._dispatcher is None or self._dispatcher_for != basis:
+            self._dispatcher = choose_dispatcher(
+                self.experts,
+                self.config,
+                self.topology,
+                self._strategy,
+                self.calls,
+                self.timer,
+                self.name,
+            )
+            self._dispatcher_for = basis
+        return self._dispatcher
 
     def time_exchanges(self) -> None:
-        """Take the time of exchanges from now on, in `timer`."""
-        self.timer = ExchangeTimer()
+        """Measure the time of exchanges from now on, in `timer`."""
+        self.timer, self._dispatcher = ExchangeTimer(), None
 
     def watch_load(self) -> None:
-        """Keep, in `busiest`, the most that an expert was assigned in a micro-batch, dropped or not."""
+        """Keep the largest expert load of a micro-batch, before dropping, in `busiest`."""
         self._watches_load = True
 
     def extra_repr(self) -> str:
-        """Return the sizes, and every option that is not its default."""
+        """Return top_k and every option that differs from its default."""
         return ", ".join(
             f"{item.name}={getattr(self.config, item.name)!r}"
             for item in dataclasses.fields(self.config)
@@ -323,25 +337,12 @@ class MoELayer(nn.Module):
         )
 
     @torch.no_grad()
-    def take_part(self) -> None:
-        """Run this rank's experts for the ranks that are in `forward`, and bring no token.
-
-        The layer keeps no trace of it.
-        """
-        options = dataclasses.replace(self._exchange_options(), timer=None)
-        device = self.experts.device
-        counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
-        has_buffers = options.padded and options.group is not None
-        capacity = exchange.agreed_capacity(counts_E, options) if has_buffers else 0
-        shape = len(counts_E) * capacity, self.config.model_dim
-        rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
-        weights = weights_of(self.experts, self.topology, options, device)
-        exchange.run(
-            rows_RD, counts_E, lambda rows, groups: self.experts(rows, groups, weights), options
-        )
+    def run_without_tokens(self) -> None:
+        """Join the collectives of a forward of other ranks with zero tokens. Changes no state."""
+        self.dispatcher.run_without_tokens(self.experts.weights)
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, Rules]:
-        """Return a gate, and the configuration and rules that go with it.
+        """Return a gate with its configuration and rules.
 
         Raises:
             ValueError: there is no such gate.
@@ -354,34 +355,8 @@ class MoELayer(nn.Module):
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index], self.rules[index]
 
-    def _exchange_options(self) -> exchange.ExchangeOptions:
-        """Return how the rows of a new call travel."""
-        slices = self.topology.slices(self.config.num_experts)
-        degree = nearest_degree(self.strategy.adaptive_r, slices, self.config.hidden_layer_norm)
-        if not self.experts.weights.are_own:  # nobody can gather what is not here
-            degree = max(1, degree)
-        # Experts that are all here, for good or for this forward, need nobody else.
-        here = self.experts.weights.of_all or degree == 0
-        return exchange.ExchangeOptions(
-            group=None if here else self.topology.expert_group,
-            grid=self.topology.grid,
-            strategy=dataclasses.replace(self.strategy, adaptive_r=degree),
-            slices=slices,
-            padded=self.config.exchange == "padded",
-            wire=self.config.a2a_dtype,
-            backend=self.config.backend,
-            timer=self.timer,
-            name=self.name,
-            stamp=Stamp(self.calls, self.training),
-        )
-
-    def _takes_few(self) -> bool:
-        """Whether the experts take few tokens of this rank as `few_tokens` has it."""
-        here = self.topology.expert_group is None or self.experts.weights.of_all
-        return here and can_wait(self.training) and not self.config.prescore and self.experts.mixes
-
     def _count(self, routing: Routing) -> None:
-        """Count a micro-batch of a training."""
+        """Count the load of a micro-batch in training."""
         if self.balance_bias is not None:
             self.balance_bias.count(routing.assigned_KE)
         if self._watches_load:

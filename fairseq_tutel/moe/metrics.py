@@ -285,4 +285,3 @@ def routing_metrics(routing: Routing) -> dict[str, Tensor]:
 
 
 # Former names.
-Tally, tally_of = RoutingCounts, count_routing

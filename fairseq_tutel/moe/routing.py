@@ -1,7 +1,7 @@
-"""Route: logits_TE -> Routing, the decision which token goes where.
+"""Route: logits_TE -> Routing, the experts, slots and rows of every token.
 
-T tokens, E experts, K top_k, C capacity, R rows. A "row" is one place in the expert-major buffer, a
-"source" is t * K + j: the j-th copy of token t.
+T tokens, E experts, K top_k, C capacity, R rows. A "row" is a row of the expert-major buffer. A "source" is
+t * K + j: assignment j of token t.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.choice import (
     MicroBatch,
     Rules,
-    asked_at_random,
     check_top_k,
     choose,
     experts_choose,
+    sampled_choices,
     scores_of,
 )
 from fairseq_tutel.moe.slots import Capacity, keep, sentence_order, take_slots
@@ -26,16 +26,16 @@ from fairseq_tutel.moe.slots import Capacity, keep, sentence_order, take_slots
 
 @dataclass(frozen=True, kw_only=True)
 class GateOutput:
-    """What losses need of a gate beside the routing.
+    """Gate values that balance losses need in addition to the routing.
 
     Attributes:
-        logits_TE: [T, E], what routing decided by: with noise, in training.
-        clean_TE: [T, E], before the noise; the same tensor where there is none.
+        logits_TE: [T, E], the logits that experts were chosen by; in training with noise.
+        clean_TE: [T, E], before the noise; the same tensor if there is none.
         noise: standard deviation of the noise on a logit.
-        score_function: what makes probabilities of logits.
+        score_function: converts logits to scores.
         sentences: (S, time) of the micro-batch, or None for one sentence.
         time_first: whether token t is (t // S, t % S) instead of (t // time, t % time).
-        num_ranks: ranks whose load `gshard_global` adds up; 1 in evaluation.
+        num_ranks: ranks whose load `gshard_global` sums; 1 in evaluation.
     """
 
     logits_TE: Tensor
@@ -49,24 +49,34 @@ class GateOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What one micro-batch on one rank decided; dispatch, exchange, losses and metrics read it.
+    """The token-expert assignments of one micro-batch on one rank.
+
+    Dispatch, exchange, losses and metrics read it. Invariants:
+
+    - -1 is the only mark for "no expert". Every expert ID is from 0 to E - 1, also if the assignment was
+      left out, so that it can be an index.
+    - Slot -1: the assignment was left out. This is so for all assignments of padding, and can be so for any
+      assignment of a token, the first one included.
+    - Row -1: no row, since the assignment was left out or dropped.
+    - counts_E counts the assignments with a row, assigned_KE those with a slot. dropped_K counts those with
+      a slot but no row, unless experts choose; see `_decide_by_experts`.
+    - num_tokens counts tokens, and depends on no assignment.
 
     Attributes:
         expert_ids_TK: [T, K] int64, the experts of each token, best first.
-        weights_TK: [T, K], what the copies' outputs are multiplied with; differentiable.
-        slots_TK: [T, K] int64, place within the expert; -1 for copies that asked for none: padding
-            tokens', and choices that a token left out.
-        counts_E: [E] int64, rows kept by each expert.
+        weights_TK: [T, K], the factors of the experts' outputs; differentiable.
+        slots_TK: [T, K] int64, the position within the expert, before dropping; -1: left out.
+        counts_E: [E] int64, rows of each expert.
         assigned_KE: [K, E] int64, assignments of each choice before dropping.
-        dropped_K: [K] int64, assignments of each choice that found their expert full.
+        dropped_K: [K] int64, assignments of each choice whose expert was full.
         num_tokens: [] int64, tokens that are not padding.
         probs_TE: [T, E], the scores of every expert, summing to 1 for a token; differentiable.
-        real_T: [T] bool, False for padding tokens; None when there is no padding.
-        row_of_TK: [T, K] int64, the row of each copy; -1 = dropped.
-        source_of_R: [R] int64, the copy that fills each row; -1 = padding row.
-        capacity: places per expert in the padded layout (row = e * C + slot); None for the compact
-            one (row = offset of e + slot).
-        gate: what balance losses need beside; None where nobody asked a gate.
+        real_T: [T] bool, False for padding tokens; None without padding.
+        row_of_TK: [T, K] int64, the row of each assignment; -1: none.
+        source_of_R: [R] int64, the assignment of each row; -1: an empty row.
+        capacity: rows per expert in the padded layout (row = e * C + slot); None in the compact
+            layout (row = offset of e + slot).
+        gate: values for balance losses; None if there was no gate.
     """
 
     expert_ids_TK: Tensor
@@ -85,19 +95,19 @@ class Routing:
 
     @cached_property
     def groups(self) -> Groups:
-        """Rows of each expert, which the host reads once at most."""
+        """Rows of each expert; read on the host at most once."""
         return Groups.of_tensor(self.counts_E)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What the tokens of a micro-batch ask for.
+    """The experts that tokens choose, before slots are assigned.
 
     Attributes:
         scores_TE: [T, E], detached.
-        probs_TE: as `Routing` has it, likewise the next.
-        expert_ids_TK: [T, K] int64.
-        weights_TK: [T, K], before what is left out is known.
+        probs_TE: see `Routing`.
+        expert_ids_TK: [T, K] int64; see `Routing`.
+        weights_TK: [T, K], before any assignment is left out.
     """
 
     scores_TE: Tensor
@@ -120,14 +130,14 @@ def decide(
     Args:
         logits_TE: [T, E] gate logits.
         top_k: experts per token, 1 to E.
-        capacity: how many places an expert has.
+        capacity: the number of slots of an expert.
         rules: how experts are chosen, weighed and filled.
-        batch: what the tokens are.
+        batch: padding and order of the tokens.
         bias_E: [E], added to the scores for the choice alone.
         gate: see `Routing`.
 
     Raises:
-        ValueError: `top_k` is not in 1 .. E, or more than the groups of a token hold.
+        ValueError: `top_k` is not in 1 .. E, or exceeds the experts in a token's groups.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
@@ -141,7 +151,7 @@ def decide(
 def chosen_by(
     logits_TE: Tensor, top_k: int, rules: Rules, batch: MicroBatch, bias_E: Tensor | None = None
 ) -> Chosen:
-    """Let every token choose and weigh its experts; see `decide`."""
+    """Choose and weigh the experts of every token; see `decide`."""
     check_top_k(top_k, logits_TE.shape[1], rules)
     scores_TE, probs_TE, expert_ids_TK, weights_TK = choose(logits_TE, top_k, rules, batch, bias_E)
     if rules.normalize_gate == "before" and top_k > 1:
@@ -161,16 +171,16 @@ def placed(
     batch: MicroBatch,
     gate: GateOutput | None = None,
 ) -> Routing:
-    """Give every copy its place, or none; see `decide`."""
+    """Assign slots and rows; see `decide`."""
     expert_ids_TK, weights_TK = chosen.expert_ids_TK, chosen.weights_TK
     top_k = expert_ids_TK.shape[1]
-    asked_TK = None
+    requested_TK = None
     if rules.second_expert_policy == "random" and batch.training and top_k > 1:
-        asked_TK = asked_at_random(weights_TK)
+        requested_TK = sampled_choices(weights_TK)
     slots_TK, assigned_KE = take_slots(
-        expert_ids_TK, chosen.scores_TE, asked_TK, capacity, rules, batch
+        expert_ids_TK, chosen.scores_TE, requested_TK, capacity, rules, batch
     )
-    num_tokens = assigned_KE[0].sum()
+    num_tokens = count_tokens(expert_ids_TK, batch.real_T)
     kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
     if rules.normalize_gate == "after" and top_k > 1:
         weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
@@ -198,20 +208,19 @@ def _decide_by_experts(
     batch: MicroBatch,
     gate: GateOutput | None,
 ) -> Routing:
-    """Let every expert choose; a token's K' columns are the experts that took it, lower ids first.
+    """Choose tokens for every expert; a token's K' columns are the experts that chose it, lower IDs first.
 
-    K' is the largest number of experts that took one token on CPU, and E elsewhere, since it would
-    need a device-to-host read. Choice 1 stands for all in `assigned_KE` and `dropped_K`: the copies that
-    experts took, and the real tokens that none took.
+    On CPU, K' is the largest number of experts that chose one token; elsewhere it is E, which needs no
+    device-to-host read. `assigned_KE` and `dropped_K` have values for the first choice alone: all
+    assignments, and the real tokens that no expert chose.
     """
     length, num_experts = logits_TE.shape
     scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
     real_T = batch.real_T
-    # Filled on the device: a copy from the host would wait for it.
-    num_tokens = torch.full((), length, device=scores_TE.device) if real_T is None else real_T.sum()
-    limit = capacity.places(top_k, num_experts, num_tokens)
+    num_tokens = count_tokens(scores_TE, real_T)
+    limit = capacity.slots(top_k, num_experts, num_tokens)
     position_T = sentence_order(length, batch.time_first, scores_TE.device)
     slots_TE = experts_choose(scores_TE.detach(), limit, position_T, real_T)
     taken_TE = slots_TE >= 0
@@ -230,7 +239,7 @@ def _decide_by_experts(
     assigned_KE[0] = counts_E
     dropped_K = counts_E.new_zeros(top_k)
     dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
-    most = min(capacity.most_places(top_k, num_experts, length), length)
+    most = min(capacity.most_slots(top_k, num_experts, length), length)
     return _laid_out(
         kept_TK,
         most * num_experts,
@@ -247,9 +256,17 @@ def _decide_by_experts(
     )
 
 
+def count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return [] int64, the tokens that are not padding: all T rows of `values_TX` if `real_T` is None."""
+    if real_T is not None:
+        return real_T.sum()
+    # Filled on the device: a copy from the host would wait for the device.
+    return torch.full((), len(values_TX), device=values_TX.device)
+
+
 def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
-    """Return a decision, Routing's fields by name, with the rows of the copies that are kept."""
-    row_of_TK, source_of_R = lay_out(
+    """Return the Routing of these fields, with rows for the kept assignments."""
+    row_of_TK, source_of_R = row_maps(
         decided["expert_ids_TK"],
         decided["slots_TK"],
         kept_TK,
@@ -260,22 +277,22 @@ def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
     return Routing(row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=None, **decided)
 
 
-def padded(routing: Routing, places: int) -> Routing:
-    """Return a routing with its rows in the padded layout.
+def padded(routing: Routing, capacity: int) -> Routing:
+    """Return a compact routing with its rows in the padded layout.
 
     Args:
-        routing: in the compact one.
-        places: per expert, at least the largest count.
+        routing: in the compact layout.
+        capacity: rows per expert, at least the largest count.
     """
-    row_of_TK, source_of_R = lay_out(
+    row_of_TK, source_of_R = row_maps(
         routing.expert_ids_TK,
         routing.slots_TK,
         routing.row_of_TK >= 0,
         routing.counts_E,
-        places,
+        capacity,
         0,
     )
-    return replace(routing, row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=places)
+    return replace(routing, row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=capacity)
 
 
 def _normalized(weights_TK: Tensor) -> Tensor:
@@ -289,7 +306,7 @@ def scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
     return weights_TK if factor == 1 else weights_TK * factor
 
 
-def lay_out(
+def row_maps(
     expert_ids_TK: Tensor,
     slots_TK: Tensor,
     kept_TK: Tensor,
@@ -297,16 +314,16 @@ def lay_out(
     capacity: int | None,
     most_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Give every kept copy its row; return both maps, (row_of_TK, source_of_R).
+    """Return both maps between assignments and rows, (row_of_TK, source_of_R).
 
     Args:
-        expert_ids_TK: as `Routing` has it, likewise the next.
+        expert_ids_TK: [T, K] int64.
         slots_TK: [T, K] int64.
-        kept_TK: [T, K] bool, whether a copy has its slot.
-        counts_E: [E] int64.
-        capacity: places per expert of the padded layout; None for the compact one.
-        most_rows: of the compact layout. There rows number the kept copies on CPU; elsewhere there are so
-            many, the unused tail marked -1, since the exact number would need a device-to-host read.
+        kept_TK: [T, K] bool, whether an assignment gets a row.
+        counts_E: [E] int64, rows of each expert.
+        capacity: rows per expert of the padded layout; None for the compact layout.
+        most_rows: rows of the compact layout on devices, with an unused tail of -1: the exact number, which
+            is used on CPU, would need a device-to-host read.
     """
     if capacity is None:
         offsets_E = counts_E.cumsum(0) - counts_E
@@ -315,7 +332,7 @@ def lay_out(
     else:
         row_of_TK = expert_ids_TK * capacity + slots_TK
         num_rows = counts_E.shape[0] * capacity
-    # Dropped copies all land on one spare row behind the last, which is cut off.
+    # Assignments without a row all write to one spare row behind the last, which is cut off.
     landing_N = torch.where(kept_TK, row_of_TK, num_rows).flatten()
     source_of_R = landing_N.new_full((num_rows + 1,), -1)
     source_of_R[landing_N] = torch.arange(landing_N.numel(), device=landing_N.device)
@@ -333,15 +350,15 @@ def route(
     bias_E: Tensor | None = None,
     **rules: Any,
 ) -> Routing:
-    """Decide, with rows in the compact layout.
+    """Return `decide`'s routing, with the fields of its objects as arguments.
 
     Args:
         logits_TE: [T, E] gate logits.
         top_k: experts per token.
         capacity_factor: see `Capacity`.
-        training: see `MicroBatch`, as the next two.
-        real_T: [T] bool or None.
-        time_first: (time, batch) or None.
+        training: see `MicroBatch`.
+        real_T: [T] bool or None; see `MicroBatch`.
+        time_first: (time, batch) or None; see `MicroBatch`.
         bias_E: [E], added to the scores for the choice alone.
         rules: fields of `Rules`.
     """

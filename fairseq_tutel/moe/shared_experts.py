@@ -1,4 +1,4 @@
-"""Experts beside the experts: shared ones, that every token goes through, and the residual mixture.
+"""Shared experts, which every token uses, and the residual expert.
 
 T tokens, D model_dim, H hidden_dim.
 """
@@ -19,10 +19,10 @@ from fairseq_tutel.moe.options import is_custom
 
 
 class DenseExpert(nn.Module):
-    """The sum of n experts that all tokens go through, the same on every rank: no part of the exchange.
+    """The sum of n experts that all tokens use; every rank has all of them.
 
-    It is computed as one of n times the hidden dimension, drawn as n experts are. A hidden layer norm
-    is one over all of it.
+    Computed as one expert with n times the hidden dimension, drawn as n experts. A hidden layer norm spans
+    the whole hidden dimension.
     """
 
     def __init__(self, config: MoEConfig, count: int) -> None:
@@ -37,7 +37,7 @@ class DenseExpert(nn.Module):
         self.hidden_layer_norm = nn.LayerNorm(hidden_dim) if config.hidden_layer_norm else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw the weights as an expert's are drawn."""
+        """Draw the weights as those of an expert."""
         for tensor, parameter in self.named_parameters():
             layer, _, kind = tensor.partition(".")
             if layer == "hidden_layer_norm" or parameter.is_meta:
@@ -59,7 +59,7 @@ class DenseExpert(nn.Module):
 
 
 class CustomSum(nn.Module):
-    """The sum of n experts of the user's class."""
+    """The sum of n experts of a custom class."""
 
     def __init__(self, config: MoEConfig, count: int) -> None:
         super().__init__()
@@ -71,10 +71,9 @@ class CustomSum(nn.Module):
         return torch.stack([part(x_TD) for part in self.parts]).sum(0)
 
 
-class Beside(nn.Module):
-    """What a layer computes beside its routed experts.
+class SharedResidualExperts(nn.Module):
+    """Adds shared experts, and mixes in the residual expert, to the routed experts' output.
 
-    y = routed                                            with neither,
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y + sum of the shared experts of x                    with `shared_experts`.
 
@@ -91,7 +90,7 @@ class Beside(nn.Module):
         self.mix = nn.Linear(config.model_dim, 2) if config.residual else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw from generators of (seed, name), alike on every rank."""
+        """Draw from generators of (seed, name), the same on every rank."""
         for part in ("shared", "dense"):
             module = getattr(self, part)
             if isinstance(module, DenseExpert):
@@ -104,10 +103,10 @@ class Beside(nn.Module):
                 draw_linear(parameter.data, self.config.model_dim, kind, 0.0, generator)
 
     def forward(self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None) -> Tensor:
-        """Return the layer's output; 0 for padding, as the routed experts' is."""
+        """Return the layer's output; 0 for padding."""
         y_TD = routed_TD
         if self.dense is not None and self.mix is not None:
-            # Autocast on a GPU takes a softmax in fp32.
+            # Autocast on a GPU computes a softmax in fp32.
             mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
             y_TD = mix_T2[:, :1] * routed_TD + mix_T2[:, 1:] * self.dense(x_TD)
         if self.shared is not None:

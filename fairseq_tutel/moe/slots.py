@@ -1,8 +1,8 @@
-"""Slots: how many places an expert has, which copies ask for one, and who gets it.
+"""Slots: the capacity of an expert, and the order in which assignments get its slots.
 
-T tokens, E experts, K top_k, N = K * T copies: copy j * T + t is token t's choice j. A drop policy is the
-order in which copies take places; who comes last is dropped first. The kernels `assign_slots` and
-`assign_slots_by` number the copies of every expert in that order.
+T tokens, E experts, K top_k, N = K * T assignments: number j * T + t is token t's choice j. A drop policy
+is the order in which assignments get slots; the last ones are dropped. The kernels `assign_slots` and
+`assign_slots_by` number the assignments of every expert in that order.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,14 @@ from fairseq_tutel.moe.options import CAPACITY, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The rule of one forward.
+    """The rule for an expert's number of slots in one forward.
 
     Attributes:
-        factor: f > 0: K * ceil(f * T / E) places; 0: no limit; f < 0: as |f| (how much of it is needed
-            only sizes buffers).
-        token_fraction: above 0, ceil(token_fraction * T) places, whatever the factor.
-        minimum: places at least, where there is a limit.
+        factor: f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the same as |f|.
+        token_fraction: above 0: ceil(token_fraction * T) slots; replaces the factor.
+        minimum: of a limit.
         multiple: a limit is rounded up to a multiple of this.
-        fixed: above 0, so many places, whatever the rest.
+        fixed: above 0: the number of slots; replaces all other fields.
     """
 
     factor: float = 0.0
@@ -38,16 +37,16 @@ class Capacity:
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything can be dropped."""
+        """Whether assignments can be dropped."""
         return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
 
-    def places(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
-        """Return the places per expert, an int64 scalar on the device of `num_tokens`.
+    def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
+        """Return the slots per expert, an int64 scalar on the device of `num_tokens`.
 
         Args:
             top_k: K.
             num_experts: E.
-            num_tokens: [] int64, the real tokens; left on the device, so that nobody waits for it.
+            num_tokens: [] int64, the real tokens; not read on the host.
         """
         if self.fixed > 0:
             return num_tokens.new_full((), self.fixed)
@@ -58,8 +57,8 @@ class Capacity:
             limit = (tokens * abs(self.factor) / num_experts).ceil().long() * top_k
         return self._rounded(limit.clamp_min(self.minimum))
 
-    def most_places(self, top_k: int, num_experts: int, num_tokens: int) -> int:
-        """Return a number on the host that `places` of at most `num_tokens` never exceeds."""
+    def most_slots(self, top_k: int, num_experts: int, num_tokens: int) -> int:
+        """Return an upper bound on the host of `slots` for at most `num_tokens` tokens."""
         if self.fixed > 0:
             return self.fixed
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
@@ -71,10 +70,10 @@ class Capacity:
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation has the training's capacity: where asked for, or where experts choose."""
-    asked = config.eval_capacity_token_fraction
-    unset = asked == 0 and config.eval_capacity_factor == 0
-    return asked < 0 or (config.choice == "experts" and unset)
+    """Whether evaluation uses the capacity of training: if configured, or if experts choose."""
+    fraction = config.eval_capacity_token_fraction
+    unset = fraction == 0 and config.eval_capacity_factor == 0
+    return fraction < 0 or (config.choice == "experts" and unset)
 
 
 def capacity_of(
@@ -84,11 +83,11 @@ def capacity_of(
 
     Args:
         config: the layer's.
-        training: evaluation has a capacity of its own, no limit by default.
-        factor: of this call alone, instead of the configured rule; or the whole rule.
+        training: evaluation has its own capacity options, without a limit by default.
+        factor: replaces the configured rule in this call; a number or a whole rule.
 
     Raises:
-        ValueError: `factor` is no number that a capacity could have.
+        ValueError: `factor` is not a valid capacity factor.
     """
     if isinstance(factor, Capacity):
         return factor
@@ -107,9 +106,9 @@ def capacity_of(
     )
 
 
-# A drop policy: the order [N] int64 in which copies take places. Ties keep the order of `position`.
-# scores_TE is detached; position_T [T] int64 holds the tokens in (sentence, time) order; training says
-# whether torch's global generator may be drawn from.
+# A drop policy returns the order [N] int64 in which assignments get slots. Ties are broken by `position`.
+# scores_TE is detached; position_T [T] int64 holds the tokens in (sentence, time) order; only in training
+# may a policy draw from torch's global generator.
 
 
 def by_position(
@@ -149,14 +148,14 @@ def at_random(
 def by_own_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """All copies by the score of their own expert, whatever choice they are."""
+    """All assignments by the score of their own expert, regardless of the choice."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]
 
 
 def _choice_by_choice(order_KT: Tensor) -> Tensor:
-    """Return the copies [N] of the tokens in each choice's order, first choices first."""
+    """Return the assignments [N] in each choice's order of tokens, first choices first."""
     top_k, num_tokens = order_KT.shape
     first_K1 = torch.arange(top_k, device=order_KT.device).unsqueeze(1) * num_tokens
     return (order_KT + first_K1).flatten()
@@ -181,31 +180,31 @@ def sentence_order(
 def take_slots(
     expert_ids_TK: Tensor,
     scores_TE: Tensor,
-    asked_TK: Tensor | None,
+    requested_TK: Tensor | None,
     capacity: Capacity,
     rules: Rules,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
-    """Number the copies of every expert, by the order of the drop policy where any can be dropped.
+    """Number the assignments of every expert, in the order of the drop policy if any can be dropped.
 
     Args:
         expert_ids_TK: [T, K] int64, the experts of each token, best first.
         scores_TE: [T, E], detached.
-        asked_TK: [T, K] bool, False for choices that a token left out; None where it left out none.
+        requested_TK: [T, K] bool, False for assignments that are left out; None if none is.
         capacity: of this forward.
-        rules: whose drop policy and backend.
-        batch: what the tokens are.
+        rules: contain the drop policy and the backend.
+        batch: padding and order of the tokens.
 
     Returns:
-        slots_TK [T, K] int64, -1 where no place was asked for; assigned_KE [K, E] int64, the copies of
-        each choice that asked.
+        slots_TK [T, K] int64, -1 for assignments that are left out; assigned_KE [K, E] int64, the other
+        assignments of each choice.
     """
     num_tokens, num_experts = scores_TE.shape
-    ids_KT = expert_ids_TK.t()  # E for copies that ask for no place
+    ids_KT = expert_ids_TK.t()  # for the kernels, E marks an assignment that is left out
     if batch.real_T is not None:
         ids_KT = torch.where(batch.real_T, ids_KT, num_experts)
-    if asked_TK is not None:
-        ids_KT = torch.where(asked_TK.t(), ids_KT, num_experts)
+    if requested_TK is not None:
+        ids_KT = torch.where(requested_TK.t(), ids_KT, num_experts)
     ids_KT, ops = ids_KT.contiguous(), kernels.ops(rules.backend, scores_TE.device)
     if rules.drop_policy == "position" or not capacity.is_limited:
         return ops.assign_slots(ids_KT, num_experts, batch.time_first)
@@ -218,11 +217,11 @@ def take_slots(
 def keep(
     slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, num_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (kept_TK bool, dropped_K, counts_E): who has a place, by choice and by expert.
+    """Return (kept_TK bool, dropped_K, counts_E): the assignments within the capacity.
 
     Args:
-        slots_TK: from `take_slots`, as the next.
-        assigned_KE: [K, E] int64.
+        slots_TK: from `take_slots`.
+        assigned_KE: [K, E] int64, from `take_slots`.
         capacity: of this forward.
         num_tokens: [] int64, the real tokens.
     """
@@ -230,6 +229,6 @@ def keep(
     if not capacity.is_limited:
         return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E
     top_k, num_experts = assigned_KE.shape
-    limit = capacity.places(top_k, num_experts, num_tokens)
+    limit = capacity.slots(top_k, num_experts, num_tokens)
     full_TK = slots_TK >= limit
     return kept_TK & ~full_TK, full_TK.sum(dim=0), torch.minimum(counts_E, limit)

@@ -104,7 +104,7 @@ class UpdateTuner:
             self._tuner = Tuner(self._degrees(), *self._pairs, self.static)
             on_gpu = self._device().type == "cuda"
             machine = self._machine or typical(torch.cuda.get_device_name() if on_gpu else None)
-            self._machine = world.told_by_first(machine, "the agreement on a hardware profile")
+            self._machine = world.broadcast_object(machine, "the agreement on a hardware profile")
             self._load()
         return self._tuner
 
@@ -308,7 +308,7 @@ class UpdateTuner:
         if world.is_first():
             _warn_if_unwritable(self.path)
             found = _read(self.path, self.signature())
-        found = world.told_by_first(found, "the reading of the tuner's dictionary")
+        found = world.broadcast_object(found, "the reading of the tuner's dictionary")
         if found is None:
             return
         try:

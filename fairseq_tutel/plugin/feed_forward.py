@@ -18,10 +18,10 @@ from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.deferred import Deferred, can_defer, deferred_field
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
-from fairseq_tutel.moe.metrics import Tally, tally_of
-from fairseq_tutel.moe.on_demand import OnDemand, can_wait
+from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
 from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.ranks.groups import Topology
 
@@ -48,11 +48,15 @@ class MoERecord:
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
-    tally: Tally
+    tally: RoutingCounts
 
 
-class RecordOnDemand(OnDemand, MoERecord):
-    """A MoERecord that is computed when it is first read."""
+class DeferredRecord(Deferred, MoERecord):
+    """A MoERecord that is computed at its first access."""
+
+    balance_loss = deferred_field("balance_loss")
+    losses = deferred_field("losses")
+    tally = deferred_field("tally")
 
 
 class MoEFeedForward(MoELayer):
@@ -136,7 +140,7 @@ class MoEFeedForward(MoELayer):
         output = self.balance(routing)
         if call.is_new:
             make = partial(_record, output)
-            self.record = RecordOnDemand(make) if can_wait(self.training) else make()
+            self.record = DeferredRecord(make) if can_defer(self.training) else make()
             self.seen = True
         if torch.is_grad_enabled() and output.balance_loss.requires_grad:
             y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
@@ -180,7 +184,7 @@ def _record(output: MoEOutput) -> MoERecord:
     return MoERecord(
         balance_loss=output.balance_loss.detach(),
         losses={name: loss.detach() for name, loss in output.losses.items()},
-        tally=tally_of(output.routing),
+        tally=count_routing(output.routing),
     )
 
 

@@ -51,7 +51,7 @@ def prove_once_a_host(task_cfg: Any) -> None:
     _read.clear()
     given = read(TaskConfig, task_cfg)
     operation = "the check of collective plans"
-    if not any(world.told_by_all(given.moe_collective_plans, operation)):
+    if not any(world.all_gather_object(given.moe_collective_plans, operation)):
         return
     local, rank = given.moe_local_size or ranks_per_node() or 1, dist.get_rank()
     is_first = rank % local == 0
@@ -63,9 +63,9 @@ def prove_once_a_host(task_cfg: Any) -> None:
     # In short steps, since checks of many ranks' plans take longer than the timeout of a collective.
     while True:
         ended, digests, error = checking.look()
-        if all(world.told_by_all(ended, operation)):
+        if all(world.all_gather_object(ended, operation)):
             break
-    results = world.told_by_all(("" if error is None else str(error), digests), operation)
+    results = world.all_gather_object(("" if error is None else str(error), digests), operation)
     if problem := next((each for each, _ in results if each), ""):
         raise ValueError(problem)
     if not is_first:

@@ -111,7 +111,3 @@ class Work:
             self.result = self.action()
         except Exception as error:  # other ranks wait for any result
             self.error = error
-
-
-# Former names.
-told_by_all, told_by_first, of_first = all_gather_object, broadcast_object, run_on_rank_zero

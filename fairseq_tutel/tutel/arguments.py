@@ -1,4 +1,4 @@
-"""Tutel's arguments: refused in one sentence, said once where they change nothing, or a MoEConfig's fields.
+"""Check Tutel's arguments and convert them to the fields of a MoEConfig.
 
 T tokens, E experts, K top_k, s ranks that hold one expert.
 """
@@ -48,12 +48,12 @@ COSINE = {
 }
 GATES = {"top": ("linear", TOP), "cosine_top": ("cosine", COSINE)}
 
-# Above the first, Tutel takes for a multiple of places the next one of the second.
+# A multiple of slots above the first number is rounded up to a multiple of the second, as in Tutel.
 LARGE, COARSE = 256, 128
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
-    """Refuse a value that breaks its rule, whatever its type."""
+    """Raise ValueError for a value of any type that breaks its rule."""
     try:
         holds = rule[0](value)
     except TypeError:
@@ -62,38 +62,36 @@ def check(name: str, value: Any, rule: Rule) -> None:
 
 
 def check_switch(name: str, value: Any) -> bool:
-    """Return a boolean, for which Tutel's users also give 0 or 1."""
+    """Return a boolean; 0 and 1 are allowed, as in Tutel."""
     check(name, value, TRUE_OR_FALSE)
     return bool(value)
 
 
 def check_keys(what: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse a dict with a key of another kind of gate or experts, or of none."""
+    """Raise ValueError for a dict with an unknown key."""
     for key in options:
-        require(
-            key in known, f"{what} has the key {key!r}; the keys it knows are {', '.join(known)}."
-        )
+        require(key in known, f"{what} has the key {key!r}; choose from {', '.join(known)}.")
 
 
 @functools.cache
-def say_no_effect(name: str, value: Any) -> None:
-    """Log, once for each value, that an argument changes nothing."""
+def log_no_effect(name: str, value: Any) -> None:
+    """Log, once for each value, that an argument has no effect."""
     logger.warning("%s is %r, which has no effect; results are the same without it.", name, value)
 
 
-def say_copies(ranks: int) -> None:
-    """Log where several ranks hold the same experts, whose gradients no rank has alone."""
+def log_replicas(ranks: int) -> None:
+    """Warn if several ranks hold the same experts, whose gradients must be reduced."""
     if ranks > 1:
         logger.warning(
-            "%d ranks hold a whole copy of each expert; reduce its gradients over them, as "
-            "fairseq_tutel.comm.gradients.reduce_expert_gradients and docs/tutel.md do: a loop or "
-            "optimizer that leaves experts out lets the copies drift apart.",
+            "%d ranks hold a replica of each expert; reduce its gradients over them, by "
+            "fairseq_tutel.comm.gradients.reduce_expert_gradients as in docs/tutel.md: otherwise the "
+            "replicas diverge.",
             ranks,
         )
 
 
 def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
-    """Return (gate, experts, afterwards), None for those not given."""
+    """Return (gate, experts, afterwards), with None for omitted ones."""
     given = (None, None, None) if seeds is None else seeds
     fine = isinstance(given, tuple | list) and len(given) in (2, 3)
     require(
@@ -114,15 +112,15 @@ def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> in
 
     Args:
         per_device: n > 0 experts on each rank; -n or 1/n for one expert on every n ranks; -1 is 1.
-        group: whose ranks are counted; None for all.
+        group: the ranks to count; None for all.
 
     Raises:
-        ValueError: the number is none of these, or n does not divide the ranks.
+        ValueError: another number, or n does not divide the ranks.
     """
     per_rank = per_device
     if isinstance(per_device, float) and 0 < per_device < 1:
         shared_by = round(1 / per_device)
-        if abs(per_device * shared_by - 1) < 0.02:  # 0.33 is meant for a third
+        if abs(per_device * shared_by - 1) < 0.02:  # 0.33 stands for 1/3
             per_rank = -shared_by
     require(
         is_whole(per_rank) and per_rank != 0,
@@ -161,7 +159,7 @@ def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Siz
 
 
 def check_overlap(degree: Any) -> int:
-    """Return `a2a_ffn_overlap_degree`: chunks in which rows travel while experts work."""
+    """Return `a2a_ffn_overlap_degree`: the number of chunks of an overlapped exchange."""
     check("a2a_ffn_overlap_degree", degree, OVERLAP)
     return degree
 
@@ -170,11 +168,11 @@ def check_degree(name: str, value: Any, degree: int, shared_by: int, slices: int
     """Return r.
 
     Args:
-        name: of the argument that says it.
-        value: of that argument.
-        degree: the r that this means; taken for the nearest from 0 to s, as Tutel does.
+        name: of the argument, for the message.
+        value: of the argument, for the message.
+        degree: the requested r, clamped to 0 .. s as in Tutel.
         shared_by: s.
-        slices: of an expert; 1 where each of those ranks has it whole.
+        slices: of an expert; 1 if each of its ranks has the whole expert.
     """
     degree = min(max(degree, 0), shared_by)
     require(
@@ -182,25 +180,19 @@ def check_degree(name: str, value: Any, degree: int, shared_by: int, slices: int
         f"{name} is {value!r} but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
     )
     if degree > slices:
-        say_no_effect(name, value)
+        log_no_effect(name, value)
     return min(degree, slices)
 
 
 def check_strategy(
     overlap: Any, parallel_type: Any, use_2dh: Any, shared_by: int, topology: Topology, slices: int
 ) -> Strategy:
-    """Return how a layer runs.
+    """Return the strategy of Tutel's `a2a_ffn_overlap_degree`, `parallel_type` and `use_2dh`.
 
-    Args:
-        overlap: `a2a_ffn_overlap_degree`.
-        parallel_type: of Tutel's.
-        use_2dh: likewise.
-        shared_by: see `check_degree`.
-        topology: where experts live.
-        slices: see `check_degree`.
+    See `check_degree` for `shared_by` and `slices`.
     """
     if check_switch("use_2dh", use_2dh) and topology.grid is None:
-        say_no_effect("use_2dh", True)
+        log_no_effect("use_2dh", True)
     degree = degree_of(parallel_type, shared_by) if isinstance(parallel_type, str) else None
     if degree is None:
         raise ValueError(
@@ -217,7 +209,7 @@ def check_strategy(
 def changed(
     strategy: Strategy, overlap: Any, adaptive_r: Any, shared_by: int, slices: int
 ) -> Strategy:
-    """Return a strategy with what one call says, None for what it leaves; see `check_degree`."""
+    """Return a strategy with the changes of one call, None for no change; see `check_degree`."""
     if overlap is not None:
         strategy = dataclasses.replace(strategy, overlap=check_overlap(overlap))
     if adaptive_r is not None:
@@ -251,15 +243,15 @@ def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
 def gate_fields(
     gate: Mapping[str, Any], num_experts: int, module: nn.Module | None
 ) -> dict[str, Any]:
-    """Return the fields of MoEConfig that a gate decides.
+    """Return the fields of MoEConfig that a gate sets.
 
     Args:
         gate: its dict.
-        num_experts: E; a larger k is taken for E, as Tutel does.
-        module: of a custom gate: its `top_k`, `capacity_factor` and `gate_noise` come before the dict's.
+        num_experts: E, the upper limit of k, as in Tutel.
+        module: of a custom gate: its `top_k`, `capacity_factor` and `gate_noise` override the dict's.
 
     Raises:
-        ValueError: an unknown key, or a value that is not allowed.
+        ValueError: an unknown key or an invalid value.
     """
     kind, known = GATES.get(gate["type"], ("linear", COMMON))
     values = {key: gate.get(key, default) for key, (_, default, _) in known.items()}
@@ -271,7 +263,7 @@ def gate_fields(
             values[key] = getattr(module, key, values[key])
     for key, value in values.items():
         check(f"gate_type's {key}", value, known[key][2])
-        if known[key][2] is TRUE_OR_FALSE:  # 0 and 1 are, too
+        if known[key][2] is TRUE_OR_FALSE:  # 0 and 1 are allowed
             values[key] = bool(value)
     fields = {known[key][0]: value for key, value in values.items()}
     factor = fields["capacity_factor"]
@@ -280,17 +272,17 @@ def gate_fields(
 
 
 def show_fields(gate: nn.Module, config: MoEConfig) -> None:
-    """Give a gate the attributes that `set_fields` reads, where it has none."""
+    """Set the attributes on a gate that `set_fields` reads, if it lacks them."""
     for name, _, _ in COMMON.values():
         if not hasattr(gate, name):
             setattr(gate, name, getattr(config, name))
 
 
 def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]:
-    """Return the fields of MoEConfig that stand on a gate as attributes, as they are now.
+    """Return the current fields of MoEConfig that are attributes of a gate.
 
     Raises:
-        ValueError: a value that is not allowed.
+        ValueError: an invalid value.
     """
     fields = {}
     for name, _, rule in COMMON.values():
@@ -305,7 +297,7 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
     """Build module=cls(model_dim, num_global_experts, **rest) of a custom gate; None for another.
 
     Raises:
-        ValueError: there is no class, or it gives no torch module.
+        ValueError: there is no class, or it does not build a torch module.
     """
     if gate["type"] != "custom":
         return None
@@ -317,40 +309,40 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
     module = gate["module"](model_dim=model_dim, num_global_experts=num_experts, **rest)
     require(
         isinstance(module, nn.Module),
-        f"gate_type's module gave {type(module).__name__}; give the class of a torch module.",
+        f"gate_type's module built {type(module).__name__}; give the class of a torch module.",
     )
     return module
 
 
 def check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a load without noise to weigh it by, from the fields of every gate's MoEConfig."""
+    """Raise ValueError if the load loss has no gate noise; `fields` are those of every gate."""
     for i, gate in enumerate(fields):
         require(
             gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
-            f"is_gshard_loss is False but gate {i} has no gate_noise to weigh a load by; give it some, "
-            "such as 1.0.",
+            f"is_gshard_loss is False, but gate {i} has no gate_noise, which the load loss needs; set it, "
+            "for example to 1.0.",
         )
 
 
 def tutel_capacity(
     factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int
 ) -> Capacity:
-    """Return K * int(|factor| * ceil(T / E)) places, rounded up to a multiple; for 0 no limit.
+    """Return K * int(|factor| * ceil(T / E)) slots, rounded up to a multiple; no limit if factor is 0.
 
     Raises:
-        ValueError: that is no place, where Tutel stops with an error.
+        ValueError: there is no slot; Tutel fails, too.
     """
     if factor == 0:
         return Capacity()
-    places = top_k * int(abs(factor) * -(-num_tokens // num_experts))
+    slots = top_k * int(abs(factor) * -(-num_tokens // num_experts))
     require(
-        places > 0 or num_tokens == 0,
-        f"capacity_factor is {factor!r}, which by tutel_capacity gives no place to {num_tokens} tokens on "
-        f"{num_experts} experts; give a larger one, or leave tutel_capacity out.",
+        slots > 0 or num_tokens == 0,
+        f"capacity_factor is {factor!r}, which with tutel_capacity gives no slot for {num_tokens} tokens "
+        f"on {num_experts} experts; give a larger one, or omit tutel_capacity.",
     )
     if multiple > LARGE:
         multiple = _up(multiple, COARSE)
-    return Capacity(fixed=_up(places, multiple))
+    return Capacity(fixed=_up(slots, multiple))
 
 
 def most_tokens(num_tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:

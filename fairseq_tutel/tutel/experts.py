@@ -1,4 +1,4 @@
-"""Experts in Tutel's form: a dict -> a stack of experts, one of ours or one of the two kinds here.
+"""Build experts from Tutel's dict: built-in ones, or one of the two classes here.
 
 R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
 """
@@ -46,9 +46,9 @@ NOT_PASSED = ("type", "module", *COUNTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertContext:
-    """What a custom module gets beside its rows, under the names that it has in Tutel.
+    """The second argument of a custom module, with Tutel's names.
 
-    A custom module is never cut into pieces, so `sharded_count` is 1 and every rank has whole experts.
+    A custom module is never sliced: `sharded_count` is 1, and every rank has whole experts.
     """
 
     model_dim: int
@@ -62,14 +62,9 @@ class ExpertContext:
 
 
 class FFNExperts(Experts):
-    """Experts with an activation of the user's, biases one by one, or an output of another dimension.
+    """Experts with a custom activation, single biases, or another output dimension.
 
-    Parameters: as `Experts`, with fc2_weight [e, O, H] and fc2_bias [e, O].
-
-    Args:
-        config: of the layer.
-        part: which of its experts are here.
-        options: of the experts' dict.
+    Parameters: as `Experts`, with fc2_weight [e, O, H] and fc2_bias [e, O]. `options` is the experts' dict.
     """
 
     def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
@@ -78,7 +73,7 @@ class FFNExperts(Experts):
         self.activation_with_self = options.get("activation_fn_with_self")
         out_dim = options.get("output_dim") or config.model_dim
         hidden_dim = config.hidden_dim // part.slices
-        # What an activation finds on the experts in Tutel.
+        # Attributes that an activation can read in Tutel.
         self.model_dim, self.output_dim = config.model_dim, out_dim
         self.hidden_size_per_expert, self.hidden_size = config.hidden_dim, hidden_dim
         self.num_experts_per_device, self.sharded_count = part.num_local, part.slices
@@ -92,27 +87,27 @@ class FFNExperts(Experts):
 
     @property
     def is_one_node(self) -> bool:
-        """Never: the activation is the user's."""
+        """False, since the activation is custom."""
         return False
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
-        """Apply the user's function to the rows of all local experts."""
+        """Apply the custom activation to the rows of all local experts."""
         if self.activation_with_self is not None:
             return self.activation_with_self(hidden_RH, self)
         return (self.activation or F.relu)(hidden_RH)
 
 
 class ModuleExperts(ExpertStack):
-    """One module of the user's for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
+    """One custom module for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
 
-    Rows are padded with zeros to the busiest expert's number, at least 1. Parameters are held under
-    their own names, with __ for a dot, so that they are exchanged, saved and resumed as all experts are.
+    Rows are padded with zeros to the largest number of an expert, at least 1. Parameters keep their own
+    names, with __ for a dot, and are exchanged, saved and resumed as those of built-in experts.
 
     Args:
         config: of the layer.
-        part: which of its experts are here.
-        build: returns the module, with weights drawn.
-        context: what the module is called with.
+        part: the experts of this rank.
+        build: returns the module with drawn weights.
+        context: the module's second argument.
 
     Raises:
         ValueError: a parameter whose dimension 0 is not the local experts.
@@ -129,13 +124,13 @@ class ModuleExperts(ExpertStack):
         self.build, self.context = build, context
         self._given: tuple[int, ...] = (config.model_dim,)
         self._returned: tuple[int, ...] = ()
-        with drawn_from(0):  # reset_parameters draws them for good
+        with drawn_from(0):  # reset_parameters draws the weights again
             module = build()
         require(
             isinstance(module, nn.Module),
-            f"experts' module gave {type(module).__name__}; give the class of a torch module.",
+            f"experts' module built {type(module).__name__}; give the class of a torch module.",
         )
-        # Not a submodule: it lends its forward, the tensors are here.
+        # In a list, so that it is no submodule: only its forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
@@ -149,7 +144,7 @@ class ModuleExperts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw all local experts by the module's constructor, each rank from a seed of its own."""
+        """Draw all local experts by the module's constructor, with a seed of this rank."""
         if any(parameter.is_meta for parameter in self.parameters()):
             return
         with drawn_from(hashed_seed(seed, name, self.first, "experts")):
@@ -159,7 +154,7 @@ class ModuleExperts(ExpertStack):
 
     @contextmanager
     def features(self, shape: tuple[int, ...]) -> Iterator[Callable[[], tuple[int, ...]]]:
-        """Show D to the module as these dimensions; gives a function for those that it returned."""
+        """Pass D to the module as these dimensions; yield a function that returns those of its output."""
         self._given = shape
         try:
             yield lambda: self._returned
@@ -173,7 +168,7 @@ class ModuleExperts(ExpertStack):
         counts = list(groups.host)
         rows_RD = rows_RD[: sum(counts)]
         x_eND = pad_sequence(list(rows_RD.split(counts)), batch_first=True)
-        if x_eND.shape[1] == 0:  # one row of padding keeps the graph, and with it the collectives
+        if x_eND.shape[1] == 0:  # a row of padding keeps the autograd graph and its collectives
             x_eND = F.pad(x_eND, (0, 0, 0, 1))
         own = {**dict(self.named_buffers()), **tensors}
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -181,7 +176,7 @@ class ModuleExperts(ExpertStack):
         y = functional_call(module, state, (x_eND.unflatten(2, self._given), self.context))
         require(
             y.shape[:2] == x_eND.shape[:2],
-            f"expert {type(module).__name__} gave the shape {tuple(y.shape)} for "
+            f"expert {type(module).__name__} returned the shape {tuple(y.shape)} for "
             f"{tuple(x_eND.shape)}; keep the first two dimensions, experts and rows.",
         )
         self._returned = tuple(y.shape[2:])
@@ -195,7 +190,7 @@ def _key(name: str) -> str:
 
 @contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
-    """Seed torch's global generators within, and leave them as they were."""
+    """Seed torch's global generators within the context, and restore them."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -203,10 +198,10 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
-    """Return (num_experts_per_device, the fields of MoEConfig that experts decide).
+    """Return (num_experts_per_device, the fields of MoEConfig that experts set).
 
     Raises:
-        ValueError: an unknown type or key, or a value that is not allowed.
+        ValueError: an unknown type or key, or an invalid value.
     """
     require(
         isinstance(experts, Mapping) and experts.get("type") in (*BUILT_IN, "custom"),
@@ -214,14 +209,16 @@ def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
         "{'type': 'ffn', 'num_experts_per_device': 2, 'hidden_size_per_expert': 1024}.",
     )
     given = [name for name in COUNTS if name in experts]
-    require(len(given) < 2, f"experts has both {' and '.join(COUNTS)}, which are one; give one.")
+    require(
+        len(given) < 2, f"experts has both {' and '.join(COUNTS)}, two names of one key; give one."
+    )
     per_device = experts[given[0]] if given else 1
     if experts["type"] == "custom":
         require(
             callable(experts.get("module")),
             f"experts' module is {experts.get('module')!r}; give the class of the experts.",
         )
-        # A hidden dimension of theirs is their own affair; MoEConfig must have one.
+        # MoEConfig needs a hidden dimension, which custom experts do not use.
         return per_device, {"model_dim": model_dim, "hidden_dim": model_dim}
     return per_device, {"model_dim": model_dim, **_built_in_fields(experts)}
 
@@ -241,24 +238,24 @@ def _built_in_fields(experts: Mapping[str, Any]) -> dict[str, Any]:
         "experts has both activation_fn and activation_fn_with_self; give one of them.",
     )
     fields = {"hidden_dim": experts["hidden_size_per_expert"], "activation": "relu"}
-    if kind == "llama_ffn":  # drawn as Tutel draws it
+    if kind == "llama_ffn":  # drawn as in Tutel
         return {**fields, "expert_type": "glu", "expert_bias": False, "init_std": 0.01}
     has_bias = [experts.get(f"has_{name}_bias", True) for name in ("fc1", "fc2")]
     return {**fields, "expert_bias": any(has_bias)}
 
 
 def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
-    """Return whether so many ranks can each hold a slice of one expert of this dict."""
+    """Return whether an expert of this dict can be cut into this number of slices."""
     if experts["type"] not in BUILT_IN:
         return False
     widths = [experts["hidden_size_per_expert"]]
-    if experts["type"] != "llama_ffn":  # whose output has no bias to cut
+    if experts["type"] != "llama_ffn":  # llama_ffn has no output bias to slice
         widths += [model_dim, experts.get("output_dim") or model_dim]
     return not any(width % slices for width in widths)
 
 
 def _count_name(module: Callable[..., Any]) -> str:
-    """Return how a user's class calls the number of local experts; older ones have another name."""
+    """Return a custom class's name of the number of local experts; older classes have another one."""
     try:
         names = inspect.signature(module).parameters
     except ValueError:  # of a class written in C
@@ -270,7 +267,7 @@ def _count_name(module: Callable[..., Any]) -> str:
 def build_from_dict(
     experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
 ) -> ExpertStack:
-    """Return the local experts of a dict that `check_experts` has taken."""
+    """Return the local experts of a dict that `check_experts` has checked."""
     if experts["type"] == "custom":
         build = functools.partial(
             experts["module"],

@@ -1,6 +1,6 @@
 """Tutel's constructor on this package's layer: `moe_layer(gate_type={...}, model_dim=..., experts={...})`.
 
-docs/tutel.md lists every argument, and what differs.
+docs/tutel.md lists every argument and the differences to Tutel.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from fairseq_tutel.tutel.experts import (
 
 
 def _part_of_strategy(name: str, meaning: str) -> Any:
-    """Return the property of a layer that is this attribute of its strategy."""
+    """Return a property that reads and sets this attribute of a layer's strategy."""
 
     def change(layer: "TutelMoELayer", value: int) -> None:
         layer.moe.follow(layer._strategy(**{name: value}))
@@ -47,7 +47,7 @@ def _part_of_strategy(name: str, meaning: str) -> Any:
 class TutelMoELayer(nn.Module):
     """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
 
-    The dicts are read and left as they are. What is given to one call holds for that call.
+    The dicts are not changed. Arguments of a call apply to that call alone.
 
     Args:
         gate_type: a dict, or a list of dicts for several gates on the same experts.
@@ -56,21 +56,22 @@ class TutelMoELayer(nn.Module):
         scan_expert_func: called as (name, parameter) for every expert parameter of this rank.
         result_func: applied to y before it is returned.
         group: ranks that exchange tokens; None for all.
-        seeds: (gate, experts, afterwards): the last is left in torch's global generator. A gate's or
-            experts' that is None is drawn from it, which must then be seeded alike on every rank.
-        a2a_ffn_overlap_degree: chunks in which rows travel while experts work.
-        is_postscore: weights multiply what experts give, otherwise what they read.
+        seeds: (gate, experts, afterwards); the last seeds torch's global generator at the end. None for
+            gate or experts draws a seed from this generator, which must then have the same seed on every
+            rank.
+        a2a_ffn_overlap_degree: the number of chunks of an overlapped exchange; 1 for no overlap.
+        is_postscore: weights multiply the experts' output, otherwise their input.
         batch_prioritized_routing: full experts keep the tokens with the largest probability.
         normalize_gate: for k > 1 a token's weights sum to 1 before dropping.
         is_gshard_loss: the GShard loss, otherwise Tutel's load and importance.
-        parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (r as large as it can
-            be) or auto (as data; `ft.UpdateTuner` is what measures).
-        use_2dh: rows go by 2-D hierarchical all-to-all where experts are on several whole nodes.
+        parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (the largest r) or auto
+            (as data; `ft.UpdateTuner` measures the alternatives).
+        use_2dh: use the 2-D hierarchical all-to-all if experts are on several whole nodes.
         pad_samples: has no effect, as in Tutel.
-        tutel_capacity: experts have as many places as Tutel gives them, otherwise as in `ft.MoELayer`.
+        tutel_capacity: use Tutel's capacity, otherwise that of `ft.MoELayer`.
 
     Raises:
-        ValueError: an argument that is not allowed.
+        ValueError: an invalid argument.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TutelMoELayer(nn.Module):
         super().__init__()
         arguments.check("model_dim", model_dim, AT_LEAST_1)
         if pad_samples is not None:
-            arguments.say_no_effect("pad_samples", pad_samples)
+            arguments.log_no_effect("pad_samples", pad_samples)
         self.is_postscore = is_postscore
         self.batch_prioritized_routing = batch_prioritized_routing
         self.normalize_gate = normalize_gate
@@ -127,7 +128,7 @@ class TutelMoELayer(nn.Module):
         self.moe = _build(arguments.gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.follow(strategy)
         self.experts.save_by_rank()
-        arguments.say_copies(topology.num_replicas)
+        arguments.log_replicas(topology.num_replicas)
         self.result_func = result_func
         if scan_expert_func is not None:
             for name, parameter in self.experts.expert_parameters().items():
@@ -151,30 +152,30 @@ class TutelMoELayer(nn.Module):
 
         Args:
             input: [..., model_dim]; with `reserve_dims` r its last r dimensions together are a token.
-            gate_index: which of several gates.
-            capacity_factor: of this call, instead of the gate's; 0 drops nothing.
-            top_k: of this call, instead of the gate's.
-            a2a_ffn_overlap_degree: of this call, instead of the layer's.
+            gate_index: of the gate to use.
+            capacity_factor: overrides the gate's; 0 drops nothing.
+            top_k: overrides the gate's.
+            a2a_ffn_overlap_degree: overrides the layer's.
             reserve_dims: see `input`.
-            inequivalent_tokens: ranks may always differ in tokens; with `tutel_capacity` the places of all
-                go by the largest number of them.
-            adaptive_r: of this call, instead of what `parallel_type` says.
+            inequivalent_tokens: with `tutel_capacity`, the capacity of all ranks follows from the largest
+                number of tokens. Otherwise without effect: ranks may always have different numbers.
+            adaptive_r: overrides `parallel_type`.
             megablocks_size: has no effect.
 
         Returns:
-            y: the shape and dtype of `input`, except where experts have another output dimension. The
-            balance loss is `y.l_aux`, a differentiable scalar. Both go through `result_func`.
+            y: the shape and dtype of `input`, unless experts have another output dimension. The
+            balance loss is `y.l_aux`, a differentiable scalar. `result_func` is applied to both.
 
         Raises:
-            ValueError: a shape or number that does not fit.
+            ValueError: an invalid shape or number.
         """
         together = arguments.check_switch("inequivalent_tokens", inequivalent_tokens)
         arguments.check("megablocks_size", megablocks_size, AT_LEAST_0)
         if megablocks_size > 0:
-            arguments.say_no_effect("megablocks_size", megablocks_size)
+            arguments.log_no_effect("megablocks_size", megablocks_size)
         if together and not self.tutel_capacity:
-            arguments.say_no_effect("inequivalent_tokens", True)
-        self._take_over()
+            arguments.log_no_effect("inequivalent_tokens", True)
+        self._update_config()
         strategy = self._strategy(a2a_ffn_overlap_degree, adaptive_r)
         if top_k is not None:
             arguments.check("top_k", top_k, AT_LEAST_1)
@@ -216,7 +217,7 @@ class TutelMoELayer(nn.Module):
         return y_TD, tuple(token) if as_given else (y_TD.shape[1],), output.balance_loss
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields of MoEConfig that attributes of the layer decide."""
+        """Return the fields of MoEConfig that attributes of the layer set."""
 
         def is_on(name: str) -> bool:
             return arguments.check_switch(name, getattr(self, name))
@@ -228,8 +229,8 @@ class TutelMoELayer(nn.Module):
             "balance_loss": "gshard" if is_on("is_gshard_loss") else "load_importance_tutel",
         }
 
-    def _take_over(self) -> None:
-        """Let the layer run by what was set on it, or on its gates, since the last call."""
+    def _update_config(self) -> None:
+        """Apply attributes of the layer and its gates that were changed since the last call."""
         configs, of_layer = self.moe.gate_configs, self._fields()
         fields = [
             {**of_layer, **arguments.set_fields(gate, i, config)}
@@ -247,7 +248,7 @@ class TutelMoELayer(nn.Module):
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
-        """Return how one call runs; what is not given is the layer's."""
+        """Return the strategy of one call; None for the layer's values."""
         strategy, slices = self.moe.strategy, self.experts.part.slices
         return arguments.changed(strategy, overlap, adaptive_r, self.sharded_count, slices)
 
@@ -260,7 +261,7 @@ class TutelMoELayer(nn.Module):
         capacity_factor: float | None,
         top_k: int | None,
     ) -> Capacity:
-        """Return Tutel's places in one call, where asked for by the tokens of all ranks together."""
+        """Return Tutel's capacity in one call, by the largest number of tokens if `together`."""
         _, config, _ = self.moe.gate_at(gate_index)
         num_tokens = len(x_TD)
         if together and self.topology.world_size > 1:
@@ -274,15 +275,15 @@ class TutelMoELayer(nn.Module):
         )
 
     a2a_ffn_overlap_degree = _part_of_strategy(
-        "overlap", "Chunks in which rows travel while experts work; may be set."
+        "overlap", "The number of chunks of an overlapped exchange; can be set."
     )
     adaptive_degree = _part_of_strategy(
-        "adaptive_r", "The r of `parallel_type`; may be set, to one of `valid_rs`."
+        "adaptive_r", "The r of `parallel_type`; can be set to one of `valid_rs`."
     )
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts this rank has, whole or in slices."""
+        """The number of experts of this rank, whole or in slices."""
         return self.experts.num_local
 
     @property
@@ -297,7 +298,7 @@ class TutelMoELayer(nn.Module):
 
     @property
     def topology(self) -> Topology:
-        """Which ranks exchange tokens, and which hold the same experts."""
+        """The ranks that exchange tokens, and those that hold the same experts."""
         return self.moe.topology
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -333,7 +334,7 @@ def _build(
     group: dist.ProcessGroup | None,
     seeds: tuple[int, int],
 ) -> MoELayer:
-    """Return the layer of these gates and experts; `fields` are of every gate's MoEConfig."""
+    """Return the layer of these gates and experts; `fields` are common to the MoEConfigs of all gates."""
     gate_seed, expert_seed = seeds
     model_dim, num_experts = fields["model_dim"], fields["num_experts"]
     own, modules = [], []
@@ -373,7 +374,7 @@ def _gate_name(index: int) -> str:
 def _topology(
     group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool
 ) -> Topology:
-    """Return where experts live; where they are sliced, each of a group's ranks has a part of one."""
+    """Return the topology of the experts; if `sliced`, each rank has a slice of one expert."""
     if group is not None:
         return topology_within(group, num_experts, sliced)
     requested = arguments.count_ranks() if sliced else 0
@@ -383,15 +384,15 @@ def _topology(
 def _agreed_seeds(
     gate: int | None, experts: int | None, shared_by: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """Return the seeds of gates and experts; where ranks share an expert, they take the first's.
+    """Return the seeds of gates and experts; ranks that share an expert use the first rank's.
 
-    With Tutel every rank gives its experts another seed, since there it draws a part of each. Here an
-    expert's own number goes into its seed, and ranks with the same expert must draw the same.
+    In Tutel every rank has another seed, since it draws a part of every expert. Here an expert's ID is part
+    of its seed, and ranks with the same expert must draw the same values.
     """
     if gate is None or experts is None:
         drawn = int(torch.randint(2**62, ()))
         gate = drawn if gate is None else gate
         experts = drawn if experts is None else experts
     if shared_by > 1:
-        experts = world.told_by_first(experts, "the agreement on seeds", group)
+        experts = world.broadcast_object(experts, "the agreement on seeds", group)
     return gate, experts

@@ -176,6 +176,6 @@ def test_a_rank_with_other_tensors_is_refused(tmp_path, monkeypatch):
     def with_another_rank(own: Any, operation: str) -> list[Any]:
         return [own, ({}, {}, None, own[-1] + 1)]
 
-    monkeypatch.setattr(checkpoint.world, "told_by_all", with_another_rank)
+    monkeypatch.setattr(checkpoint.world, "all_gather_object", with_another_rank)
     with pytest.raises(ValueError, match="ranks wrote other tensors than they have"):
         checkpoint.save_in_shards(model(None), Topology(), lambda parameter: {}, tmp_path)

@@ -1,6 +1,6 @@
 """2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes.
 
-Covered: trips there and back, and their backward, for every split of 4, 6 and 8 ranks into whole nodes,
+Covered: dispatch and combine, and their backward, for every split of 4, 6 and 8 ranks into whole nodes,
 and of two expert groups among 8 ranks; ranks without rows; even blocks, without maps; fp32, fp16, bf16,
 integers; messages across nodes by count; no grid where the experts are not on several whole nodes.
 """
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm import all_to_all
+from fairseq_tutel.comm.counts import exchange_counts, exchange_counts_in_two_hops
 from fairseq_tutel.ranks.groups import make_topology
 
 # Ranks, those of an expert group, those of a node.
@@ -26,7 +27,7 @@ def counts_of(rank, parallel, seed):
     return torch.full_like(counts, 3) if seed == EVEN else counts
 
 
-def compare_trips(parallel, local, dtype, seed):
+def compare_exchanges(parallel, local, dtype, seed):
     """On every rank: both exchanges of the same rows, and what backward makes of a projection."""
     rank = dist.get_rank()
     place = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
@@ -35,45 +36,45 @@ def compare_trips(parallel, local, dtype, seed):
     rows = torch.randn(int(counts.sum()), MODEL_DIM, generator=generator)
     rows = (100 * rows).to(dtype)
     results = []
-    for told, trip in both_trips(counts, place):
+    for agreed, rows_exchange in both_exchanges(counts, place):
         x = rows.clone().requires_grad_(dtype.is_floating_point)
-        there = trip.there(x)
-        back = trip.back(there * 2)
+        there = rows_exchange.dispatch(x)
+        back = rows_exchange.combine(there * 2)
         if dtype.is_floating_point:
             (back * torch.arange(len(back)).unsqueeze(1)).sum().backward()
         grad = x.grad if x.grad is not None else torch.zeros(0)
-        results.append((told.arriving_PE, there.detach(), back.detach(), grad))
+        results.append((agreed.arriving_PE, there.detach(), back.detach(), grad))
     return results
 
 
-def both_trips(counts, place):
-    told = all_to_all.exchange_counts(counts, place.expert_group)
-    yield told, all_to_all.LinearTrip.of(told, place.expert_group)
-    told = all_to_all.exchange_counts_in_two_hops(counts, place.grid)
-    yield told, all_to_all.HierarchicalTrip.of(told, told, place.grid)
+def both_exchanges(counts, place):
+    agreed = exchange_counts(counts, place.expert_group)
+    yield agreed, all_to_all.LinearAllToAll.of(agreed, place.expert_group)
+    agreed = exchange_counts_in_two_hops(counts, place.grid)
+    yield agreed, all_to_all.HierarchicalAllToAll.of(agreed, agreed, place.grid)
 
 
 @pytest.mark.parametrize("seed", (0, 1))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.int64))
 @pytest.mark.parametrize("world, parallel, local", SPLITS)
-def test_a_ragged_trip_is_the_linear_one(ranks, world, parallel, local, dtype, seed):
-    for linear, hierarchical_ in ranks(world).run(compare_trips, parallel, local, dtype, seed):
+def test_a_ragged_exchange_is_the_linear_one(ranks, world, parallel, local, dtype, seed):
+    for linear, hierarchical_ in ranks(world).run(compare_exchanges, parallel, local, dtype, seed):
         for expected, got in zip(linear, hierarchical_, strict=True):
             assert torch.equal(got, expected)
     assert linear[1].shape[0] > 0
 
 
-def compare_even_trips(parallel, local):
+def compare_even_exchanges(parallel, local):
     maps, all_to_all.regroup_maps = all_to_all.regroup_maps, None
     try:
-        return compare_trips(parallel, local, torch.bfloat16, EVEN)
+        return compare_exchanges(parallel, local, torch.bfloat16, EVEN)
     finally:
         all_to_all.regroup_maps = maps
 
 
 @pytest.mark.parametrize("world, parallel, local", SPLITS)
-def test_a_trip_of_even_blocks_is_the_linear_one_without_maps(ranks, world, parallel, local):
-    for linear, hierarchical_ in ranks(world).run(compare_even_trips, parallel, local):
+def test_an_exchange_of_even_blocks_is_the_linear_one_without_maps(ranks, world, parallel, local):
+    for linear, hierarchical_ in ranks(world).run(compare_even_exchanges, parallel, local):
         assert all(torch.equal(*pair) for pair in zip(linear, hierarchical_, strict=True))
 
 
@@ -82,7 +83,7 @@ def messages(parallel, local):
     rank = dist.get_rank()
     place = make_topology([parallel], parallel, local)
     ones = torch.ones(parallel, 1, dtype=torch.int64)
-    trips = [trip for _, trip in both_trips(ones, place)]
+    exchanges = [rows_exchange for _, rows_exchange in both_exchanges(ones, place)]
     sent = []
     original = dist.all_to_all_single
 
@@ -94,9 +95,9 @@ def messages(parallel, local):
 
     dist.all_to_all_single = counting
     try:
-        for trip in trips:
+        for rows_exchange in exchanges:
             sent.append([])
-            trip.there(torch.ones(parallel, MODEL_DIM))
+            rows_exchange.dispatch(torch.ones(parallel, MODEL_DIM))
     finally:
         dist.all_to_all_single = original
     return sent

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm import background, collectives, exchange
-from fairseq_tutel.comm.trip import Trip, chunk_of
+from fairseq_tutel.comm.all_to_all import AllToAll
+from fairseq_tutel.comm.counts import chunk_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
 
@@ -113,14 +114,14 @@ def test_chunks_of_a_block_differ_by_one_and_sum_to_it(number):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Diary(Trip):
-    """Moves nothing, and writes down when it is asked to."""
+class Diary(AllToAll):
+    """Moves nothing and notes every call."""
 
     name: str
     lines: list
 
-    def travel(self, rows, homeward):
-        self.lines.append(f"{'back' if homeward else 'there'} {self.name}")
+    def exchange(self, rows, combine):
+        self.lines.append(f"{'back' if combine else 'there'} {self.name}")
         return rows.clone()
 
 
@@ -132,15 +133,27 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines),
     )
     x = torch.randn(4, 2, requires_grad=True)
-    trips = [Diary(name=str(i), lines=lines) for i in range(2)]
+    arriving_PE = torch.full((1, 1), 2)
+    chunks = [
+        exchange.Chunk(Diary(name=str(i), lines=lines), arriving_PE, arriving_PE, 2)
+        for i in range(2)
+    ]
+    numbers = iter(range(2))
 
-    def stage(i, rows):
+    def expert_fn(rows, groups):
+        i = next(numbers)
         lines.append(f"experts {i}")
         rows = rows * 2
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    y = exchange.pipelined(x.split(2), trips, stage)
+    prepared = exchange.PreparedExchange(
+        chunks=chunks,
+        counts_E=torch.tensor([4]),
+        num_rows=4,
+        chunk_blocks=torch.full((1, 2), 2),
+    )
+    y = prepared.run(x, expert_fn)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",

@@ -190,7 +190,7 @@ def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path)
 
 
 def test_a_dummy_batch_asks_with_the_others_and_writes_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(world, "told_by_all", lambda value, what: [value, True])
+    monkeypatch.setattr(world, "all_gather_object", lambda value, what: [value, True])
     asked(monkeypatch, tmp_path, is_dummy=True, teacher_parallel_size=2)
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["about.json"]
 

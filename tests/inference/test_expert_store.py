@@ -1,7 +1,7 @@
 """Experts in a store compute what they compute in memory, to the bit; what was read is what formulas say.
 
 Covered: every policy on every tier, with and without a cache, in three kinds of experts, on one rank and on
-two, where one may have no token; on a GPU; what is fetched, hit and resident by formula; what slots take.
+two, where one may have no token; on a GPU; what is fetched, hit and resident by formula; what buffers take.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, wri
 
 from fairseq_tutel import ExpertStore, make_topology
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
-from fairseq_tutel.inference.expert_slots import Layout, slots_on_host
+from fairseq_tutel.inference.expert_buffers import BufferLayout, buffers_on_host
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import STORE_POLICIES, STORE_TIERS
 
@@ -32,7 +32,7 @@ def run(model, x_TD):
         if block + 1 < len(model):
             after = model[block + 1]
             following = after.route(x_TD, call)
-            after.experts.weights.expect(after.experts, following.groups)
+            after.experts.weights.prefetch(after.experts, following.groups)
         used.append(set(routing.counts_E.nonzero().flatten().tolist()))
         x_TD = x_TD + layer.apply_routing(x_TD, routing)
         routing = following
@@ -115,11 +115,11 @@ def test_on_a_gpu_no_slot_is_written_while_it_is_read(tmp_path, tier):
 
 @pytest.mark.parametrize("count", (8, 64))
 def test_slots_on_the_host_leave_little_of_powers_of_two(count):
-    layout = Layout.of({"weight": (torch.uint8, (2**10 + 8,), None)})
-    slots = slots_on_host(layout, count)
-    blocks = [slot.memory.untyped_storage() for slot in slots]
+    layout = BufferLayout.of({"weight": (torch.uint8, (2**10 + 8,), None)})
+    buffers = buffers_on_host(layout, count)
+    blocks = [buffer.memory.untyped_storage() for buffer in buffers]
     sizes = {block.data_ptr(): block.nbytes() for block in blocks}.values()
-    assert len(slots) == count
+    assert len(buffers) == count
     assert sum(2 ** (size - 1).bit_length() for size in sizes) <= (count + 2) * layout.num_bytes
 
 
@@ -135,7 +135,7 @@ def compare_on_two_ranks(kind, folder):
                 assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, tier)
             assert store.counters.peak_experts <= config.num_experts + 1
             with torch.no_grad():
-                model[0].take_part()
+                model[0].run_without_tokens()
 
 
 @pytest.mark.parametrize(("kind", "packing"), [("ffn", ""), ("own", "int4")])

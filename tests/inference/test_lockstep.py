@@ -49,7 +49,7 @@ def _layers(configs, parallel, local):
         split, whole = (
             MoELayer(config, where, seed=3, name=str(i)).double().eval() for where in (place, None)
         )
-        assert lockstep.add(split.take_part) == i
+        assert lockstep.add(split.run_without_tokens) == i
         pairs.append((split, whole))
     return lockstep, pairs
 
@@ -171,7 +171,7 @@ def serving_leaves_no_trace():
     layer.timer.read_and_reset()
     before = {key: value for key, value in vars(layer).items() if not key.startswith("_")}
     state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    layer.take_part()
+    layer.run_without_tokens()
     for key, value in before.items():
         assert getattr(layer, key) is value, key
     assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())

@@ -1,4 +1,4 @@
-"""Pre-gating: a layer's gate sees the input of the layer N before it, and all else stays.
+"""Pre-gating: a layer's gate gets the input of the layer N before it, and all else is unchanged.
 
 Covered: outputs, losses and every gradient against loops, N = 0, 1, 2, layers of different sizes,
 capacity, padding; every kind of gate, choice and policy against the two halves of a layer; what weights
@@ -183,7 +183,7 @@ class Told(Weights):
     def __init__(self, block, events):
         self.block, self.events = block, events
 
-    def expect(self, stack, groups):
+    def prefetch(self, stack, groups):
         self.events.append(("expects", self.block, list(groups.host)))
 
     def of_groups(self, stack, groups):
@@ -252,7 +252,7 @@ def test_what_is_no_chain_is_refused():
             stack(ahead, CONFIG, CONFIG)
     with pytest.raises(ValueError, match="model_dim 4 and 8; pre-gate layers of one"):
         stack(1, CONFIG, wide)
-    with pytest.raises(ValueError, match="stands twice in a stack"):
+    with pytest.raises(ValueError, match="is repeated in a stack"):
         pregate(stack(0, CONFIG) * 2, 1)
 
 
@@ -266,7 +266,7 @@ def at_paces_of_their_own(exchange):
     split, whole = stack(1, *configs, topology=place), stack(1, *configs)
     lockstep = Lockstep(place.expert_group)
     for layer in split:
-        lockstep.add(layer.take_part)
+        lockstep.add(layer.run_without_tokens)
     for step in range(2 + 2 * rank):
         x = expected = tokens(1 + (rank + 2 * step) % 5, salt=10 * rank + step)
         for index, layer in enumerate(split):

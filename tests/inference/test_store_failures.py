@@ -112,7 +112,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     for path in tmp_path.rglob("*.safetensors"):
         change(path, path.read_bytes())
     said = refusal(model)
-    assert said.startswith("the expert store is closed, for the checkpoint keeps experts in ")
+    assert said.startswith("the expert store is closed: the checkpoint keeps experts in ")
     assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in said
     assert reason in said and "; give an older checkpoint, or put the folder back" in said
 
@@ -145,7 +145,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch,
     run(model)
     monkeypatch.setattr(os, "preadv", fail)
     third = model[2].experts
-    third.weights.expect(third, Groups.of_tensor(torch.tensor([0, 0, 1, 0, 0, 0])))
+    third.weights.prefetch(third, Groups.of_tensor(torch.tensor([0, 0, 1, 0, 0, 0])))
     for thread in threads():
         thread.join(60)
     assert said in refusal(model)
@@ -155,7 +155,7 @@ def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
     begun, go, was_here = threading.Event(), threading.Event(), []
     with ExpertStore("pregated", tier="host") as store:
         store.add(model_of(FFN)[0].experts)
-        source, wait, give = store._stacks[0][1], store._fetcher.wait, store._slots.give
+        source, wait, give = store._stacks[0][1], store._fetcher.wait, store._buffers.give
         read = source.read
 
         def read_slowly(*arguments):
@@ -165,13 +165,13 @@ def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
 
         monkeypatch.setattr(source, "read", read_slowly)
         monkeypatch.setattr(store._fetcher, "wait", lambda fetches: (go.set(), wait(fetches)))
-        store.expect(0, [0])
+        store.prefetch(0, [0])
         assert begun.wait(60)
         fetch = store._fetches[0, 0]
         monkeypatch.setattr(
-            store._slots, "give", lambda slot: (was_here.append(fetch.is_here), give(slot))
+            store._buffers, "give", lambda buffer: (was_here.append(fetch.is_here), give(buffer))
         )
-        store.expect(0, [])
+        store.prefetch(0, [])
         go.set()
     assert was_here == [True]
 
@@ -245,7 +245,7 @@ def test_a_thread_lives_as_long_as_its_store(tmp_path):
         run(model)
         assert len(threads()) == 1
     assert threads() == []
-    assert refusal(model).startswith("the expert store is closed; make another")
+    assert refusal(model).startswith("the expert store is closed; create another")
     forgotten = ExpertStore()
     model = opened(FFN, forgotten, source)
     run(model)
@@ -303,11 +303,11 @@ def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
         assert torch.equal(run(copy.deepcopy(model)), run(model))
         assert torch.equal(run(model.double().float()), run(model_of(FFN)))
         with pytest.raises(
-            ValueError, match="cannot be saved or sent to another process; open its"
+            ValueError, match="cannot be pickled or sent to another process; open its"
         ):
             torch.save(model, tmp_path / "a.pt")
         for use in (model.state_dict, lambda: model.load_state_dict(model_of(FFN).state_dict())):
-            with pytest.raises(ValueError, match="are in an expert store, and can be neither"):
+            with pytest.raises(ValueError, match="are in an expert store and can be neither"):
                 use()
         child = os.fork()
         if child == 0:
@@ -342,11 +342,11 @@ def test_what_is_no_evaluation_is_refused():
         ({"cache": -1}, "give a number of experts, such as 64, or of bytes with a unit, such as"),
         (
             {"cache": "0.5KB", "tier": "host"},
-            "is 500 bytes, but one expert has 896; give as many",
+            "is 500 bytes, but one expert has 896; give at least that",
         ),
         (
             {},
-            "these experts are in none; write them with `python -m fairseq_tutel convert sharded`",
+            "not in shard files of a checkpoint; write them with `python -m fairseq_tutel convert sharded`",
         ),
     ],
 )
@@ -364,7 +364,7 @@ def test_what_does_not_fit_the_layer_is_refused():
     with pytest.raises(ValueError, match="give --moe-expert-parallel-size 6 or less"):
         store.add(build_experts(FFN, Part(1, 0, 2, 0)), tensors)
     store.add(experts)
-    with pytest.raises(ValueError, match="fc1_weight has no numbers here"):
+    with pytest.raises(ValueError, match="fc1_weight is on the meta device"):
         ExpertStore(tier="host").add(experts)
 
 

@@ -49,11 +49,11 @@ rules = st.builds(
 def test_places_are_those_of_plain_arithmetic_and_the_host_s_bound_holds(
     rule, top_k, num_experts, num_tokens
 ):
-    places = int(rule.places(top_k, num_experts, torch.tensor(num_tokens)))
-    assert places == by_hand(rule, top_k, num_experts, num_tokens)
+    slots = int(rule.slots(top_k, num_experts, torch.tensor(num_tokens)))
+    assert slots == by_hand(rule, top_k, num_experts, num_tokens)
     assert rule.is_limited
     for at_most in (num_tokens, num_tokens + 1, 2 * num_tokens):
-        assert rule.most_places(top_k, num_experts, at_most) >= places
+        assert rule.most_slots(top_k, num_experts, at_most) >= slots
 
 
 def test_without_a_factor_or_a_fraction_nothing_is_limited():

@@ -325,12 +325,12 @@ def test_choices_left_out_at_random_are_taken_with_k_times_their_weight(dtype, n
         row.to(dtype).expand(4 * MANY, E), 3, training=True, second_expert_policy="random",
         normalize_gate=normalize,
     )  # fmt: skip
-    asked_TK = r.slots_TK >= 0
-    assert asked_TK[:, 0].all()
+    requested_TK = r.slots_TK >= 0
+    assert requested_TK[:, 0].all()
     for j in (1, 2):
         chance = min(1.0, 3 * float(r.weights_TK[0, j]))
-        taken = int(asked_TK[:, j].sum())
-        counts = torch.tensor([taken, len(asked_TK) - taken])
+        taken = int(requested_TK[:, j].sum())
+        counts = torch.tensor([taken, len(requested_TK) - taken])
         assert 0.2 < chance < 1
         assert chi_square(counts, torch.tensor([chance, 1 - chance])) < CRITICAL[1]
 
@@ -350,22 +350,22 @@ def test_a_choice_that_was_left_out_takes_no_place_and_counts_nowhere(policy, fa
         logits_TE, 3, factor, training=True, second_expert_policy="random", drop_policy=policy,
         real_T=real_T,
     )  # fmt: skip
-    asked_TK = r.slots_TK >= 0
-    assert torch.equal(asked_TK[:, 0], real_T)
-    assert not asked_TK[~real_T].any()
-    assert 0 < int(asked_TK[:, 1:].sum()) < 2 * int(real_T.sum())
+    requested_TK = r.slots_TK >= 0
+    assert torch.equal(requested_TK[:, 0], real_T)
+    assert not requested_TK[~real_T].any()
+    assert 0 < int(requested_TK[:, 1:].sum()) < 2 * int(real_T.sum())
     limit = 3 * math.ceil(factor * int(real_T.sum()) / E) if factor else math.inf
     for e in range(E):
-        slots = r.slots_TK[asked_TK & (r.expert_ids_TK == e)].tolist()
+        slots = r.slots_TK[requested_TK & (r.expert_ids_TK == e)].tolist()
         assert sorted(slots) == list(range(len(slots)))
         assert int(r.counts_E[e]) == min(len(slots), limit)
         for j in range(3):
-            mine = asked_TK[:, j] & (r.expert_ids_TK[:, j] == e)
+            mine = requested_TK[:, j] & (r.expert_ids_TK[:, j] == e)
             assert int(r.assigned_KE[j, e]) == int(mine.sum())
     kept_TK = r.row_of_TK >= 0
-    assert torch.equal(r.dropped_K, (asked_TK & ~kept_TK).sum(dim=0))
+    assert torch.equal(r.dropped_K, (requested_TK & ~kept_TK).sum(dim=0))
     assert int(r.num_tokens) == int(real_T.sum())
-    assert torch.equal(kept_TK, asked_TK & (r.slots_TK < limit))
+    assert torch.equal(kept_TK, requested_TK & (r.slots_TK < limit))
 
 
 def test_weights_of_taken_choices_are_divided_by_those_of_all_or_of_the_taken_alone():

@@ -8,6 +8,7 @@ weights, even frequencies, the same for the same id, a saved salt.
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -20,6 +21,7 @@ from torch.func import functional_call
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.dispatchers import Exchange
 from fairseq_tutel.moe.experts import CustomExperts
 from fairseq_tutel.moe.gates import HashGate
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
@@ -192,13 +194,13 @@ def test_own_experts_stand_beside_too(option):
 REFUSED = [
     ("gate_type", "no_such_module.Gate", "no module named 'no_such_module'"),
     ("gate_type", "custom_parts.NoSuch", "has no attribute 'NoSuch'"),
-    ("gate_type", "custom_parts.constant", "which is no class"),
+    ("gate_type", "custom_parts.constant", "not a torch module class"),
     ("expert_type", ".Expert", "package.module.Class"),
-    ("expert_type", "custom_parts.constant", "which is no class"),
+    ("expert_type", "custom_parts.constant", "not a torch module class"),
     ("expert_type", "custom_parts.BufferExpert", "BufferExpert has buffers"),
     ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
-    ("gate_type", "torch.nn.Linear", "not built as Class(config)"),
-    ("expert_type", "torch.nn.Linear", "not built as Class(config)"),
+    ("gate_type", "torch.nn.Linear", "cannot be built as Class(config)"),
+    ("expert_type", "torch.nn.Linear", "cannot be built as Class(config)"),
 ]
 
 
@@ -409,9 +411,13 @@ def test_a_gate_that_is_not_used_has_no_parameters_to_train():
     assert trains == [{False}, {True}, {False}]
 
 
-def test_rows_that_are_brought_for_others_are_floats_whatever_comes_first(monkeypatch):
+def test_an_exchange_without_tokens_has_float_rows_whatever_the_first_parameter_is(monkeypatch):
     layer = own_layer(expert_type="custom_parts.CountingExpert")
-    brought = []
-    monkeypatch.setattr(exchange, "run", lambda rows, *_: brought.append(rows.dtype))
-    layer.take_part()
-    assert brought == [torch.float64]
+    assert next(layer.experts.parameters()).dtype == torch.int64
+    dtypes = []
+    prepared = SimpleNamespace(run=lambda rows, _: dtypes.append(rows.dtype))
+    monkeypatch.setattr(exchange, "prepare", lambda *_: prepared)
+    options = exchange.ExchangeOptions(group=None)
+    dispatcher = Exchange(layer.experts, layer.config, Topology(), None, options)
+    dispatcher.run_without_tokens(layer.experts.weights)
+    assert dtypes == [torch.float64]

@@ -13,7 +13,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm.gradients import square_norm
 from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.build import draw_linear
-from fairseq_tutel.moe.choice import asked_at_random
+from fairseq_tutel.moe.choice import sampled_choices
 from fairseq_tutel.moe.slots import at_random
 
 SIZES = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4, "activation": "gelu"}
@@ -82,14 +82,14 @@ def test_a_small_step_of_the_bias_is_kept_whatever_torch_s_default_dtype_is(bf16
 def test_random_numbers_a_hash_s_logits_and_norms_are_fp32_whatever_the_default(bf16_by_default):
     def drawn() -> list[Tensor]:
         torch.manual_seed(1)
-        asked_TK = asked_at_random(torch.full((2000, 2), 0.25))
+        requested_TK = sampled_choices(torch.full((2000, 2), 0.25))
         ids_TK, position_T = torch.zeros(2000, 1, dtype=torch.int64), torch.arange(2000)
         order_N = at_random(torch.ones(2000, 1), ids_TK, position_T, True)
         weight = torch.empty(50, 50, dtype=torch.float32)
         draw_linear(weight, 50, "weight", 0.0, torch.Generator().manual_seed(2))
         layer = MoELayer(MoEConfig(**SIZES, gate_type="hash"), seed=1)
         norm = square_norm([], torch.device("cpu"))
-        return [asked_TK, order_N, weight, layer.gate(position_T, 2), norm]
+        return [requested_TK, order_N, weight, layer.gate(position_T, 2), norm]
 
     found = drawn()
     torch.set_default_dtype(torch.float32)

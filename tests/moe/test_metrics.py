@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import route, routing_metrics
-from fairseq_tutel.moe.metrics import metric_names, metric_rows, tally_of
+from fairseq_tutel.moe.metrics import count_routing, metric_names, metric_rows
 
 
 def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
@@ -85,7 +85,7 @@ def test_metrics_carry_no_gradient():
 def test_layers_of_several_sizes_are_rows_in_their_order():
     sizes = (4, 4, 7, 4)
     routings = [route(logits(15, size, seed), 2, 0.5) for seed, size in enumerate(sizes)]
-    rows_LN, tokens_L1 = metric_rows([tally_of(routing) for routing in routings])
+    rows_LN, tokens_L1 = metric_rows([count_routing(routing) for routing in routings])
     assert tokens_L1.tolist() == [[15.0]] * 4
     for routing, row in zip(routings, rows_LN.tolist(), strict=True):
         got = dict(zip(metric_names(2), row, strict=True))

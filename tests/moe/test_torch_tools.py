@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize, prune
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.moe.adaptive import weights_of
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, activation="gelu")
@@ -119,8 +120,8 @@ def test_parametrized_experts_are_what_their_parametrization_gives(options):
 def test_ranks_that_share_the_experts_refuse_them(change):
     layer = build(2)
     change(layer.experts)
-    with pytest.raises(ValueError, match="the experts' fc1_weight are not parameters"):
-        layer(tokens())
+    with pytest.raises(ValueError, match="the experts' fc1_weight are no longer parameters"):
+        weights_of(layer.experts, layer.topology, 1, torch.device("cpu"))
 
 
 def replica(module: nn.Module) -> nn.Module:

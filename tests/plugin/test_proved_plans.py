@@ -25,7 +25,7 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
             other = (problem, frozenset({plan.digest}))
             return [other, own] if isinstance(own, tuple) else [own, own]
 
-        monkeypatch.setattr(plans.world, "told_by_all", told)
+        monkeypatch.setattr(plans.world, "all_gather_object", told)
         checked.clear()
         if problem:
             with pytest.raises(ValueError, match=problem):

@@ -160,7 +160,7 @@ def test_fp32_gate_may_be_set():
         ("capacity_factor", "1", r"gates\[0\].capacity_factor is '1'; give a finite number"),
         ("gate_noise", -1, r"gates\[0\].gate_noise is -1; give a finite number, at least 0"),
         ("is_postscore", "no", "is_postscore is 'no'; give True or False"),
-        ("is_gshard_loss", False, "is_gshard_loss is False but gate 0 has no gate_noise"),
+        ("is_gshard_loss", False, "is_gshard_loss is False, but gate 0 has no gate_noise"),
         ("adaptive_degree", "2", "adaptive_r is '2'; give a whole number"),
         ("a2a_ffn_overlap_degree", 0, "a2a_ffn_overlap_degree is 0; give"),
     ],
@@ -216,7 +216,7 @@ def test_numbers_for_booleans():
 
 
 def test_pad_samples_has_no_effect(caplog):
-    arguments.say_no_effect.cache_clear()
+    arguments.log_no_effect.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert torch.equal(build(pad_samples=False)(tokens(T)), build()(tokens(T)))
     assert "pad_samples is False, which has no effect" in caplog.text
@@ -261,7 +261,7 @@ def test_tutels_capacity_where_it_is_asked_for(k, factor, overlap, places, bpr):
 
 def test_a_capacity_that_is_none_is_refused_where_tutel_stops():
     layer = build(tutel_capacity=True)
-    with pytest.raises(ValueError, match=r"factor is 0\.1, which by tutel_capacity gives no"):
+    with pytest.raises(ValueError, match=r"factor is 0\.1, which with tutel_capacity gives no"):
         layer(tokens(T), capacity_factor=0.1)
     assert layer(tokens(0), capacity_factor=0.1).shape == (0, D)
 
@@ -329,7 +329,7 @@ def test_how_it_is_computed_changes_nothing_and_holds_for_one_call(options, call
 
 @pytest.mark.parametrize(("options", "call"), NO_EFFECT, ids=str)
 def test_what_has_no_effect_is_said_once(options, call, caplog):
-    arguments.say_no_effect.cache_clear()
+    arguments.log_no_effect.cache_clear()
     plain, x = build(), tokens(T)
     ((name, _),) = {**options, **call}.items()
     with caplog.at_level(logging.WARNING):
@@ -341,7 +341,7 @@ def test_what_has_no_effect_is_said_once(options, call, caplog):
 
 
 def test_defaults_and_what_comes_to_the_same_are_not_worth_a_word(caplog):
-    arguments.say_no_effect.cache_clear()
+    arguments.log_no_effect.cache_clear()
     with caplog.at_level(logging.WARNING):
         for parallel_type in ("adaptive:1", "adaptive:7", "data", "model", "auto"):
             build(parallel_type=parallel_type, a2a_ffn_overlap_degree=1, use_2dh=False)(

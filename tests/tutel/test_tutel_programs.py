@@ -209,7 +209,7 @@ def test_each_rank_takes_its_part_of_a_file_that_one_process_saved(ranks, tmp_pa
 
 
 def other_forms(kind: str) -> list[str]:
-    """Load a part that does not say whose it is, and all experts; return what was logged."""
+    """Load a part that does not name its experts, and all experts; return what was logged."""
     program = Program(kind)
     expected = [p.clone() for p in program.model.parameters()]
     state = copy.deepcopy(program.model.state_dict())
@@ -234,7 +234,7 @@ def other_forms(kind: str) -> list[str]:
 def test_a_part_that_does_not_say_whose_it_is_and_all_experts_are_taken(ranks):
     logged = ranks(2).run(other_forms, "ffn")
     for records, held in zip(logged, ("experts 0 to 1 of 4", "experts 2 to 3 of 4"), strict=True):
-        assert len(records) == 1 and f"taken for this rank's, {held}" in records[0]
+        assert len(records) == 1 and f"loaded as this rank's, {held}" in records[0]
 
 
 class SharedAverage:
@@ -302,7 +302,7 @@ def copies(kind: str, per_device: float) -> list[str]:
 
 def test_whole_copies_of_an_expert_on_several_ranks_are_said(ranks):
     for records in ranks(2).run(copies, "whole custom", -2):
-        assert len(records) == 1 and "2 ranks hold a whole copy of each expert" in records[0]
+        assert len(records) == 1 and "2 ranks hold a replica of each expert" in records[0]
     assert ranks(2).run(copies, "ffn", -2) == ranks(2).run(copies, "custom", 2) == [[], []]
 
 

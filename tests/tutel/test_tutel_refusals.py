@@ -16,7 +16,7 @@ import fairseq_tutel as ft
 BAD = [
     (
         {"gate_type": {"type": "top", "kk": 2}},
-        "has the key 'kk'; the keys it knows are type, k, cap",
+        "has the key 'kk'; choose from type, k, cap",
     ),
     ({"gate_type": {"type": "top", "proj_dim": 2}}, "gate_type 'top' has the key 'proj_dim'"),
     ({"gate_type": {"type": "topp"}}, "with a type of top, cosine_top or custom"),
@@ -38,13 +38,13 @@ BAD = [
     ({"gate_type": {"type": "custom"}}, "gate_type's module is None; give the class"),
     (
         {"gate_type": {"type": "custom", "module": dict}},
-        "gate_type's module gave dict; give the class",
+        "gate_type's module built dict; give the class",
     ),
     ({"model_dim": 0}, "model_dim is 0; give a whole number"),
     ({"experts": {"type": "fnn"}}, "with a type of ffn, llama_ffn or custom"),
     ({"experts": None}, "with a type of ffn, llama_ffn or custom"),
     ({"experts": {"type": "ffn"}}, "experts has no hidden_size_per_expert; give the hidden"),
-    ({"experts": {**FFN, "dropout": 1}}, "experts 'ffn' has the key 'dropout'; the keys it knows"),
+    ({"experts": {**FFN, "dropout": 1}}, "experts 'ffn' has the key 'dropout'; choose from"),
     (
         {"experts": {**FFN, "count_per_node": 1}},
         "has both num_experts_per_device and count_per_node",
@@ -60,7 +60,7 @@ BAD = [
         "both activation_fn and activation_fn_with_self; give one",
     ),
     ({"experts": {"type": "custom"}}, "experts' module is None; give the class of the experts"),
-    ({"experts": {"type": "custom", "module": dict}}, "experts' module gave dict; give the class"),
+    ({"experts": {"type": "custom", "module": dict}}, "experts' module built dict; give the class"),
     (
         {"experts": {**FFN, "num_experts_per_device": 0}},
         "num_experts_per_device is 0; give n experts",
@@ -71,7 +71,7 @@ BAD = [
     ),
     ({"experts": {**FFN, "num_experts_per_device": -2}}, "every 2 ranks, but there are 1 ranks"),
     ({"experts": {**FFN, "num_experts_per_device": 0.5}}, "every 2 ranks, but there are 1 ranks"),
-    ({"is_gshard_loss": False}, "is_gshard_loss is False but gate 0 has no gate_noise"),
+    ({"is_gshard_loss": False}, "is_gshard_loss is False, but gate 0 has no gate_noise"),
     (
         {"a2a_ffn_overlap_degree": 33},
         "a2a_ffn_overlap_degree is 33; give a whole number from 1 to 32",

@@ -216,12 +216,14 @@ def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) ->
     if dist.get_rank(group) == 0:
         path, descriptor, problem = _create()
     try:
-        name = world.told_by_first(path, operation, group)
+        name = world.broadcast_object(path, operation, group)
         if name and not path:
             descriptor, problem = _open(name)
         if descriptor >= 0:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
-        problems = world.told_by_all(problem, operation, group)  # now all ranks have their locks
+        problems = world.all_gather_object(
+            problem, operation, group
+        )  # now all ranks have their locks
     finally:
         if path:
             os.unlink(path)
@@ -233,7 +235,7 @@ def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) ->
         os.ftruncate(descriptor, total)
         starts = [start + rank * _whole_pages(region) for rank in range(ranks)]
         problem = _allocate(descriptor, [(0, start), *((each, size) for each in starts)])
-    problem = world.told_by_first(problem, operation, group)
+    problem = world.broadcast_object(problem, operation, group)
     if problem:
         if descriptor >= 0:
             os.close(descriptor)

@@ -101,8 +101,8 @@ def _refuse_damaged(path: str) -> None:
     """Refuse a local file that differs from what was saved: its weights cannot be trusted."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
-            f"{path} is no checkpoint, or one that {CORRUPT}; give another file, or set {OPEN_DAMAGED}=1 to "
-            "use it as it is."
+            f"{path} is no checkpoint, or one that {CORRUPT}; give another file, or set {OPEN_DAMAGED}=1 "
+            "to use it as it is."
         )
 
 

@@ -77,7 +77,7 @@ def is_offloaded(options: StoreConfig) -> bool:
 def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
     """Return experts without memory, whose tensors or their location come with a state dict."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
-    stack.await_tensors(stay=is_offloaded(options))
+    stack.load_later(keep_sources=is_offloaded(options))
     return stack
 
 

@@ -128,7 +128,7 @@ class Command:
         agree(_facts_of(layers))
         if self.lockstep is None:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
-        self._turns |= {layer: self.lockstep.add(layer.take_part) for layer in layers}
+        self._turns |= {layer: self.lockstep.add(layer.run_without_tokens) for layer in layers}
 
     def wait_for_turn(self, layer: MoEFeedForward) -> None:
         """Return when all ranks agree on this layer's call."""

@@ -62,14 +62,12 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     options = read(TaskConfig, task_cfg)
     path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices: dict[str, Any] = {}
-    # Ranks with another file or GPU must not measure other candidates.
-    machine = world.broadcast_object(
-        _machine_of(task_cfg, root), "the agreement on the hardware profile"
-    )
+    machine = _machine_of(task_cfg, root)
     if first.config.adaptive != "auto":  # r alone
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
         size = 4 * _tokens_of(root, task_cfg) * first.config.top_k * first.config.model_dim
+        # Ranks with another file must not try other algorithms.
         algorithms = tuned_algorithms(first, task_cfg, machine, size)
         choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
     common = root.common

@@ -20,7 +20,7 @@ from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.few_rows import linear_of_few
 from fairseq_tutel.moe import layer as walk
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.few_tokens import MOST_COPIES, FewTokens
+from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, DecodeRouting
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
@@ -56,7 +56,7 @@ def both(monkeypatch, layer, x_TD, mask=None):
         got = layer(x_TD, **call)
         patch.setattr(walk, "are_few", lambda *_: False)
         expected = layer(x_TD, **call)
-    assert type(got[1].routing) is FewTokens and type(expected[1].routing) is Routing
+    assert type(got[1].routing) is DecodeRouting and type(expected[1].routing) is Routing
     return got, expected
 
 
@@ -64,7 +64,7 @@ def both(monkeypatch, layer, x_TD, mask=None):
 @pytest.mark.parametrize("case", CASES)
 def test_few_tokens_are_the_walks(monkeypatch, case, padding):
     layer = build(**CASES[case])
-    for count in (1, 11, MOST_COPIES // layer.config.top_k):
+    for count in (1, 11, MOST_ASSIGNMENTS // layer.config.top_k):
         mask = None if padding == "none" else (torch.arange(count) % 3 == 1) | (padding == "all")
         (y, output), (expected, general) = both(monkeypatch, layer, tokens(count), mask)
         close(y, expected, f"{count} tokens")
@@ -112,7 +112,7 @@ def test_so_do_many_tokens_none_and_a_training():
     layer = build()
     assert type(layer(tokens(3))[1].routing) is Routing
     with torch.no_grad():
-        for count, kind in ((0, Routing), (1, FewTokens), (MOST_COPIES + 1, Routing)):
+        for count, kind in ((0, Routing), (1, DecodeRouting), (MOST_ASSIGNMENTS + 1, Routing)):
             y, output = layer(tokens(count))
             assert type(output.routing) is kind and len(y) == count
         assert type(layer.train()(tokens(3))[1].routing) is Routing
@@ -128,11 +128,13 @@ def test_an_earlier_layers_routing_goes_either_way():
 
 
 @torch.no_grad()
-def test_a_routing_with_other_fields_is_an_ordinary_one():
+def test_a_routing_with_other_fields_takes_the_general_path():
     layer, x_TD = build(), tokens(5)
     routing = layer.route(x_TD, Call.of(x_TD, 6))
     twice = dataclasses.replace(routing, weights_TK=2 * routing.weights_TK)
-    assert type(twice) is Routing
+    assert routing.is_deferred and not twice.is_deferred
+    unrouted = dataclasses.replace(routing, row_of_TK=torch.full_like(routing.row_of_TK, -1))
+    assert not layer.apply_routing(x_TD, unrouted).any()
     close(layer.apply_routing(x_TD, twice), 2 * layer.apply_routing(x_TD, routing), "y")
 
 
@@ -161,7 +163,7 @@ def test_what_nobody_reads_is_not_made(monkeypatch):
         assert late.losses.keys() == layer.record.losses.keys()
         for name, tensor in vars(layer.record.tally).items():
             assert torch.equal(getattr(late.tally, name), tensor), name
-    with pytest.raises(AttributeError, match="has no lost"):
+    with pytest.raises(AttributeError, match="no attribute 'lost'"):
         _ = record.lost
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairseq_tutel.comm.trip import pack, unpack
+from fairseq_tutel.comm.transfer import pack, unpack
 from fairseq_tutel.moe.config import LAYER
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, Strategy, Topology, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
-from fairseq_tutel.comm import stamp
+from fairseq_tutel.comm import call_id
 from fairseq_tutel.ranks.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
@@ -89,7 +89,7 @@ def one_evaluates_within_a_training(count, *path):
         layer.eval()
     said = [call(layer)]
     # As after a call that only one rank has made.
-    other.calls.made += dist.get_rank()
+    other.calls.count += dist.get_rank()
     return [*said, call(other)]
 
 
@@ -110,7 +110,7 @@ def calls_of_ones_own():
         layer(torch.ones(1, CONFIG.model_dim))
     drop_everywhere(layer)
     layer(torch.ones(1, CONFIG.model_dim))
-    return layer.calls.made
+    return layer.calls.count
 
 
 def test_calls_that_need_nobody_do_not_count(ranks):
@@ -157,10 +157,12 @@ def test_stamps_of_a_gpu_are_compared_at_the_next_call_after_they_came(monkeypat
             seen.append("wait")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(stamp, "_late", [])
-    monkeypatch.setattr(stamp, "compare", lambda told, what, _: seen.append((told[0].item(), what)))
+    monkeypatch.setattr(call_id, "_pending", [])
+    monkeypatch.setattr(
+        call_id, "compare", lambda told, what, _: seen.append((told[0].item(), what))
+    )
     for i in range(3):
-        stamp.compare_late(OnGpu([i, i]), f"call {i}", None)
+        call_id.compare_later(OnGpu([i, i]), f"call {i}", None)
     assert seen == [
         "record",
         *("wait", (0, "call 0"), "record"),

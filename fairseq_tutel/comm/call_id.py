@@ -1,6 +1,6 @@
-"""Stamp: which call of which layer a rank is in, a number that ranks compare where they read counts anyway.
+"""Call ID: a number of the layer and its call, which ranks compare before an exchange.
 
-Rows of one layer would be taken for another's without a word where ranks make different calls.
+Without it, ranks that call different layers would exchange each other's rows without an error.
 P ranks, X counts for each.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel.ranks.guard import CommunicationError, name_ranks
 
-_LAYER_BIT, _TRAINING_BIT = 40, 39  # below: how many calls there were
+_LAYER_BIT, _TRAINING_BIT = 40, 39  # the bits below: the number of calls
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,74 +25,75 @@ class _Layer(NamedTuple):
     num_local: int
 
 
-# The layers of a group in the order in which they were made, the same on every rank.
+# The layers of a group in the order in which they were built, the same on every rank.
 _layers: WeakKeyDictionary[dist.ProcessGroup, list[_Layer]] = WeakKeyDictionary()
 
 
 def _untraced(function: Function) -> Function:
-    """Keep torch.compile out: it would compile anew for every number that differs.
+    """Exclude a function from torch.compile, which would recompile it for every new number.
 
-    This is what torch.compiler.disable sets, without its import of all of torch.compile.
+    torch.compiler.disable sets the same attribute, but imports all of torch.compile.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
-class Calls:
-    """Counts the calls of a layer. Every rank of its group makes the same layers in the same order."""
+class CallCounter:
+    """Counts the calls of a layer. Every rank of its group builds the same layers in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
         layers = _layers.setdefault(group, [])
-        self.group, self.layer, self.made = group, len(layers), 0
+        self.group, self.layer, self.count = group, len(layers), 0
         layers.append(_Layer(name or f"layer {self.layer}", num_local))
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """Of one call of a layer; of none, for exchanges without one.
+class CallId:
+    """The ID of a layer's next call.
 
     Attributes:
-        calls: of the layer, of which this is the next.
+        counter: of the layer's calls; None for an exchange that belongs to no layer.
         training: the layer's mode.
     """
 
-    calls: Calls | None = None
+    counter: CallCounter | None = None
     training: bool = False
 
     @_untraced
-    def beside(self, counts_PX: Tensor) -> Tensor:
-        """Return what travels, [P, 1 + X] or wider: the call's number before the counts. Once a call.
+    def prepended_to(self, counts_PX: Tensor) -> Tensor:
+        """Return the counts with the ID before them, [P, 1 + X] or wider. Once a call.
 
-        It is as wide as for the layer with most experts: an exchange of unequal sizes would end in the
-        backend's words, or never.
+        The width is that of the layer with the most experts: an exchange of unequal sizes would end with an
+        unclear error of the backend, or never.
         """
-        if self.calls is None:
+        counter = self.counter
+        if counter is None:
             return torch.constant_pad_nd(counts_PX, (1, 0), 0)
-        mode_and_made = self.training << _TRAINING_BIT | self.calls.made
-        self.calls.made += 1
-        widest = max(layer.num_local for layer in _layers[self.calls.group])
+        mode_and_count = self.training << _TRAINING_BIT | counter.count
+        counter.count += 1
+        widest = max(layer.num_local for layer in _layers[counter.group])
         missing = max(0, widest - counts_PX.shape[1])
         return torch.constant_pad_nd(
-            counts_PX, (1, missing), self.calls.layer << _LAYER_BIT | mode_and_made
+            counts_PX, (1, missing), counter.layer << _LAYER_BIT | mode_and_count
         )
 
 
-NO_STAMP = Stamp()
+NO_CALL_ID = CallId()
 
 
 @_untraced
-def compare(stamps_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Raise where the ranks of a group do not make the same call.
+def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
+    """Raise an error if the ranks of a group make different calls.
 
     Args:
-        stamps_P: the number of each rank, on the host.
+        call_ids_P: the call ID of each rank, on the host.
         operation: ends the sentence "rank 1 could not finish …".
         group: the ranks.
 
     Raises:
         CommunicationError: naming each rank's layer and call.
     """
-    numbers = stamps_P.tolist()
+    numbers = call_ids_P.tolist()
     if len(set(numbers)) == 1:
         return
     ranks_of: dict[int, list[int]] = {}
@@ -112,41 +113,41 @@ def compare(stamps_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
 def _call(number: int, group: dist.ProcessGroup) -> str:
     layer = number >> _LAYER_BIT
     mode = "training" if number >> _TRAINING_BIT & 1 else "evaluation"
-    made = number & ((1 << _TRAINING_BIT) - 1)
+    count = number & ((1 << _TRAINING_BIT) - 1)
     known = _layers.get(group, [])
     name = known[layer].name if 0 <= layer < len(known) else f"layer {layer}"
-    return f"call {made + 1} of {name}, for {mode}"
+    return f"call {count + 1} of {name}, for {mode}"
 
 
-class _Late(NamedTuple):
-    stamps_P: Tensor
+class _Pending(NamedTuple):
+    call_ids_P: Tensor
     arrived: Any
     operation: str
     group: dist.ProcessGroup
 
 
-_late: list[_Late] = []
+_pending: list[_Pending] = []
 
 
 @_untraced
-def compare_late(stamps_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Compare stamps that no host read brings along: those of a GPU at the next call, without waiting.
+def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
+    """Compare call IDs without a host read: those of a GPU are compared at the next call.
 
     Args:
-        stamps_P: [P] of each rank, on its device.
+        call_ids_P: [P] of each rank, on its device.
         operation: see `compare`.
         group: likewise.
 
     Raises:
         CommunicationError: see `compare`.
     """
-    if not stamps_P.is_cuda:
-        compare(stamps_P, operation, group)
+    if not call_ids_P.is_cuda:
+        compare(call_ids_P, operation, group)
         return
-    for late in _late:
-        late.arrived.synchronize()
-        compare(late.stamps_P, late.operation, late.group)
-    host_P = stamps_P.to("cpu", non_blocking=True)
+    for earlier in _pending:
+        earlier.arrived.synchronize()
+        compare(earlier.call_ids_P, earlier.operation, earlier.group)
+    host_P = call_ids_P.to("cpu", non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    _late[:] = [_Late(host_P, arrived, operation, group)]
+    _pending[:] = [_Pending(host_P, arrived, operation, group)]

@@ -1,0 +1,78 @@
+"""Transfer dtype: the form in which rows are sent, and the time that their exchange takes.
+
+R rows, D model_dim. bf16 and fp8 round: this is the only place where the execution strategy can change
+results.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0  # of e4m3: the largest value of a row is scaled to it
+SCALE_BYTES = 4
+
+
+def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
+    """Return the tensor that is sent for rows: [R, D] unchanged or in bf16, [R, D + 4] uint8 for fp8.
+
+    A row with an infinity or NaN arrives with a NaN, never with finite numbers alone.
+    """
+    if transfer_dtype == "bf16" and rows_RD.dtype.itemsize > 2:
+        return rows_RD.to(torch.bfloat16)
+    if transfer_dtype != "fp8":
+        return rows_RD
+    wide_RD = rows_RD.float()
+    # The smallest normal number: the scale of a row of zeros, whose inverse is still finite.
+    smallest = torch.finfo(torch.float32).tiny * FP8_LARGEST
+    scale_R1 = wide_RD.abs().amax(1, keepdim=True).clamp_min(smallest) / FP8_LARGEST
+    narrow_RD = (wide_RD / scale_R1).to(FP8).view(torch.uint8)
+    return torch.cat([narrow_RD, _fresh(scale_R1).view(torch.uint8)], 1)
+
+
+def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
+    """Return the rows, in `dtype`, that `pack` converted."""
+    if transfer_dtype != "fp8":
+        return sent_RX.to(dtype)
+    narrow_RD = sent_RX[:, :-SCALE_BYTES].view(FP8)
+    scale_R1 = _fresh(sent_RX[:, -SCALE_BYTES:]).view(torch.float32)
+    return (narrow_RD.float() * scale_R1).to(dtype)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    # `view` to another dtype needs new strides and a new offset, even for one row.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class ExchangeTimer:
+    """Milliseconds spent in row exchanges, on the host clock and, on a GPU, between CUDA events."""
+
+    def __init__(self) -> None:
+        self.cpu_ms = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def measure(self, rows: Tensor, collective: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `collective()` and add the time that it took."""
+        events = None
+        if rows.is_cuda:
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
+        start = time.perf_counter()
+        received = collective()
+        self.cpu_ms += 1000 * (time.perf_counter() - start)
+        if events is not None:
+            events[1].record()
+            self._events.append(events)
+        return received
+
+    def read_and_reset(self) -> dict[str, float]:
+        """Return the times since the last call; waits for the GPU."""
+        times = {"all_to_all_cpu_time_ms": self.cpu_ms}
+        if self._events:
+            self._events[-1][1].synchronize()
+            times["all_to_all_cuda_time_ms"] = sum(a.elapsed_time(b) for a, b in self._events)
+        self.cpu_ms, self._events = 0.0, []
+        return times

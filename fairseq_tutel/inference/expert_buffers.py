@@ -1,0 +1,132 @@
+"""Buffers: reusable memory for one expert each, with the expert's tensors side by side."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.quantized import Quantized
+
+ALIGNMENT = 64  # bytes, as for torch's own CPU tensors
+
+
+# Stored dtype and shape of an expert's tensor, and its format if it is quantized.
+Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A stored tensor of one expert; dtype and shape are those of the storage if it is quantized."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    packed: Quantized | None
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """The end of the tensor in bytes, exclusive."""
+        return self.begin + math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """The positions of an expert's tensors in its buffer."""
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Stored]) -> "BufferLayout":
+        """Return the layout of tensors by name."""
+        fields: list[Field] = []
+        end = 0
+        for name, stored in tensors.items():
+            fields.append(Field(name, *stored, end))
+            end = -(-fields[-1].end // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(fields), end)
+
+
+class Buffer:
+    """Memory for one expert.
+
+    Attributes:
+        memory: the whole buffer, as bytes.
+        tensors: views of the memory by name, in their stored dtype.
+        freed: on a GPU, the event after which the buffer may be written again.
+    """
+
+    def __init__(self, layout: BufferLayout, memory: Tensor) -> None:
+        self.layout, self.memory = layout, memory
+        self.tensors = {
+            f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields
+        }
+        self._packed = {f.name: f.packed for f in layout.fields}
+        self.freed: torch.cuda.Event | None = None
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in `dtype`, unpacked if quantized; a view of the memory if unchanged."""
+        packed = self._packed[name]
+        stored = self.tensors[name]
+        return (stored if packed is None else packed.dequantize(stored)).to(dtype)
+
+    def note_free(self) -> None:
+        """Record that only work that is already queued reads the buffer."""
+        if self.memory.is_cuda:
+            self.freed = torch.cuda.current_stream(self.memory.device).record_event()
+
+    @cached_property
+    def bytes(self) -> dict[str, memoryview]:
+        """The memory of each tensor on the host, which files are read into."""
+        whole = memoryview(self.memory.numpy().data)
+        return {f.name: whole[f.begin : f.end] for f in self.layout.fields}
+
+
+def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
+    """Return buffers on the host, in pinned memory if there is a GPU.
+
+    torch allocates pinned memory in powers of two, which can be twice the size of a buffer. So buffers
+    share allocations.
+    """
+    buffers: list[Buffer] = []
+    with torch.inference_mode(False):
+        while len(buffers) < count:
+            left = (count - len(buffers)) * layout.num_bytes
+            together = max(1, 2 ** (left.bit_length() - 1) // layout.num_bytes)
+            memory = torch.empty(
+                together * layout.num_bytes,
+                dtype=torch.uint8,
+                pin_memory=torch.cuda.is_available(),
+            )
+            buffers += [Buffer(layout, part) for part in memory.split(layout.num_bytes)]
+    return buffers
+
+
+class BufferPool:
+    """Free buffers by layout and device, kept for reuse."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
+
+    def take(self, layout: BufferLayout, device: torch.device) -> Buffer:
+        """Return a free buffer, or a new one if there is none."""
+        free = self._free.setdefault((layout, device), [])
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # a thread writes it, in any mode
+            buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
+        buffer.note_free()  # the memory's former tensor may still be read
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        """Return a buffer to the pool."""
+        buffer.note_free()
+        self._free[buffer.layout, buffer.memory.device].append(buffer)
+
+    def clear(self) -> None:
+        """Release all free buffers."""
+        self._free.clear()

@@ -1,0 +1,151 @@
+"""The decode path: few tokens on a CPU without gradients, where the time to read the weights dominates.
+
+y needs only each token's experts and weights. Slots, row maps and losses are computed at their first
+access. The results equal those of `routing.decide` and the fused feed-forward (`expert_ffn`).
+
+T tokens, D model_dim, E experts, K top_k, N = T * K assignments, R rows, n of one expert.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.kernels.few_rows import ffn_of_few
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.deferred import Deferred, deferred_field
+from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
+from fairseq_tutel.moe.routing import GateOutput, Routing, chosen_by, placed, scaled
+from fairseq_tutel.moe.slots import Capacity
+
+# Up to this number of assignments the decode path is faster.
+MOST_ASSIGNMENTS = 256
+
+
+class DecodeRouting(Deferred, Routing):
+    """The routing of few tokens, whose slots and rows are computed at their first access."""
+
+    slots_TK = deferred_field("slots_TK")
+    counts_E = deferred_field("counts_E")
+    assigned_KE = deferred_field("assigned_KE")
+    dropped_K = deferred_field("dropped_K")
+    num_tokens = deferred_field("num_tokens")
+    row_of_TK = deferred_field("row_of_TK")
+    source_of_R = deferred_field("source_of_R")
+
+    @cached_property
+    def assignments(self) -> dict[int, list[int]]:
+        """The assignments t * K + j of each expert that has any, by expert ID; one host read."""
+        ids_TK = self.expert_ids_TK
+        if self.real_T is not None:
+            ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, -1)
+        assignments: dict[int, list[int]] = {}
+        # Lists of so few numbers are faster than a sort of tensors.
+        for assignment, expert in enumerate(ids_TK.flatten().tolist()):
+            assignments.setdefault(expert, []).append(assignment)
+        assignments.pop(-1, None)
+        return dict(sorted(assignments.items()))
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Rows of each expert."""
+        counts = [0] * self.probs_TE.shape[1]
+        for expert, own in self.assignments.items():
+            counts[expert] = len(own)
+        return Groups.of_host(counts, self.expert_ids_TK.device)
+
+
+def are_few(logits_TE: Tensor, top_k: int, capacity: Capacity, rules: Rules) -> bool:
+    """Whether tokens may take the decode path, if their experts do."""
+    return (
+        0 < len(logits_TE) * top_k <= MOST_ASSIGNMENTS
+        and logits_TE.device.type == "cpu"
+        and rules.backend != "triton"
+        and rules.choice == "tokens"
+        and rules.normalize_gate != "after"
+        and not capacity.is_limited
+    )
+
+
+def decide_few(
+    logits_TE: Tensor,
+    top_k: int,
+    capacity: Capacity,
+    rules: Rules,
+    batch: MicroBatch,
+    bias_E: Tensor | None,
+    gate: GateOutput,
+) -> DecodeRouting:
+    """Choose experts for few tokens; see `routing.decide`."""
+    chosen = chosen_by(logits_TE, top_k, rules, batch, bias_E)
+    return DecodeRouting(
+        partial(placed, chosen, capacity, rules, batch),
+        expert_ids_TK=chosen.expert_ids_TK,
+        weights_TK=scaled(chosen.weights_TK, rules),
+        probs_TE=chosen.probs_TE,
+        real_T=batch.real_T,
+        capacity=None,
+        gate=gate,
+    )
+
+
+class Decode:
+    """The dispatcher of the decode path: runs every expert that has rows by itself."""
+
+    def __init__(self, experts: ExpertStack) -> None:
+        self.experts = experts
+
+    def apply(self, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D]; see `dispatchers.Dispatcher`."""
+        experts = self.experts
+        tensors_of_each = weights.of_each(experts, routing.groups)
+        # `map` holds the tensors of one expert at a time.
+        outs = list(map(self._run_expert, tensors_of_each, _dispatch(x_TD, routing)))
+        if not outs:
+            return experts.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
+        return _combine(outs, routing)
+
+    def _run_expert(self, tensors: Tensors, rows_nD: Tensor) -> Tensor:
+        experts = self.experts
+        tensors = experts.prepared(tensors, rows_nD.device)
+        rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
+        return ffn_of_few(rows_nD, tensors, experts.config.activation)
+
+
+def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
+    """Return the rows [n, D] of each expert that has any."""
+    of_experts = routing.assignments.values()
+    if len(x_TD) == 1:  # no expert has two rows
+        return [x_TD] * len(of_experts)
+    top_k = routing.expert_ids_TK.shape[1]
+    tokens = [assignment // top_k for own in of_experts for assignment in own]
+    token_of_R = torch.tensor(tokens, dtype=torch.int64, device=x_TD.device)
+    return x_TD.index_select(0, token_of_R).split([len(own) for own in of_experts])
+
+
+def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
+    """Return every token's weighted sum [T, D] of its experts' outputs for `_dispatch`'s rows."""
+    weights_TK = routing.weights_TK.to(outs[0].dtype)
+    num_tokens, top_k = weights_TK.shape
+    rows = [assignment for own in routing.assignments.values() for assignment in own]
+    outs_ND = _in_order(outs, rows, num_tokens * top_k)
+    if top_k == 1:
+        return outs_ND.mul_(weights_TK)
+    outs_TKD = outs_ND.view(num_tokens, top_k, -1)
+    return torch.bmm(weights_TK.unsqueeze(1), outs_TKD).squeeze(1)
+
+
+def _in_order(outs: Sequence[Tensor], rows: Sequence[int], num_assignments: int) -> Tensor:
+    """Return the experts' outputs in the order of assignments [N, D]; zeros for padding."""
+    if len(outs) == 1 and len(rows) == num_assignments:
+        return outs[0]
+    row_of_N = [len(rows)] * num_assignments
+    for row, assignment in enumerate(rows):
+        row_of_N[assignment] = row
+    if len(outs) == num_assignments:
+        return torch.cat([outs[row] for row in row_of_N])
+    padding = () if len(rows) == num_assignments else (outs[0].new_zeros(1, outs[0].shape[1]),)
+    index_N = torch.tensor(row_of_N, device=outs[0].device)
+    return torch.cat((*outs, *padding)).index_select(0, index_N)

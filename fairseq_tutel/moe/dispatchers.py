@@ -1,0 +1,195 @@
+"""Dispatchers: how the tokens of a layer reach their experts, one class for each case.
+
+- `Local`: all experts are on this rank.
+- `Gathering`: the same with weights that are gathered for one forward (adaptive_r = 0).
+- `Exchange`: rows are sent to the ranks that own their experts.
+- `decode.Decode`: few tokens and all experts on this rank, without gradients; `Local` chooses it.
+
+T tokens, D model_dim, R rows.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.comm import exchange
+from fairseq_tutel.comm.call_id import CallCounter, CallId
+from fairseq_tutel.comm.transfer import ExchangeTimer
+from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.decode import Decode, DecodeRouting
+from fairseq_tutel.moe.deferred import can_defer
+from fairseq_tutel.moe.dispatch import combine, dispatch
+from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
+from fairseq_tutel.moe.routing import Routing, padded
+from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.ranks.groups import Topology
+
+
+class Dispatcher(Protocol):
+    """Sends tokens through their experts."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether few tokens take the decode path in the current mode."""
+
+    def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D]. Collective if experts are split.
+
+        Args:
+            x_TD: [T, D].
+            routing: of these tokens.
+            weights: the source of the experts' tensors.
+        """
+
+    def run_without_tokens(self, weights: Weights) -> None:
+        """Join the collectives of `apply` with zero tokens."""
+
+
+class Local:
+    """All experts are on this rank, and no row is sent."""
+
+    def __init__(self, experts: ExpertStack, config: MoEConfig) -> None:
+        self.experts, self.config = experts, config
+        self._decode = Decode(experts)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether few tokens take the decode path in the current mode."""
+        experts = self.experts
+        return can_defer(experts.training) and not self.config.prescore and experts.can_fuse
+
+    def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D]; see `Dispatcher`."""
+        experts, config = self.experts, self.config
+        if isinstance(routing, DecodeRouting) and routing.is_deferred and self.decodes:
+            return self._decode.apply(x_TD, routing, weights)
+        if not config.prescore and experts.can_fuse:
+            return experts.run_fused(x_TD, routing, weights)
+        rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
+        rows_RD = experts.call(rows_RD, routing.groups, weights)
+        return combine(rows_RD, routing, config.backend, config.prescore)
+
+    def run_without_tokens(self, weights: Weights) -> None:
+        """Do nothing: no other rank waits."""
+
+
+class Gathering(Local):
+    """Every rank gathers all experts for one forward, and no row is sent."""
+
+    decodes = False
+
+    def __init__(
+        self, experts: ExpertStack, config: MoEConfig, topology: Topology, calls: CallCounter
+    ) -> None:
+        super().__init__(experts, config)
+        self.topology, self.calls = topology, calls
+
+    def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D]; see `Dispatcher`."""
+        return super().apply(x_TD, routing, self._gathered(x_TD.device))
+
+    def run_without_tokens(self, weights: Weights) -> None:
+        """Join the gathering of weights."""
+        self._gathered(self.experts.device)
+
+    def _gathered(self, device: torch.device) -> Weights:
+        call_id = CallId(self.calls, self.experts.training)
+        return weights_of(self.experts, self.topology, 0, device, call_id)
+
+
+class Exchange:
+    """Rows are sent to the ranks that own their experts."""
+
+    decodes = False
+
+    def __init__(
+        self,
+        experts: ExpertStack,
+        config: MoEConfig,
+        topology: Topology,
+        calls: CallCounter,
+        options: exchange.ExchangeOptions,
+    ) -> None:
+        self.experts, self.config, self.topology = experts, config, topology
+        self.calls, self.options = calls, options
+
+    def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
+        """Return every token's weighted sum over its experts [T, D]; see `Dispatcher`."""
+        config, options = self.config, self.options
+        call_id = CallId(self.calls, self.experts.training)
+        if options.padded:
+            capacity = exchange.agreed_capacity(routing.counts_E, options, call_id)
+            routing = padded(routing, capacity)
+        weights = self._gathered(weights, x_TD.device)
+        rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
+        prepared = exchange.prepare(len(rows_RD), routing.counts_E, options, call_id)
+        expert_fn = partial(self.experts.call, weights=weights)
+        rows_RD = prepared.run(rows_RD, expert_fn)
+        return combine(rows_RD, routing, config.backend, config.prescore)
+
+    def run_without_tokens(self, weights: Weights) -> None:
+        """Join the exchange with zero tokens and run this rank's experts for the other ranks."""
+        options = dataclasses.replace(self.options, timer=None)
+        call_id = CallId(self.calls, self.experts.training)
+        device = self.experts.device
+        counts_E = torch.zeros(self.config.num_experts, device=device, dtype=torch.int64)
+        capacity = exchange.agreed_capacity(counts_E, options, call_id) if options.padded else 0
+        shape = len(counts_E) * capacity, self.config.model_dim
+        rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
+        weights = self._gathered(weights, device)
+        prepared = exchange.prepare(len(rows_RD), counts_E, options, call_id)
+        prepared.run(rows_RD, partial(self.experts.call, weights=weights))
+
+    def _gathered(self, weights: Weights, device: torch.device) -> Weights:
+        """Return the weights, gathered from the ranks that hold slices of the same expert."""
+        if not weights.are_own:
+            return weights
+        degree = self.options.strategy.adaptive_r
+        return weights_of(self.experts, self.topology, degree, device)
+
+
+def choose_dispatcher(
+    experts: ExpertStack,
+    config: MoEConfig,
+    topology: Topology,
+    strategy: Strategy,
+    calls: CallCounter | None,
+    timer: ExchangeTimer | None,
+    name: str,
+) -> Dispatcher:
+    """Return the dispatcher of a layer.
+
+    Args:
+        experts: of this rank; the choice depends on the source of their weights.
+        config: of the layer.
+        topology: the ranks that own the other experts.
+        strategy: of the next forwards.
+        calls: counts the layer's calls; None without other ranks.
+        timer: measures row exchanges.
+        name: of the layer, for errors.
+    """
+    group = topology.expert_group
+    if group is None or calls is None or experts.weights.of_all:
+        return Local(experts, config)
+    slices = topology.slices(config.num_experts)
+    degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
+    if not experts.weights.are_own:  # offloaded weights cannot be gathered
+        degree = max(1, degree)
+    if degree == 0:
+        return Gathering(experts, config, topology, calls)
+    options = exchange.ExchangeOptions(
+        group=group,
+        grid=topology.grid,
+        strategy=dataclasses.replace(strategy, adaptive_r=degree),
+        slices=slices,
+        padded=config.exchange == "padded",
+        transfer_dtype=config.a2a_dtype,
+        backend=config.backend,
+        timer=timer,
+        name=name,
+    )
+    return Exchange(experts, config, topology, calls, options)

@@ -1,0 +1,130 @@
+"""Every reader of a routing whose tokens left out assignments, the first one included; see `Routing`.
+
+Covered: the marks of slots, rows and counts; dispatch and combine, with and without prescore; the fused
+feed-forward; the padded layout; every balance loss; metrics; the counts of a fetch ahead; two ranks.
+"""
+
+import dataclasses
+import math
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from compare import close
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.moe import routing as routing_module
+from fairseq_tutel.moe.balance import LOSSES, balance_losses
+from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.metrics import routing_metrics
+from fairseq_tutel.moe.routing import padded
+
+T, E, K, D = 9, 4, 2, 6
+CONFIG = MoEConfig(
+    model_dim=D, hidden_dim=8, num_experts=E, top_k=K, gate_noise=1.0, second_expert_policy="random"
+)
+# Tokens 2 and 5 left out the first choice, 5 and 7 the second; token 4 is padding.
+REQUESTED = torch.ones(T, K, dtype=torch.bool)
+REQUESTED[2, 0] = REQUESTED[5, 0] = REQUESTED[5, 1] = REQUESTED[7, 1] = False
+PADDING = torch.arange(T) == 4
+EXISTS = REQUESTED & ~PADDING.unsqueeze(1)
+
+
+@pytest.fixture(autouse=True)
+def left_out(monkeypatch):
+    monkeypatch.setattr(routing_module, "sampled_choices", lambda weights_TK: REQUESTED)
+
+
+def routed(topology=None, **options):
+    """Return a layer, its tokens and their routing."""
+    layer = MoELayer(dataclasses.replace(CONFIG, **options), topology, seed=1).double()
+    generator = torch.Generator().manual_seed(3)
+    x_TD = torch.randn(T, D, generator=generator, dtype=torch.float64).masked_fill(
+        PADDING.unsqueeze(1), 0.0
+    )
+    torch.manual_seed(5)  # of the gate's noise
+    return layer, x_TD, layer.route(x_TD, Call.of(x_TD, D, PADDING))
+
+
+def by_loop(layer, x_TD, r, prescore=False):
+    """Return every token's sum over the assignments that it did not leave out."""
+    rows = []
+    for t in range(T):
+        y_D = torch.zeros(D, dtype=torch.float64)
+        for j in range(K):
+            if EXISTS[t, j]:
+                e, weight = int(r.expert_ids_TK[t, j]), r.weights_TK[t, j]
+                if prescore:
+                    y_D = y_D + oracle.one_expert(layer.experts, e, weight * x_TD[t])
+                else:
+                    y_D = y_D + weight * oracle.one_expert(layer.experts, e, x_TD[t])
+        rows.append(y_D)
+    return torch.stack(rows)
+
+
+def test_minus_1_is_the_only_mark():
+    _, _, r = routed()
+    assert ((r.expert_ids_TK >= 0) & (r.expert_ids_TK < E)).all()
+    assert torch.equal(r.slots_TK >= 0, EXISTS) and torch.equal(r.row_of_TK >= 0, EXISTS)
+    counts = [int((r.expert_ids_TK[EXISTS] == e).sum()) for e in range(E)]
+    assert r.counts_E.tolist() == r.assigned_KE.sum(0).tolist() == counts
+    assert r.assigned_KE.sum(1).tolist() == EXISTS.sum(0).tolist() == [6, 6]
+    assert r.dropped_K.tolist() == [0, 0]
+    assert int(r.num_tokens) == T - 1
+    assert list(r.groups.host) == counts
+
+
+@pytest.mark.parametrize("options", ({}, {"prescore": True}, {"hidden_layer_norm": True}), ids=str)
+def test_the_experts_read_no_assignment_that_was_left_out(options):
+    layer, x_TD, r = routed(**options)
+    y_TD = layer.apply_routing(x_TD, r)
+    close(y_TD, by_loop(layer, x_TD, r, prescore="prescore" in options), "y")
+    assert not y_TD[~EXISTS.any(1)].any()
+
+
+def test_the_padded_layout_has_no_row_for_them():
+    _, _, r = routed()
+    wide = padded(r, int(r.counts_E.max()) + 1)
+    assert torch.equal(wide.row_of_TK >= 0, EXISTS)
+    sources = wide.source_of_R[wide.source_of_R >= 0]
+    assert sorted(sources.tolist()) == EXISTS.flatten().nonzero().flatten().tolist()
+
+
+def test_losses_count_them_neither_as_load_nor_as_tokens():
+    _, _, r = routed()
+    losses = balance_losses(dict.fromkeys(LOSSES, 1.0), r, r.gate)
+    assert all(loss.isfinite() for loss in losses.values())
+    probs_TE = r.probs_TE.masked_fill(PADDING.unsqueeze(1), 0.0)
+    mean_E = probs_TE.sum(0) / (T - 1)
+    for name, load_E in (("gshard", r.assigned_KE[0]), ("gshard_all", r.assigned_KE.sum(0))):
+        expected = E * (load_E / load_E.sum() * mean_E).sum()
+        assert losses[name].item() == pytest.approx(expected.item()), name
+    assert losses["gshard_sequence"].item() == pytest.approx(losses["gshard_all"].item())
+    assert losses["gshard_global"].item() == pytest.approx(losses["gshard_all"].item())
+    square_T = torch.logsumexp(r.gate.logits_TE, 1).square()[~PADDING]
+    assert losses["z"].item() == pytest.approx(square_T.mean().item())
+
+
+def test_metrics_average_over_all_real_tokens():
+    _, _, r = routed()
+    metrics = {name: float(value) for name, value in routing_metrics(r).items()}
+    probs_TE = r.probs_TE[~PADDING].detach()
+    entropy = -(probs_TE * probs_TE.log()).sum() / (T - 1)
+    assert metrics["entropy_gating"] == pytest.approx(float(entropy))
+    largest = r.assigned_KE[0].topk(math.ceil(0.2 * E)).values
+    assert metrics["expert1_balance_top"] == pytest.approx(100 * int(largest) / (T - 1))
+    assert metrics["moe_dropped"] == metrics["overflow_expert1"] == 0
+
+
+def across_ranks(exchange):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing_module, "sampled_choices", lambda weights_TK: REQUESTED)
+        layer, x_TD, r = routed(make_topology([E], 2), exchange=exchange)
+    whole = MoELayer(CONFIG, seed=1).double()
+    close(layer.apply_routing(x_TD, r), by_loop(whole, x_TD, r), f"rank {dist.get_rank()}")
+
+
+@pytest.mark.parametrize("exchange", ("ragged", "padded"))
+def test_no_rank_sends_them(ranks, exchange):
+    ranks(2).run(across_ranks, exchange)
