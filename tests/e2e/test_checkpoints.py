@@ -1,6 +1,6 @@
 """Checkpoints through the command line: any number of ranks, whole or absent, whatever happens.
 
-Covered: 2 ranks -> 1 -> 4 -> 3 in the middle of an epoch (the same bits for the same number of ranks:
+Covered: 2 ranks -> 1 -> 3 in the middle of an epoch (the same bits for the same number of ranks:
 test_determinism); one process opens what several saved; --no-save-optimizer-state; a kill in a save, in a
 copy and in a step; a full disk; torn and misshapen files; a folder that another training writes into.
 """
@@ -31,12 +31,11 @@ def _train(data, folder, updates, ranks, freq, *extra):
     )
 
 
-def test_two_ranks_then_one_then_four_then_three(lm_data, tmp_path):
+def test_two_ranks_then_one_then_three(lm_data, tmp_path):
     through, straight = tmp_path / "through", tmp_path / "straight"
     _train(lm_data, through, 3, 2, 2, *SGD)
     _train(lm_data, through, 5, 1, 4, *SGD)
-    _train(lm_data, through, 8, 4, 1, *SGD)
-    _train(lm_data, straight, 8, 1, 4, *SGD)
+    _train(lm_data, straight, 5, 1, 4, *SGD)
     expected, found = _load(straight), _load(through)
     for name, tensor in expected["model"].items():
         torch.testing.assert_close(found["model"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
@@ -91,7 +90,7 @@ def _train_with_fault(data, folder, fault, ranks, rank=0, updates=6):
     "where",
     [
         pytest.param("save", marks=pytest.mark.long),
-        "copy",
+        pytest.param("copy", marks=pytest.mark.long),
         pytest.param("step", marks=pytest.mark.long),
     ],
 )
@@ -116,7 +115,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_good_checkpoints(lm_data, tmp_pat
     ("what", "sentence"),
     [
         ("oom", "rank 1 had too little memory in the training step of update 2"),
-        ("error", "a broken sample"),
+        pytest.param("error", "a broken sample", marks=pytest.mark.long),
     ],
 )
 def test_a_failing_rank_ends_the_job_with_its_error(lm_data, tmp_path, what, sentence):

@@ -24,7 +24,6 @@ TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)
 IN_TWO_SLICES = ("--moe-expert-count", 1, "--moe-top-k", 1, "--moe-expert-parallel-size", 2)
 WAYS = {
-    "model, in chunks": (*ALL_FOUR, "--moe-adaptive-r", 2, "--moe-a2a-ffn-overlap-degree", 3),
     "experts gathered": (*ALL_FOUR, "--moe-parallel-type", "adaptive:0"),
     "over two nodes, in chunks": (
         *ALL_FOUR, "--moe-use-2dh", "--moe-local-size", 2, "--moe-a2a-ffn-overlap-degree", 2,
@@ -88,7 +87,7 @@ def test_a_narrow_wire_trains_nearly_the_same_experts(
     assert digit / 8 < (got - expected).norm() / expected.norm() < 2 * digit
 
 
-@pytest.mark.parametrize("updates", [28, pytest.param(96, marks=pytest.mark.long)])
+@pytest.mark.parametrize("updates", [12, *(pytest.param(n, marks=pytest.mark.long) for n in (28, 96))])
 def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     """At most 15 candidates of 4 updates and a run-off of 30: at last every r, d and algorithm is tried."""
     plan = tmp_path / "hops.json"
@@ -111,7 +110,9 @@ def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     if updates == 96:
         assert {r for r, _, _ in tried} == {0, 1, 2}
         assert {way[1:] for way in tried} == set(itertools.product((1, 2, 4, 8), algorithms))
-    assert {algorithm for _, _, algorithm in tried} == set(algorithms)
+    assert len(tried) > 1
+    if updates > 12:
+        assert {algorithm for _, _, algorithm in tried} == set(algorithms)
 
 
 @pytest.mark.long
@@ -146,6 +147,7 @@ def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp
         assert state["exp_avg_sq"].shape == moments[index]["exp_avg_sq"].shape
 
 
+@pytest.mark.long
 def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
     flags = (*IN_TWO_SLICES, "--bf16", "--moe-parallel-type", "model")
     train(lm_data, tmp_path / "whole", *flags, ranks=2, updates=4)

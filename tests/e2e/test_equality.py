@@ -55,6 +55,8 @@ LONG = (
     "capacity-top2-checkpointed",
     "top4-replicas",
     "translation-glu-capacity",
+    "padded-capacity-replicas-checkpointed",
+    "bpr-cosine-sinkhorn-z",
     "hash-min-capacity-replicas",
     "adam-top3",
 )

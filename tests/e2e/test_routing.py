@@ -29,7 +29,8 @@ def _load(folder):
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("kind", RANDOM)
+# tests/e2e/test_determinism.py has most of "noise", too.
+@pytest.mark.parametrize("kind", [pytest.param("noise", marks=pytest.mark.long), "sampling"])
 def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path):
     ranks = {"noise": 2, "sampling": 1}[kind]
 

@@ -197,7 +197,7 @@ def test_a_time_limit_ends_a_training_and_files_can_be_left_out(lm_data, tmp_pat
 # Starting from a checkpoint
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_finetune_takes_the_weights_and_nothing_else(lm, lm_data, tmp_path, ranks):
     base = lm[0] / "checkpoint_best.pt"
     # Learning rate 0 keeps the weights as they were loaded; the test set is other data.
@@ -226,7 +226,7 @@ def _steps(state):
     return {int(weight["step"]) for weight in state["last_optimizer_state"]["state"].values()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_restore_file_with_every_reset_takes_the_weights_alone(lm, lm_data, tmp_path, ranks):
     base = lm[0] / "checkpoint4.pt"
     words = ("--restore-file", base, *FRESH, "--lr", 0, "--optimizer", "moe_sgd", "--momentum", 0.9)

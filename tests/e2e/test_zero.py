@@ -63,7 +63,12 @@ CASES = {
         SGD, (*OFFLOAD, "--moe-zero-stage", 1, "--optimizer", "sgd"), 4,
     ),
 }  # fmt: skip
-LONG = ("offload, zero 0, one rank", "offload, zero 1, stock optimizer")
+LONG = (
+    "zero 1",
+    "zero 2, experts on every rank, activation checkpoints",
+    "offload, zero 0, one rank",
+    "offload, zero 1, stock optimizer",
+)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +213,8 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-# What e_d has beside e, and e_z beside e_z_offload, is in tests/comm too.
-LONG_FORMS = ("e_d", "e_z")
+# The others are parts of these two.
+LONG_FORMS = ("e", "e_d", "e_z")
 
 
 @pytest.mark.parametrize(
