@@ -145,7 +145,9 @@ def test_the_store(tmp_path):
         pytest.param(
             "vision", NEGATED_GATE, "wrong: an output of its layers differs", marks=pytest.mark.long
         ),
-        pytest.param("generate", FORGETFUL, "wrong: its last logits differ", marks=pytest.mark.long),
+        pytest.param(
+            "generate", FORGETFUL, "wrong: its last logits differ", marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_is_wrong_is_reported(tmp_path, module, before, reason):

@@ -87,7 +87,9 @@ def test_a_narrow_wire_trains_nearly_the_same_experts(
     assert digit / 8 < (got - expected).norm() / expected.norm() < 2 * digit
 
 
-@pytest.mark.parametrize("updates", [12, *(pytest.param(n, marks=pytest.mark.long) for n in (28, 96))])
+@pytest.mark.parametrize(
+    "updates", [12, *(pytest.param(n, marks=pytest.mark.long) for n in (28, 96))]
+)
 def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     """At most 15 candidates of 4 updates and a run-off of 30: at last every r, d and algorithm is tried."""
     plan = tmp_path / "hops.json"

@@ -30,9 +30,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "flags"), CASES)
-def test_a_training_and_one_that_went_on_are_the_same_bit_for_bit(
-    ranks, flags, lm_data, tmp_path
-):
+def test_a_training_and_one_that_went_on_are_the_same_bit_for_bit(ranks, flags, lm_data, tmp_path):
     def train(name, updates, *more):
         words = lm_args(lm_data, tmp_path / name, *RANDOM, *flags, *more, updates=updates)
         return fairseq("train", *words, ranks=ranks)

@@ -49,7 +49,11 @@ def fp32_loss(lm_data, tmp_path_factory):
 
 # The first and the third are parts of the others.
 @pytest.mark.parametrize(
-    "precision", [pytest.param(p, marks=[pytest.mark.long] * (" and " not in p and "," not in p)) for p in ON_CPU]
+    "precision",
+    [
+        pytest.param(p, marks=[pytest.mark.long] * (" and " not in p and "," not in p))
+        for p in ON_CPU
+    ],
 )
 def test_a_precision_trains_like_fp32_and_resumes_bit_for_bit(
     precision, lm_data, fp32_loss, tmp_path

@@ -23,7 +23,9 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("task", [pytest.param("own_translation", marks=pytest.mark.long), next(iter(TASKS))])
+@pytest.mark.parametrize(
+    "task", [pytest.param("own_translation", marks=pytest.mark.long), next(iter(TASKS))]
+)
 def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(
     task, mt_data, tmp_path
 ):

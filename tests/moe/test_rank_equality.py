@@ -135,8 +135,9 @@ def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
 
 # On two ranks each has two of the four micro-batches, which is new wherever the experts are.
 RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
-# Every other case of two ranks, two thirds of those of four, and what follows these updates, is left to `make test-long`: pairs
-# hold over all cases, by then some micro-batches were empty or all padding, and optimizers have a state.
+# Every other case of two ranks, two thirds of those of four, and what follows these updates, are left to
+# `make test-long`: pairs hold over all cases, by then some micro-batches were empty or all padding, and
+# optimizers have a state.
 FEW = 5
 QUICK = [run for run in RUNS if run[1] == 2][::2] + [(case, 4) for case in CASES[::3]]
 
