@@ -51,18 +51,6 @@ def _tokens_of_epoch(checkpoint):
     return next(float(state["sum"]) for _, name, _, state in train if name == "wpb")
 
 
-def test_the_file_of_two_ranks_holds_all_experts_and_their_moments(lm_data, tmp_path):
-    _train(lm_data, tmp_path, 3, 2, 1)
-    saved = _load(tmp_path)
-    names = [name for name in saved["model"] if name.endswith("experts.fc1_weight")]
-    assert len(names) == 2
-    assert all(saved["model"][name].shape == (4, 32, 16) for name in names)
-    moments = [s["exp_avg"] for s in saved["last_optimizer_state"]["state"].values()]
-    assert sum(m.shape == (4, 32, 16) for m in moments) == 2
-    for moment in moments:
-        assert moment.abs().sum() > 0 or moment.dim() < 3
-
-
 def test_without_optimizer_state_all_experts_are_saved_and_one_process_opens_them(
     lm_data, tmp_path
 ):
@@ -192,10 +180,9 @@ def test_a_checkpoint_of_other_layers_is_refused(lm_data, trained, tmp_path, opt
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("option", [("--moe-expert-count", 8), ("--moe-expert-ffn-dim", 64)])
-def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path, option):
+def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path):
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
-    output = refused("train", *lm_args(lm_data, tmp_path, *option))
+    output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-count", 8))
     assert "the checkpoint's decoder.layers.0.fc1.experts" in output
     assert "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with" in output
     assert "architectures match" not in output

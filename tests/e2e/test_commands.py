@@ -187,10 +187,11 @@ def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
     ("kind", "name", "options"),
     [
         ("lm", "tiny_lm", ["model.decoder_layers=2", "model._name=moe_transformer_lm_gpt"]),
-        (
+        pytest.param(
             "mt",
             "tiny_translation",
             ["model.encoder_layers=2", "model.decoder_layers=2"],
+            marks=pytest.mark.long,
         ),
     ],
 )

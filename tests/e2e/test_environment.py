@@ -6,6 +6,7 @@ import torch
 from tool_in_process import tool
 
 import fairseq_tutel
+from fairseq_tutel.kernels import autotune
 from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 
@@ -46,6 +47,7 @@ def test_env_tells_another_apex_from_nvidia_s_and_counts_timings(tmp_path, monke
     cache.add("up (8,)", {"a": 1.0})
     cache.add("up (16,)", {"a": 1.0})
     monkeypatch.setenv("FAIRSEQ_TUTEL_TUNE_SECONDS", "abc")
+    monkeypatch.setattr(autotune, "_tuner", autotune._tuner.__wrapped__)
     monkeypatch.syspath_prepend(tmp_path)
     found = _env()
     assert found["apex"].startswith("a package of that name without NVIDIA's")

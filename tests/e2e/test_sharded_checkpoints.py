@@ -252,7 +252,8 @@ def test_state_that_zero_cuts_is_saved_and_read(lm_data, tmp_path, straight, sta
     train_at("4 by 2", lm_data, saved, 3, *zero)
     state = load(saved)["last_optimizer_state"]["state"].values()
     assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state)
-    for place, extra in (("2 full", ()), ("4 by 2", zero)):
+    places = [("2 full", ()), ("4 by 2", zero)]
+    for place, extra in places[: 3 - stage]:  # the second one in the long test alone
         shutil.copytree(saved, copy)
         run = train_at(place, lm_data, copy, 5, *extra)
         assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[3:]]

@@ -142,7 +142,6 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--moe-zero-stage", 3), "--moe-zero-stage is 3; give 0 (optimizer state whole on every"),
         (
             ("--zero-sharding", "os"),
             "were replicas; set it to none and give --moe-zero-stage instead.",
