@@ -66,6 +66,9 @@ def test_roberta_and_bart_train_and_log_the_experts(trained):
     assert sum(first[f"moe_load_{layers[0]}"]) == pytest.approx(4, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "trained", ["roberta", pytest.param("bart", marks=pytest.mark.long)], indirect=True
+)
 def test_roberta_and_bart_resume(trained, lm_data, tmp_path):
     kind, folder, straight = trained
     _train(kind, lm_data, tmp_path, 3, ranks=2)
@@ -171,7 +174,7 @@ TWINS = {
 
 # tests/e2e/test_twins.py has the others, and more of them, by `make test-long`.
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k in ("cmlm", "align"))) for k in TWINS]
+    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k != "insertion")) for k in TWINS]
 )
 def test_twins_by_registry_train_on_two_ranks(kind, mt_data, tmp_path):
     task, arch, criterion, *extra = TWINS[kind]
