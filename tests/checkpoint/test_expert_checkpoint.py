@@ -50,7 +50,7 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("world_size, parallel", [(2, 0), (2, 1), (4, 0), (4, 2), (4, 1)])
+@pytest.mark.parametrize("world_size, parallel", [(2, 0), (4, 2), (4, 1)])
 def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel):
     first, *_ = ranks(world_size).run(save, parallel, torch.float32)
     same(first, model(None).state_dict())

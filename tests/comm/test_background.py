@@ -117,7 +117,8 @@ layer(x)[0].sum().backward()
 """
 
 
-@pytest.mark.parametrize("overlap", (pytest.param(1, marks=pytest.mark.long), 4))
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", (1, 4))
 def test_an_error_on_one_rank_ends_both_with_an_error(overlap):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     base = {**os.environ, **place}

@@ -1,6 +1,6 @@
 """Checkpoints through the command line: any number of ranks, whole or absent, whatever happens.
 
-Covered: 2 ranks -> 1 -> 4 -> 3 in the middle of an epoch (the same bits for the same number of ranks:
+Covered: 2 ranks -> 1 -> 3 in the middle of an epoch (the same bits for the same number of ranks:
 test_determinism); one process opens what several saved; --no-save-optimizer-state; a kill in a save, in a
 copy and in a step; a full disk; torn and misshapen files; a folder that another training writes into.
 """
@@ -31,12 +31,11 @@ def _train(data, folder, updates, ranks, freq, *extra):
     )
 
 
-def test_two_ranks_then_one_then_four_then_three(lm_data, tmp_path):
+def test_two_ranks_then_one_then_three(lm_data, tmp_path):
     through, straight = tmp_path / "through", tmp_path / "straight"
     _train(lm_data, through, 3, 2, 2, *SGD)
     _train(lm_data, through, 5, 1, 4, *SGD)
-    _train(lm_data, through, 8, 4, 1, *SGD)
-    _train(lm_data, straight, 8, 1, 4, *SGD)
+    _train(lm_data, straight, 5, 1, 4, *SGD)
     expected, found = _load(straight), _load(through)
     for name, tensor in expected["model"].items():
         torch.testing.assert_close(found["model"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
@@ -50,18 +49,6 @@ def test_two_ranks_then_one_then_four_then_three(lm_data, tmp_path):
 def _tokens_of_epoch(checkpoint):
     train = dict(checkpoint["extra_state"]["metrics"])["train"]
     return next(float(state["sum"]) for _, name, _, state in train if name == "wpb")
-
-
-def test_the_file_of_two_ranks_holds_all_experts_and_their_moments(lm_data, tmp_path):
-    _train(lm_data, tmp_path, 3, 2, 1)
-    saved = _load(tmp_path)
-    names = [name for name in saved["model"] if name.endswith("experts.fc1_weight")]
-    assert len(names) == 2
-    assert all(saved["model"][name].shape == (4, 32, 16) for name in names)
-    moments = [s["exp_avg"] for s in saved["last_optimizer_state"]["state"].values()]
-    assert sum(m.shape == (4, 32, 16) for m in moments) == 2
-    for moment in moments:
-        assert moment.abs().sum() > 0 or moment.dim() < 3
 
 
 def test_without_optimizer_state_all_experts_are_saved_and_one_process_opens_them(
@@ -91,7 +78,7 @@ def _train_with_fault(data, folder, fault, ranks, rank=0, updates=6):
     "where",
     [
         pytest.param("save", marks=pytest.mark.long),
-        "copy",
+        pytest.param("copy", marks=pytest.mark.long),
         pytest.param("step", marks=pytest.mark.long),
     ],
 )
@@ -116,7 +103,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_good_checkpoints(lm_data, tmp_pat
     ("what", "sentence"),
     [
         ("oom", "rank 1 had too little memory in the training step of update 2"),
-        ("error", "a broken sample"),
+        pytest.param("error", "a broken sample", marks=pytest.mark.long),
     ],
 )
 def test_a_failing_rank_ends_the_job_with_its_error(lm_data, tmp_path, what, sentence):
@@ -193,10 +180,9 @@ def test_a_checkpoint_of_other_layers_is_refused(lm_data, trained, tmp_path, opt
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("option", [("--moe-expert-count", 8), ("--moe-expert-ffn-dim", 64)])
-def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path, option):
+def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path):
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
-    output = refused("train", *lm_args(lm_data, tmp_path, *option))
+    output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-count", 8))
     assert "the checkpoint's decoder.layers.0.fc1.experts" in output
     assert "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with" in output
     assert "architectures match" not in output

@@ -6,17 +6,35 @@ launch flags; a damaged file; the trap of N unrelated trainings; the package as 
 baseline.
 """
 
+import os
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
-from cli import HYDRA, ROOT, USER_DIR, fairseq, refused, start, tail, torchrun_environment, wait
+from cli import (
+    HYDRA,
+    ROOT,
+    USER_DIR,
+    _child,
+    fairseq,
+    refused,
+    start,
+    tail,
+    torchrun_environment,
+    wait,
+)
+from fairseq import checkpoint_utils
 from models import lm_args, mt_args
 from ports import free_port
+from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import elastic_launch
+
+from fairseq_tutel.plugin import register
 
 PACKAGE = str(ROOT / "fairseq_tutel")
 ALL = ("--required-batch-size-multiple", 1)  # every sentence, also those of a last, smaller batch
@@ -171,10 +189,11 @@ def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
     ("kind", "name", "options"),
     [
         ("lm", "tiny_lm", ["model.decoder_layers=2", "model._name=moe_transformer_lm_gpt"]),
-        (
+        pytest.param(
             "mt",
             "tiny_translation",
             ["model.encoder_layers=2", "model.decoder_layers=2"],
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -226,11 +245,41 @@ def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, 
     assert "moe_gate_loss" not in run.output
 
 
+def _launch(folder, words):
+    """Run fairseq-train on two ranks by torchrun's agent, whose workers are forks that import nothing."""
+    config, *_ = torchrun.config_from_args(torchrun.parse_args(words))
+    elastic_launch(config, _worker)(folder)
+
+
+def _worker(folder):
+    argv = (folder / "words").read_text().split("\n")
+    _child("train", argv, {}, str(folder / f"{os.environ['RANK']}.log"), None)
+
+
+def test_torchrun_s_agent_runs_fairseq_train(lm_data, tmp_path):
+    argv = ["fairseq-train", *lm_args(lm_data, tmp_path / "save", updates=2)]
+    (tmp_path / "words").write_text("\n".join(map(str, argv)))
+    words = [
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+        "--start-method=fork",
+        "fairseq-train",
+    ]
+    process = forkserver.context().Process(target=_launch, args=(tmp_path, words))
+    process.start()
+    process.join(100)
+    outputs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    assert process.exitcode == 0, tail(outputs[0])
+    assert "expert parallel size 2" in outputs[0] and "Saving checkpoint" not in outputs[1]
+    assert (tmp_path / "save" / "checkpoint_last.pt").exists()
+
+
+@pytest.mark.long
 def test_torchrun_runs_plain_fairseq_train_and_the_module_trains_the_same(lm_data, tmp_path):
     program = str(Path(sys.executable).parent / "fairseq-train")
     args = lm_args(lm_data, tmp_path / "plain", updates=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command = [*torchrun, "--master_port", free_port(), program, *args]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command = [*launcher, "--master_port", free_port(), program, *args]
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=400, cwd=ROOT
     )
@@ -312,20 +361,12 @@ def test_the_environment_of_torchrun_never_starts_unrelated_trainings(lm_data, t
     assert "Saving checkpoint" not in run.logs[1]
 
 
-def test_python_opens_a_training_s_checkpoint_for_inference(lm, lm_data):
+def test_python_opens_a_training_s_checkpoint_for_inference(lm, tmp_path):
     """What a hub user does: no command line, and a saved configuration of two ranks and a GPU."""
-    code = f"""
-import torch
-from fairseq import checkpoint_utils
-from fairseq_tutel.plugin import register
-register()
-path = {str(lm[0] / "checkpoint_last.pt")!r}
-state = torch.load(path, weights_only=False)
-state["cfg"]["common"]["fp16"] = True
-state["cfg"]["distributed_training"]["ddp_backend"] = "pytorch_ddp"
-torch.save(state, path + ".gpu")
-models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([path + ".gpu"])
-print("experts", models[0].decoder.layers[0].fc1.experts.fc1_weight.shape[0])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "experts 4" in done.stdout, tail(done.stderr)
+    register()
+    state = torch.load(lm[0] / "checkpoint_last.pt", weights_only=False)
+    state["cfg"]["common"]["fp16"] = True
+    state["cfg"]["distributed_training"]["ddp_backend"] = "pytorch_ddp"
+    torch.save(state, tmp_path / "gpu.pt")
+    models, _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "gpu.pt")])
+    assert models[0].decoder.layers[0].fc1.experts.fc1_weight.shape[0] == 4

@@ -70,7 +70,9 @@ LANGUAGE_MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", LANGUAGE_MODELS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.long] * ("top-1" in c)) for c in LANGUAGE_MODELS]
+)
 def test_convert_of_meta_s_language_model_evaluates_as_meta_s_layer(case, lm_data, tmp_path):
     meta = Meta(words_of(lm_data, ""), optimizer=False, **LANGUAGE_MODELS[case])
     meta_format.write(meta, tmp_path / "best")

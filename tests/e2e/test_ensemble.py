@@ -54,6 +54,9 @@ def trained(request, lm_data, tmp_path_factory):
     return request.param, folder, run
 
 
+@pytest.mark.parametrize(
+    "trained", [pytest.param("dense", marks=pytest.mark.long), "experts"], indirect=True
+)
 def test_two_ranks_train_what_one_does(trained, lm_data, tmp_path):
     kind, folder, run = trained
     fairseq("train", *lm_args(lm_data, tmp_path, "--update-freq", 1, kind=kind), ranks=2)

@@ -1,35 +1,22 @@
 """`python -m fairseq_tutel env`: what it says here, without fairseq, and beside another project's apex."""
 
-import os
-import subprocess
 import sys
 
-import pytest
 import torch
-from cli import ROOT
+from tool_in_process import tool
 
 import fairseq_tutel
+from fairseq_tutel.kernels import autotune
 from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 
-def _env(*, path=None, before=""):
-    code = f"import sys; sys.argv[1:] = ['env']; {before}\nfrom fairseq_tutel.__main__ import main\nmain()"
-    paths = [str(ROOT), *([str(path)] if path else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = (line.partition(": ") for line in done.stdout.splitlines() if line.startswith("  "))
+def _env():
+    lines = (line.partition(": ") for line in tool("env").splitlines() if line.startswith("  "))
     return {name.strip(): value for name, _, value in lines}
 
 
-@pytest.fixture(scope="module")
-def facts():
-    return _env()
-
-
-def test_env_prints_versions_devices_and_reasons(facts):
+def test_env_prints_versions_devices_and_reasons():
+    facts = _env()
     assert facts["fairseq-tutel"] == fairseq_tutel.__version__
     assert facts["torch"] == torch.__version__
     assert facts["fairseq-fixed"].startswith("0.12.")
@@ -45,13 +32,14 @@ def test_env_prints_versions_devices_and_reasons(facts):
         assert "not --fp16" in facts["precisions"]
 
 
-def test_env_works_without_fairseq():
-    facts = _env(before="sys.modules['fairseq'] = None")
-    assert facts["moe_adam"] == "fairseq is not installed"
+def test_env_works_without_fairseq(monkeypatch):
+    for name in ("fairseq", "fairseq.modules.layer_norm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert _env()["moe_adam"] == "fairseq is not installed"
 
 
-def test_env_tells_another_apex_from_nvidia_s_and_counts_timings(facts, tmp_path, monkeypatch):
-    assert facts["apex"] == "not installed"
+def test_env_tells_another_apex_from_nvidia_s_and_counts_timings(tmp_path, monkeypatch):
+    assert _env()["apex"] == "not installed"
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     monkeypatch.setenv("FAIRSEQ_TUTEL_CACHE", str(tmp_path / "cache"))
@@ -59,7 +47,9 @@ def test_env_tells_another_apex_from_nvidia_s_and_counts_timings(facts, tmp_path
     cache.add("up (8,)", {"a": 1.0})
     cache.add("up (16,)", {"a": 1.0})
     monkeypatch.setenv("FAIRSEQ_TUTEL_TUNE_SECONDS", "abc")
-    found = _env(path=tmp_path)
+    monkeypatch.setattr(autotune, "_tuner", autotune._tuner.__wrapped__)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = _env()
     assert found["apex"].startswith("a package of that name without NVIDIA's")
     assert found["kernel tuning"].startswith("refused: FAIRSEQ_TUTEL_TUNE_SECONDS is 'abc'; give")
     assert found["kernel timings"] == f"2 for this device and version, in {cache.path}"

@@ -114,10 +114,6 @@ def test_an_older_name_is_the_option_it_stands_for(lm_data, tmp_path):
             ("--moe-batch-prioritized-routing", "--moe-drop-policy", "rts"),
             "--moe-batch-prioritized-routing and --moe-drop-policy rts are both given; drop one of them.",
         ),
-        (
-            ("--moe-normalize-gate-prob-before-dropping", "--moe-normalize-gate", "none"),
-            "--moe-normalize-gate none are both given",
-        ),
     ],
 )
 def test_an_older_name_beside_another_value_is_refused(flags, message, lm_data, tmp_path):

@@ -207,7 +207,6 @@ def test_several_kinds_of_optimizer_train_on_two_ranks(lm_data, tmp_path):
     for name, flags in {
         "moe_adadelta": (),
         "moe_nag": ("--momentum", 0.9),
-        "moe_adagrad": (),
     }.items():
         words = lm_args(lm_data, tmp_path / name, "--optimizer", name, *flags, updates=3)
         run = fairseq("train", *words, ranks=2)

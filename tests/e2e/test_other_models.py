@@ -51,9 +51,9 @@ def _load(folder):
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, lm_data, tmp_path_factory):
-    """A model that two ranks trained for 12 updates, with its run."""
+    """A model that two ranks trained for 8 updates, with its run."""
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, _train(request.param, lm_data, folder, 12, ranks=2)
+    return request.param, folder, _train(request.param, lm_data, folder, 8, ranks=2)
 
 
 def test_roberta_and_bart_train_and_log_the_experts(trained):
@@ -66,12 +66,15 @@ def test_roberta_and_bart_train_and_log_the_experts(trained):
     assert sum(first[f"moe_load_{layers[0]}"]) == pytest.approx(4, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "trained", ["roberta", pytest.param("bart", marks=pytest.mark.long)], indirect=True
+)
 def test_roberta_and_bart_resume(trained, lm_data, tmp_path):
     kind, folder, straight = trained
-    _train(kind, lm_data, tmp_path, 7, ranks=2)
-    through = _train(kind, lm_data, tmp_path, 12, ranks=2)
+    _train(kind, lm_data, tmp_path, 3, ranks=2)
+    through = _train(kind, lm_data, tmp_path, 8, ranks=2)
     a, b = _load(folder), _load(tmp_path)
-    assert {state["step"] for state in b["last_optimizer_state"]["state"].values()} == {12}
+    assert {state["step"] for state in b["last_optimizer_state"]["state"].values()} == {8}
     if kind == "roberta":
         same_bits(a["model"], b["model"])
         same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
@@ -169,7 +172,10 @@ TWINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TWINS)
+# tests/e2e/test_twins.py has the others, and more of them, by `make test-long`.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k != "insertion")) for k in TWINS]
+)
 def test_twins_by_registry_train_on_two_ranks(kind, mt_data, tmp_path):
     task, arch, criterion, *extra = TWINS[kind]
     words = mt_args(

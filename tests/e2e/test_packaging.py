@@ -57,6 +57,7 @@ def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):
     assert files >= _modules() | {"setup.py", "pyproject.toml", "LICENSE", "README.md"}
 
 
+@pytest.mark.long
 def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
     (wheel,) = built.glob("*.whl")
     _run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])

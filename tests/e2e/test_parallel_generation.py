@@ -153,6 +153,7 @@ def test_eval_lm_gives_the_perplexity_of_all_ranks(lm, lm_data):
     assert sizes[0] - sizes[1] == 2 * 2 * (2 * 16 * 32 + 48)
 
 
+@pytest.mark.long
 def test_validate_gives_the_loss_of_all_ranks(lm, lm_data):
     words = _words("validate", lm_data, lm, "--batch-size", 9, "--log-format", "json")
     one = fairseq("validate", *words)
@@ -218,6 +219,7 @@ def test_a_context_window_on_several_ranks_is_refused(lm, lm_data):
     assert "--context-window is 4 on several ranks" in output
 
 
+@pytest.mark.long
 def test_eval_lm_without_a_token_is_no_perplexity(lm, lm_data):
     # Longer blocks than the model has positions for are skipped, all of them.
     words = _words(

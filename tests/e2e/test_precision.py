@@ -47,7 +47,14 @@ def fp32_loss(lm_data, tmp_path_factory):
     return [float(s["nll_loss"]) for s in run.stats("train_inner")]
 
 
-@pytest.mark.parametrize("precision", ON_CPU)
+# The first and the third are parts of the others.
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(p, marks=[pytest.mark.long] * (" and " not in p and "," not in p))
+        for p in ON_CPU
+    ],
+)
 def test_a_precision_trains_like_fp32_and_resumes_bit_for_bit(
     precision, lm_data, fp32_loss, tmp_path
 ):
@@ -91,7 +98,9 @@ def test_precision_bf16_dense_baseline(lm_data, tmp_path):
     assert _load(tmp_path)["extra_state"]["train_iterator"]["iterations_in_epoch"] == 3
 
 
-@pytest.mark.parametrize("key", ["bf16", "memory_efficient_bf16"])
+@pytest.mark.parametrize(
+    "key", ["bf16", pytest.param("memory_efficient_bf16", marks=pytest.mark.long)]
+)
 def test_precision_bf16_through_hydra(key, lm_data, tmp_path):
     fairseq(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",

@@ -96,7 +96,13 @@ def test_every_recipe_stands_in_both_forms_and_in_the_table():
     assert all(f"| `{recipe}` |" in table for recipe in (*RECIPES, *ARGS_ALONE))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# Those of other sizes or forms are built by `make test-long`.
+LARGE = ("parallel_", "zcode_64", "gpt_125m_64", "gpt_350m_128")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=[pytest.mark.long] * r.startswith(LARGE)) for r in RECIPES]
+)
 def test_a_recipe_builds_the_same_model_of_its_size_in_both_forms(recipe):
     vocabulary, billions = SIZES[recipe]
     by_args, by_hydra = (_built(read(recipe), vocabulary) for read in (_from_args, _from_hydra))
@@ -125,7 +131,12 @@ def test_a_recipe_says_the_same_of_the_training_in_both_forms(recipe):
                 assert by_args[section][key] == value, f"{section}.{key}"
 
 
-@pytest.mark.parametrize("name", ["tiny_lm", "tiny_deepspeed", "tiny_translation", "tiny_pregated"])
+TINY = {name: name in ("tiny_deepspeed", "tiny_pregated") for name in RECIPES if "tiny" in name}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * long) for n, long in TINY.items()]
+)
 def test_a_tiny_recipe_trains(name, request, tmp_path):
     data = request.getfixturevalue(
         "lm_data" if name in ("tiny_lm", "tiny_deepspeed") else "mt_data"

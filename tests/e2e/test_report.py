@@ -3,23 +3,19 @@
 Covered: the page is well-formed, accessible and needs nothing but itself; it names both runs, has the
 pictures of every section, lines for the MoE layers (a map where they are many) and heat maps of their
 experts; its numbers are the log's; what did not happen has no picture; a dense run alone; one log of a
-resumed, broken training; what is refused; that a browser draws it.
+resumed, broken training; what is refused.
 """
 
 import base64
 import contextlib
 import json
 import re
-import shutil
-import subprocess
-import sys
 from io import BytesIO
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from cli import fairseq
-from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from models import lm_args
 from report_page import HREF, page_in, words_of
@@ -274,18 +270,6 @@ def test_bad_input_ends_with_one_sentence(runs, tmp_path, monkeypatch, arguments
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_what_is_not_installed_is_named(runs, tmp_path):
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; "
-        "from fairseq_tutel.__main__ import main; main()"
-    )
-    command = [sys.executable, "-c", code, "report", str(runs[0])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 1
-    expected = "error: report needs matplotlib, which is not installed; pip install"
-    assert done.stderr.strip() == f"{expected} 'fairseq-tutel[report]'."
-
-
 def colours_of(values, scale):
     """Return the red, green and blue of every row of a heat map, from its middle column."""
     svg = ElementTree.fromstring(figures.heat_map([10, 20], [values] * 2, scale).encode())
@@ -314,27 +298,3 @@ def test_the_colours_of_a_heat_map_tell_what_is_dropped():
     assert everything.max() < 0.01
     assert none.sum() > little.sum() + 0.2 > half.sum() + 0.4
     assert little[0] > little[1] > little[2]  # orange
-
-
-def test_neighbours_are_averaged_over_what_is_finite():
-    found = figures.averaged(np.array([1.0, 3.0, np.nan, 5.0, np.inf, np.nan, 7.0]), 4)
-    assert np.array_equal(found, [2.0, 5.0, np.nan, 7.0], equal_nan=True)
-    assert np.array_equal(figures.averaged(np.array([1.0, np.inf]), 2), [1, np.nan], equal_nan=True)
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium in the PATH")
-def test_a_browser_draws_the_page(runs, tmp_path):
-    report(*runs, "--output", tmp_path / "page.html")
-    picture = tmp_path / "page.png"
-    command = [
-        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}",
-        "--window-size=1200,3000", (tmp_path / "page.html").as_uri(),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
-    pixels = imread(picture)[..., :3]
-    assert pixels.shape == (3000, 1200, 3)
-    assert pixels.max() == 1
-    for color in (*figures.COLORS[:2], "black"):  # the curves of both runs, and text
-        assert (np.abs(pixels - to_rgb(color)).max(axis=2) < 0.05).sum() > 100, color

@@ -61,9 +61,7 @@ PLACES = {
     "4 sliced full": (4, 4, ()),
 }
 QUICK = {
-    ("1 full", "2"),
-    ("2", "1 full"),
-    ("2", "4 sliced"),
+    ("1 full", "4 sliced"),
     ("4 sliced", "1 sharded"),
     ("4 by 2", "2 full"),
 }
@@ -214,7 +212,8 @@ def test_what_is_broken_is_said(lm_data, small, tmp_path, damage, sentence):
     assert sentence in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("where", ["save", pytest.param("copy", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["save", "copy"])
 def test_a_kill_in_a_save_leaves_what_can_be_gone_on_from(lm_data, tmp_path, where):
     args = lm_args(lm_data, tmp_path, "--user-dir", FAULTY, "--save-interval-updates", 2, *SHARDED)
     env = {"FAULT": f"{where}:2:kill", "FAULT_RANK": "0"}
@@ -237,7 +236,7 @@ def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):
     assert load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_experts_state_that_zero_cuts_is_in_the_shards_alone(lm_data, tmp_path, size):
     zero = ("--moe-zero-stage", 1, "--moe-expert-parallel-size", size)
     train(lm_data, tmp_path, 1, 2, 1, *zero, *SHARDED)
@@ -253,7 +252,8 @@ def test_state_that_zero_cuts_is_saved_and_read(lm_data, tmp_path, straight, sta
     train_at("4 by 2", lm_data, saved, 3, *zero)
     state = load(saved)["last_optimizer_state"]["state"].values()
     assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state)
-    for place, extra in (("2 full", ()), ("4 by 2", zero)):
+    places = [("2 full", ()), ("4 by 2", zero)]
+    for place, extra in places[: 3 - stage]:  # the second one in the long test alone
         shutil.copytree(saved, copy)
         run = train_at(place, lm_data, copy, 5, *extra)
         assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[3:]]

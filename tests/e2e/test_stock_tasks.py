@@ -23,7 +23,9 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [pytest.param("own_translation", marks=pytest.mark.long), next(iter(TASKS))]
+)
 def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(
     task, mt_data, tmp_path
 ):
@@ -84,7 +86,7 @@ STOCK = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("extra", [STOCK, ()])
+@pytest.mark.parametrize("extra", [STOCK, pytest.param((), marks=pytest.mark.long)])
 def test_an_uneven_end_of_an_epoch_is_the_same_update_on_two_ranks(extra, mt_data, tmp_path):
     """The trainer counts nothing of a rank whose last micro-batch only keeps it in step."""
     logs = []

@@ -17,7 +17,7 @@ from tool_in_process import tool
 from fairseq_tutel.tools.training_log import find_log
 
 RECIPE = ROOT / "configs" / "args" / "zcode_small.args"
-PAIRS = ("de-en", "en-de", "xde-de", "xen-en")
+PAIRS = ("de-en", "xde-de")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_experts_of_several_languages_and_tasks_are_reported_by_language(data, t
     log, files = find_log(save)
     assert {path.name for path in files} == {"train.log", *(f"{pair}.txt" for pair in PAIRS)}
     assert list(log.evaluations) == list(PAIRS)
-    assert log.evaluations["de-en"].lists != log.evaluations["en-de"].lists
+    assert log.evaluations["de-en"].lists != log.evaluations["xde-de"].lists
     tool("report", save, "--output", tmp_path / "page.html")
     pictures = page_in(tmp_path / "page.html").pictures("data")
     assert [alt.split(":")[0] for alt, _ in pictures] == [

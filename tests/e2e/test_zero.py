@@ -63,7 +63,12 @@ CASES = {
         SGD, (*OFFLOAD, "--moe-zero-stage", 1, "--optimizer", "sgd"), 4,
     ),
 }  # fmt: skip
-LONG = ("offload, zero 0, one rank", "offload, zero 1, stock optimizer")
+LONG = (
+    "zero 1",
+    "zero 2, experts on every rank, activation checkpoints",
+    "offload, zero 0, one rank",
+    "offload, zero 1, stock optimizer",
+)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,6 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--moe-zero-stage", 3), "--moe-zero-stage is 3; give 0 (optimizer state whole on every"),
         (
             ("--zero-sharding", "os"),
             "were replicas; set it to none and give --moe-zero-stage instead.",
@@ -208,8 +212,8 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-# What e_d has beside e, and e_z beside e_z_offload, is in tests/comm too.
-LONG_FORMS = ("e_d", "e_z")
+# The others are parts of these two.
+LONG_FORMS = ("e", "e_d", "e_z")
 
 
 @pytest.mark.parametrize(

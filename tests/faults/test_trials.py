@@ -50,6 +50,7 @@ TRIALS = {
 # tests/e2e has a kill in a copy, a stopped rank, a full disk, NaN and another number of ranks.
 LONG = (
     "kill in a copy", "stop in a collective", "full disk", "nan", "other ranks", "empty batch", "remove",
+    "kill before ranks meet", "failing disk",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 from workers import Workers
@@ -232,7 +233,7 @@ def add_entries(path: Path, number: int) -> None:
 
 
 def test_what_two_processes_write_at_once_is_all_there(path):
-    writers = Workers(2, write)
+    writers = Workers(2, write, context=forkserver.context())
     try:
         writers.run(add_entries, path, 20)
     finally:

@@ -36,7 +36,7 @@ ALL_TYPES = {"fp32", "tf32", "fp16", "bf16", "fp64"}
     "name, types",
     [
         ("sm_90", {"bf16"}),
-        ("gfx942", {"fp32"}),
+        pytest.param("gfx942", {"fp32"}, marks=pytest.mark.long),
         *(pytest.param(name, ALL_TYPES, marks=pytest.mark.long) for name in TARGETS),
     ],
 )

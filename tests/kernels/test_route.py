@@ -345,7 +345,9 @@ def test_interpreted_strange_logits(interpreter):
 
 
 @triton
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=name_of)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.long), torch.float64], ids=name_of
+)
 def test_interpreted_backward_gradients(interpreter, dtype):
     interpreter.run(compare_backward_gradients, "triton", dtype, "cpu")
 
@@ -384,6 +386,7 @@ def test_an_interpreted_layer_s_routing_and_gradients(interpreter, options):
 
 
 @triton
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_gradients_of_the_interpreted_walk_in_one_compiled_graph(interpreter):
     interpreter.run(compare_compiled_gradients, "cpu")

@@ -114,7 +114,9 @@ def test_inputs_need_not_be_contiguous(interpreter):
     interpreter.run(compare_strided, "cpu")
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=name_of)
+@pytest.mark.parametrize(
+    "dtype", (pytest.param(torch.float64, marks=pytest.mark.long), torch.bfloat16), ids=name_of
+)
 def test_an_interpreted_layer_equals_the_reference_in_y_and_every_gradient(interpreter, dtype):
     interpreter.run(compare_layers, dtype, "cpu")
 

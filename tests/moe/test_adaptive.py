@@ -97,7 +97,7 @@ def strategies_of(slices, grid):
         *itertools.product((4,), (1, 4), (2,), ("glu", "relu, padded")),
         (2, 2, 2, "ffn"),
         (4, 1, 4, "ffn"),
-        (8, 2, 8, "glu"),
+        pytest.param(8, 2, 8, "glu", marks=pytest.mark.long),
         pytest.param(8, 1, 8, "relu, padded", marks=pytest.mark.long),
     ],
 )

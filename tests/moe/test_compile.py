@@ -24,8 +24,12 @@ CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
 QUICK = [
     {
         "gate_type": "cosine", "gate_projection_dim": 3, "drop_policy": "rts", "capacity_factor": 0.5,
-        "prescore": True, "gate_noise": 1.0,
+        "prescore": True, "gate_noise": 1.0, "shared_experts": 1, "expert_type": "glu",
+        "balance_loss": "gshard_sequence:1,z:0.1",
     },
+]  # fmt: skip
+LONG = [
+    *QUICK,
     {
         "expert_groups": 2, "balance_bias": True, "shared_experts": 1, "expert_type": "glu",
         "score_function": "sigmoid", "balance_loss": "gshard_sequence:1,z:0.1",
@@ -34,15 +38,12 @@ QUICK = [
         "choice": "experts", "normalize_gate": "after", "gate_type": "custom_parts.CalmGate",
         "expert_type": "custom_parts.DeepExpert",
     },
-]  # fmt: skip
-LONG = [
-    *QUICK,
     {},
     {"gate_type": "hash", "residual": True, "drop_policy": "bpr", "capacity_factor": -0.5},
     {"second_expert_policy": "sampling", "activation_dropout": 0.3},
     {"second_expert_policy": "random", "normalize_gate": "after", "top_k": 3},
     {"rsample": True, "drop_policy": "probability", "capacity_factor": 0.5},
-]
+]  # fmt: skip
 CALL = (True, 3, False)  # training, sentences, time first
 
 

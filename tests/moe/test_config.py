@@ -91,6 +91,8 @@ BAD = [
     ("balance_loss", "fair:1", ("--moe-balance-loss", "'fair'", "unknown", "such as gshard:1")),
     ("balance_loss", "gshard:x", ("--moe-balance-loss", "'x'", "name:number")),
     ("balance_loss", "gshard:inf", ("--moe-balance-loss", "'inf'", "name:number")),
+    ("balance_loss", "gshard:-1", ("--moe-balance-loss", "'-1'", "name:number")),
+    ("balance_loss", "none:1", ("--moe-balance-loss", "'none:1'")),
     ("balance_loss", "gshard:nan", ("--moe-balance-loss", "'nan'", "name:number")),
     ("expert_type", "cnn", ("--moe-expert-type", "'cnn'", "choose one of ffn, glu, or package")),
     ("activation", "gelo", ("--activation-fn", "'gelo'", "choose one of relu, ")),

@@ -103,8 +103,7 @@ def test_autocast_equals_its_parts_in_bf16(monkeypatch, recompute_experts):
         close(one_node[name], expected, name, 0.05)
 
 
-@pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-@pytest.mark.parametrize("recompute_experts", (True, False))
+@pytest.mark.parametrize("expert_type, recompute_experts", [("ffn", False), ("glu", True)])
 def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_experts):
     options = {"expert_type": expert_type, "recompute_experts": recompute_experts}
     layer = build(**options, activation="gelu", capacity_factor=0.5)

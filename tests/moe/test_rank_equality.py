@@ -135,10 +135,11 @@ def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
 
 # On two ranks each has two of the four micro-batches, which is new wherever the experts are.
 RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
-# Every other case of four ranks, and what follows these updates, is left to `make test-long`: pairs
-# hold over all cases, by then some micro-batches were empty or all padding, and optimizers have a state.
+# Every other case of two ranks, two thirds of those of four, and what follows these updates, are left to
+# `make test-long`: pairs hold over all cases, by then some micro-batches were empty or all padding, and
+# optimizers have a state.
 FEW = 5
-QUICK = [run for run in RUNS if run[1] == 2] + [(case, 4) for case in CASES[::2]]
+QUICK = [run for run in RUNS if run[1] == 2][::2] + [(case, 4) for case in CASES[::3]]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,7 @@ def test_the_training_trains_clips_and_drops():
     result = on_one_rank(Training("adamw", 2, 0.0))
     assert result["losses"][-5:].mean() < 0.9 * result["losses"][:5].mean()
     assert (result["norms"] > CLIP_NORM).any() and (result["norms"] < CLIP_NORM).any()
+    first = on_one_rank(Training("adamw", 2, 0.0), FEW)
     for change in (
         {"capacity_factor": 0.5},
         {"capacity_factor": -0.75},
@@ -226,9 +228,9 @@ def test_the_training_trains_clips_and_drops():
         {"pregate": 1},
     ):
         other = on_one_rank(
-            Training(**{"optimizer": "adamw", "top_k": 2, "capacity_factor": 0.0, **change})
+            Training(**{"optimizer": "adamw", "top_k": 2, "capacity_factor": 0.0, **change}), FEW
         )
-        assert not torch.allclose(other["losses"], result["losses"]), change
+        assert not torch.allclose(other["losses"], first["losses"]), change
     biases = on_one_rank(Training("adamw", 2, 0.0, bias=True))["last.balance_bias.bias"]
     assert 0.05 < float(biases.abs().max()) <= 20 * 0.05 + 1e-6
 

@@ -234,7 +234,7 @@ def until_the_end(rank, folder, fate):
             program.start(torch.ones(999), torch.empty(999), 999).wait()
 
 
-@pytest.mark.parametrize("fate", [mortal.die, mortal.stop])
+@pytest.mark.parametrize("fate", [mortal.die, pytest.param(mortal.stop, marks=pytest.mark.long)])
 def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
     said, seconds = mortal.run(until_the_end, 3, [0, 2], str(tmp_path), fate)
     for rank, sentence in zip((0, 2), said, strict=True):

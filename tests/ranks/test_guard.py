@@ -185,11 +185,6 @@ def test_errors_of_torch_s_back_ends_are_known():
         assert guard.is_of_communication(error)
 
 
-def test_names_of_ranks():
-    assert guard.name_ranks([3]) == "rank 3"
-    assert guard.name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-
-
 class _CountingStore(dist.HashStore):
     checks, keys = 0, 0
 

@@ -1,12 +1,11 @@
 """docs/performance.md: its tables are those of the files in benchmarks/results.
 
 Covered: the page as it is; files as the benchmarks write them become lines, on CPU and GPU, with what is
-wrong, left out or cut short; no file, a file of --quick, a kernel that spills; places for tables that are
+wrong or cut short; no file, a kernel that spills; places for tables that are
 missing or there twice; --check.
 """
 
 import importlib
-import json
 import shutil
 import subprocess
 import sys
@@ -46,14 +45,6 @@ def written(benchmark, path, name, machine, rows, configurations, base="dense", 
     return made
 
 
-def not_quick(path):
-    """Take a small run for a real one."""
-    content = json.loads(path.read_text())
-    content["options"]["quick"] = False
-    path.write_text(json.dumps(content))
-    return content
-
-
 def lines(text, name):
     """Return a table of the page: a dictionary by header for each line."""
     inside = text.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0]
@@ -70,38 +61,6 @@ def test_what_has_no_file_is_not_measured_yet(tmp_path):
     places = text.count("<!-- end -->")
     assert text.count("Not measured yet: `") == places == 12
     assert text.count("Not measured yet: `bash benchmarks/gpu.sh` does it.") == 2
-
-
-def test_small_runs_of_layer_and_ops_become_lines(benchmark, tmp_path, capsys):
-    words = ("--quick", "--json", str(tmp_path / "layer_cpu.json"), "--configs", "k2_zipf")
-    assert benchmark("layer").main([*words, "--threads", "1"]) == 0
-    assert benchmark("ops").main(["--quick", "--json", str(tmp_path / "ops_cpu.json")]) == 0
-    with pytest.raises(ValueError, match=r"layer_cpu\.json was measured with --quick, whose times"):
-        make_performance.filled_in(TEXT, tmp_path)
-    content = not_quick(tmp_path / "layer_cpu.json")
-    not_quick(tmp_path / "ops_cpu.json")
-    text = make_performance.filled_in(TEXT, tmp_path)
-
-    rows = {row["variant"]: row for row in content["rows"]}
-    (line,) = lines(text, "layer cpu")
-    assert (line["configuration"], line["on"]) == ("k2_zipf", "1 thread")
-    assert line["dense, ms"] == f"{1000 * rows['dense']['seconds']:.4g}"
-    for name in ("ours/auto", "ours/recompute", "einsum", "loop", "grouped_mm"):
-        assert line[name].startswith(f"{rows[name]['ratio']:.3f} ("), name
-    (kept,) = lines(text, "memory cpu")
-    assert kept["ours/auto"].count(" of ") == 1 and " of " not in kept["loop"]
-    left_out = {row["variant"]: row for row in lines(text, "left out")}
-    assert left_out["ours/triton"]["where"] == "cpu k2_zipf"
-    assert "dense" not in left_out
-
-    found = {(row["configuration"].split()[0]): row for row in lines(text, "ops cpu")}
-    from fairseq_tutel.kernels import OPS
-
-    assert found.keys() == set(OPS)
-    assert "FLOP/s" in found["ffn_up"]["reference, rate"]
-    assert "B/s" in found["gather_sum"]["reference, rate"]
-    runs = lines(text, "runs")
-    assert "--configs k2_zipf --threads 1" in runs[0]["command"] and len(runs) == 2
 
 
 def test_steps_texts_and_a_gpu_become_lines(benchmark, tmp_path, capsys):

@@ -329,7 +329,6 @@ ALL = [(i, j) for i, depth in enumerate(DEPTHS) for j in range(depth)]
 SAVED = {
     "whole experts, at the end": (4, 2, False, "final", "x.pth"),
     "split experts, at the end": (2, 4, True, "final", "x.pth.master"),
-    "whole experts, midway": (4, 2, True, "midway", "x.pth.rank0"),
     "split experts, midway": (2, 4, False, "midway", "x.pth"),
     "one rank, all blocks": (3, 1, False, "global", "x.pth"),
 }
