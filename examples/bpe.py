@@ -1,4 +1,4 @@
-"""Learn a sentencepiece BPE, or cut plain text into the pieces that fairseq-preprocess reads."""
+"""Train a sentencepiece BPE, or split plain text into its pieces for fairseq-preprocess."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ def main() -> None:
             model_type="bpe",
             vocab_size=arguments.vocab_size,
             character_coverage=1.0,
-            # WikiText writes <unk> for rare words; fairseq's dictionary calls its own unknown so too.
+            # WikiText writes <unk> for rare words, and fairseq's dictionary uses the same name.
             unk_piece="<unknown>",
             user_defined_symbols=["<unk>"],
             minloglevel=1,

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A student of fewer layers with and without its teacher, at equal steps and data: what DeepSpeed-MoE's
-# staged distillation brings on the language model of language_model.sh.
+# Train a smaller student with and without its teacher, at equal steps and data, to measure DeepSpeed-MoE's
+# staged distillation on the language model of language_model.sh.
 #
 #   examples/distillation.sh DATA_DIR [OUT]
 #
-# DATA_DIR is that of language_model.sh, whose MoE model of 4 layers is the teacher. The student begins as the
-# teacher without its second layer, and is trained without the teacher, with it for the first half of the
-# updates (staged), and with it to the end (full). The table says the perplexity on the report half.
+# DATA_DIR is that of language_model.sh; its 4-layer MoE model is the teacher. The student starts as the teacher
+# without its second layer. It is trained without the teacher, with it for the first half of the updates
+# (staged), and with it to the end (full). Prints perplexities on the report half.
 # It takes 18 minutes on one core.
 # Environment: SEEDS of students ("1 2 3"), UPDATES of theirs (300), START (the teacher's, 640), ALPHA (1).
 set -euo pipefail

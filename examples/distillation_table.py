@@ -1,7 +1,7 @@
 """Print the table of examples/distillation.sh: python examples/distillation_table.py OUT.
 
-Perplexity on the report half, mean of the seeds with the standard deviation; "against" is the difference to
-the student without a teacher, seed by seed; seconds are those of a training.
+Perplexity on the report half, mean over seeds with standard deviation; "against" is the difference to
+the student without a teacher, seed by seed; seconds are the training time.
 """
 
 import re
@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 
 def seconds(run: Path) -> float:
-    """Return how long a training took."""
+    """Return the training time."""
     return float(re.findall(r'"train_wall": "(\d+)"', (run / "output.txt").read_text())[-1])
 
 

@@ -1,7 +1,7 @@
-"""Make what --task speech_to_text reads of sounds and their text: log-mel filter banks, by torch alone.
+"""Compute log-mel filter banks and manifests for --task speech_to_text, with torch alone.
 
-fairseq's own way needs torchaudio or PyKaldi. Written into OUT: SPLIT.tsv, config.yaml, and for each
-sound banks/NAME.npy.
+fairseq itself needs torchaudio or PyKaldi. This writes SPLIT.tsv, config.yaml and one banks/NAME.npy per
+sound to OUT.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=80, help="mel bins (default: 80)")
     arguments = parser.parse_args()
     out, lines = arguments.out, arguments.text.read_text().splitlines()
-    # fairseq takes every file of OUT that begins with the split's name for a manifest.
+    # fairseq treats every file of OUT that begins with the split's name as a manifest.
     banks = out / "banks"
     banks.mkdir(parents=True, exist_ok=True)
     rows = ["id\taudio\tn_frames\ttgt_text\tspeaker"]

@@ -1,9 +1,9 @@
-"""A trained model in Python: what it makes of the lines that come in.
+"""Apply a trained model to lines of standard input.
 
 python examples/hub.py CHECKPOINT [data=DATA_BIN] [moe_expert_store=on-demand] [option=value …] < lines.txt
 
-A translation model translates them, a language model goes on with them, a masked or denoising one fills in
-their <mask>, a classifier of images opens the files that they name. CHECKPOINT may be a --save-dir.
+A translation model translates the lines, a language model continues them, a masked or denoising model
+fills in <mask>, and an image classifier opens them as file names. CHECKPOINT may be a --save-dir.
 """
 
 import sys
@@ -12,7 +12,7 @@ import fairseq_tutel as ft
 
 
 def main():
-    """Print an answer to every line."""
+    """Print the result for every line."""
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     model = ft.from_checkpoint(sys.argv[1], **options)
     print(f"{model.kind} on {model.device}; it offers {model.offers}", file=sys.stderr)

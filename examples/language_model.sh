@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Dense against Mixture-of-Experts language models of equal active FLOPs, steps and data.
+# Compare dense and MoE language models with equal active FLOPs, steps and data.
 #
 #   examples/language_model.sh DATA_DIR [OUT]
 #
-# DATA_DIR holds WikiText-2's test.txt and valid.txt. There is no train split, so: train on test.txt, tune
-# on the first half of valid.txt, report on the second. These are NOT the published splits.
+# DATA_DIR holds WikiText-2's test.txt and valid.txt. There is no train split. So this trains on test.txt,
+# tunes on the first half of valid.txt, and reports on the second. These are NOT the published splits.
 # Environment: SEEDS (default "1 2 3"), MODELS ("dense moe"), EXTRA (more flags of fairseq-train, which
 # win), OMP_NUM_THREADS (all cores).
 set -euo pipefail
@@ -28,7 +28,7 @@ if [ ! -e "$out/bin/dict.txt" ]; then
         --trainpref "$out/train.bpe" --validpref "$out/tune.bpe" --testpref "$out/report.bpe"
 fi
 
-# A token visits two of 8 experts, each half as wide as the dense layer: the same arithmetic per token.
+# Each token uses two of 8 experts, each half as wide as the dense layer: equal FLOPs per token.
 # Learning rates and the weight of the balance loss are the best of those tried (docs/results.md).
 declare -A model=(
     [dense]="--task language_modeling --arch transformer_lm --criterion cross_entropy --lr 0.008"

@@ -1,6 +1,6 @@
-"""Make a denoising task of plain text: python examples/noise.py < text > noised.
+"""Add noise to plain text for a denoising task: python examples/noise.py < text > noised.
 
-Each word is deleted with probability DELETED, and those left move by less than WINDOW places.
+Each word is deleted with probability DELETED; the others move by less than WINDOW positions.
 """
 
 import random
@@ -11,7 +11,7 @@ WINDOW = 3
 
 
 def main() -> None:
-    """Write every line of standard input with noise, the same in every run."""
+    """Write every line of standard input with noise; the noise is equal in every run."""
     generator = random.Random(1)
     for line in sys.stdin:
         words = line.split()

@@ -2,10 +2,10 @@
 
 PYTHONPATH=examples fairseq-train … --moe-gate-type own_parts.CalmGate --moe-expert-type own_parts.TanhExpert
 
-Each is built as Class(config), a fairseq_tutel.MoEConfig. A gate maps tokens [T, D] to logits [T, E]. An
-expert is one expert: rows [n, D] to rows [n, D]; its parameters are stacked, spread over ranks and saved
-like those of our own. The module must be on PYTHONPATH in every command that opens the checkpoint, and, since a
-file has nothing imported by itself, in your --user-dir or in
+Each is constructed as Class(config) with a fairseq_tutel.MoEConfig. A gate maps tokens [T, D] to logits [T, E].
+An expert class is one expert: rows [n, D] to rows [n, D]. Its parameters are stacked, spread over ranks and
+saved like those of built-in experts. Every command that opens the checkpoint needs the module on PYTHONPATH. Since
+a checkpoint cannot import modules, also import it in your --user-dir, or give
 
     --model-overrides "{'moe_gate_type': 'own_parts.CalmGate', 'moe_expert_type': 'own_parts.TanhExpert'}"
 """  # noqa: E501 - a command line

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A conventional Mixture-of-Experts translation model against pre-gated ones: converted and fine-tuned, and
-# trained so from the beginning.
+# Compare a conventional MoE translation model with pre-gated ones: converted and fine-tuned, and pre-gated from
+# the start.
 #
 #   examples/pregated.sh DATA_DIR [OUT]
 #
-# DATA_DIR and the models are those of translation.sh. The conventional model is trained on by the updates
-# that fine-tune the converted one, from the same checkpoint by the same schedule. What OUT has already is
-# not done again; its table is printed at the end.
+# DATA_DIR and the models are those of translation.sh. The conventional model is trained for as many
+# more updates as the fine-tuned one, from the same checkpoint with the same schedule. Skips results that OUT
+# has. Prints a table at the end.
 # Environment: UPDATES of fine-tuning (200), SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 

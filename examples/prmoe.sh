@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Residual and pyramid Mixture-of-Experts (PR-MoE) against the standard one, on the language model and the
-# translation model of language_model.sh and translation.sh.
+# Compare residual and pyramid MoE (PR-MoE) with standard MoE, on the language model of language_model.sh and the
+# translation model of translation.sh.
 #
 #   examples/prmoe.sh WIKITEXT_DIR MULTI30K_DIR [OUT]
 #
-# Equal active FLOPs: a token goes through two networks of half the dense layer's width, both of them
-# experts (standard), or one expert and the dense part beside it (residual). What OUT has already is not
-# done again; the tables are printed at the end.
+# Equal active FLOPs: each token uses two networks of half the dense width: two experts (standard), or one
+# expert and a dense part (residual). Skips results that OUT has. Prints the tables at the end.
 # On one core the language models (5 cases, 3 seeds) take about 20 minutes, the translation models (4 cases,
 # 3 seeds) about 40.
 # Environment: SEEDS ("1 2 3"), CASES (all), STUDIES ("language_model translation"), OMP_NUM_THREADS.
@@ -18,7 +17,7 @@ out=${3:-outputs/prmoe}
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="$root/.venv/bin:$PATH"
 
-# Short trainings: one epoch of the language model, 250 of the translation model's 600 updates.
+# Short runs: one epoch of the language model, 250 of the translation model's 600 updates.
 declare -A length=(
     [language_model]="--max-epoch 1 --max-update 320 --total-num-update 320 --disable-validation"
     [translation]="--max-update 250 --total-num-update 250 --disable-validation"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Drop policies and balance losses against each other, on the language model of language_model.sh with two
-# layers and one epoch.
+# Compare drop policies and balance losses on the language model of language_model.sh, with two layers and one
+# epoch.
 #
 #   examples/routing_study.sh DATA_DIR [OUT]
 #
-# Every case is trained with each of SEEDS (default "1 2 3") and evaluated twice: with the places that it
-# was trained with, and without dropping. routing_table.py makes a table of them.
+# Each case is trained with each of SEEDS (default "1 2 3") and evaluated twice: with its training capacity and
+# without dropping. routing_table.py prints a table.
 set -euo pipefail
 
 data=${1:?usage: examples/routing_study.sh DATA_DIR [OUT]}

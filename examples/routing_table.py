@@ -1,10 +1,10 @@
 """Print the table of examples/routing_study.sh: python examples/routing_table.py OUT.
 
-Perplexity on the report half, with the places that a case was trained with and without dropping; the share
-of (token, choice) pairs dropped, and the load of the busiest expert in even shares over 20 updates, mean of
-the layers, both over the last 100 updates of training. Mean of the seeds, with the standard deviation.
+Columns: perplexity on the report half, with training capacity and without dropping; the share of dropped
+assignments; and the load of the busiest expert in even shares over 20 updates, averaged over layers. The
+last two are from the last 100 updates of training. Values are means over seeds with standard deviations.
 "against" is the difference in perplexity, seed by seed, to position at the same capacity, or to gshard
-without dropping: what the seeds have in common is not in it.
+without dropping.
 """
 
 import re
@@ -25,7 +25,7 @@ def perplexity(path: Path) -> float:
 
 
 def numbers(run: Path) -> list[float]:
-    """Return the four numbers of one training."""
+    """Return the four numbers of one run."""
     records = join(read_log((run / "train.log").read_text().splitlines())).training[-LAST_RECORDS:]
     dropped = [(r.values["overflow_expert1"] + r.values["overflow_expert2"]) / 2 for r in records]
     busiest = [max(load) for r in records for key, load in r.lists.items() if key.startswith(LOAD)]
@@ -38,7 +38,7 @@ def numbers(run: Path) -> list[float]:
 
 
 def seeds_of(case: Path) -> list[list[float]]:
-    """Return the numbers of every seed that is done."""
+    """Return the numbers of every finished seed."""
     return [numbers(run) for run in sorted(case.glob("moe-*")) if (run / "dropless.txt").exists()]
 
 

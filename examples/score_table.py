@@ -1,9 +1,9 @@
-"""Print a table of what examples/ scored: python examples/score_table.py OUT MODEL[:BASE] [MODEL …].
+"""Print a table of the scores in OUT: python examples/score_table.py OUT MODEL[:BASE] [MODEL …].
 
-A model is the folders OUT/MODEL-SEED, each with a score.txt: perplexity, and BLEU where it translates.
-Its row has its parameters (in millions, where its training's log is there), and of each score the mean over
-the seeds with the standard deviation; "against" is the difference, seed by seed, to the model BASE: what
-the seeds have in common is not in it. A model without a score is left out.
+A model is a set of folders OUT/MODEL-SEED, each with a score.txt: perplexity, and BLEU for translation.
+Its row has the parameters (in millions, if its training log exists) and each score's mean and standard
+deviation over seeds. "against" is the difference, seed by seed, to the model BASE. Models without a score
+are omitted.
 """
 
 import re
@@ -17,7 +17,7 @@ SCORES = ("perplexity", "BLEU")
 
 
 def scores(out: Path, model: str) -> dict[str, list[float]]:
-    """Return the scores of every seed that is done."""
+    """Return the scores of every finished seed."""
     return {
         path.parent.name.rpartition("-")[2]: [
             float(number) for number in re.findall(r"[\d.]*\d", path.read_text())
@@ -27,7 +27,7 @@ def scores(out: Path, model: str) -> dict[str, list[float]]:
 
 
 def millions(out: Path, model: str) -> str:
-    """Return the parameters, those of the experts among them, in millions."""
+    """Return the number of parameters, including experts, in millions."""
     for log in out.glob(f"{model}-*/train.log"):
         found = re.findall(r"num\. \w+ model params: ([\d,]+)", log.read_text())[:2]
         return f"{sum(int(number.replace(',', '')) for number in found) / 1e6:.2f}"

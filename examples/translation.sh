@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Dense against Mixture-of-Experts translation models of equal active FLOPs, steps and data.
+# Compare dense and MoE translation models with equal active FLOPs, steps and data.
 #
 #   examples/translation.sh DATA_DIR [OUT]
 #
-# DATA_DIR holds Multi30k German-English: {train,val,test_2016_flickr}.{de,en}. Reports the perplexity on
-# val and, by sacrebleu on the text as it is, the BLEU on test_2016.
-# Environment: SEEDS (default "1"), MODELS ("dense moe"; there is "pregated" too), EXTRA (more flags of
+# DATA_DIR holds Multi30k German-English: {train,val,test_2016_flickr}.{de,en}. Prints perplexity on
+# val and BLEU on test_2016 (sacrebleu on the unchanged text).
+# Environment: SEEDS (default "1"), MODELS ("dense moe"; also "pregated"), EXTRA (more flags of
 # fairseq-train, which win), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
@@ -27,7 +27,7 @@ if [ ! -e "$out/bin/dict.en.txt" ]; then
         --trainpref "$out/train" --validpref "$out/val" --testpref "$out/test_2016_flickr"
 fi
 
-# A token visits two of 8 experts, each half as wide as the dense layer: the same arithmetic per token.
+# Each token uses two of 8 experts, each half as wide as the dense layer: equal FLOPs per token.
 declare -A model=(
     [dense]="--task translation --arch transformer_iwslt_de_en
              --criterion label_smoothed_cross_entropy"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The perplexity on val and the BLEU on test_2016 of a model of translation.sh, in a line, also in RUN/score.txt.
+# Print a translation.sh model's perplexity on val and BLEU on test_2016 in one line, and write it to RUN/score.txt.
 #
 #   examples/translation_score.sh DATA_DIR BIN RUN
 #
-# BIN is the folder of fairseq-preprocess, RUN that of the checkpoint_last.pt.
+# BIN is the folder of fairseq-preprocess, RUN the folder of checkpoint_last.pt.
 set -euo pipefail
 
 data=${1:?usage: examples/translation_score.sh DATA_DIR BIN RUN}
@@ -12,7 +12,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="$root/.venv/bin:$PATH"
 
 opened="--user-dir $root/user_dir --path $run/checkpoint_last.pt"
-# shellcheck disable=SC2086 # the flags are words; the batches are those of a training's validation
+# shellcheck disable=SC2086 # the flags are words; the batches are those of validation in training
 fairseq-validate "$bin" $opened --task moe_translation --max-tokens 2048 > "$run/validate.txt" 2>&1
 # shellcheck disable=SC2086
 fairseq-generate "$bin" $opened --gen-subset test --beam 5 --batch-size 64 \

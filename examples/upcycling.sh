@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A dense translation model trained on, against the same model upcycled: equal active FLOPs, steps and data.
+# Compare further training of a dense translation model with upcycling it, at equal active FLOPs, steps and data.
 #
 #   examples/upcycling.sh DATA_DIR [OUT]
 #
-# DATA_DIR is that of translation.sh, whose dense model begins both. Upcycled, each layer has 8 experts that
-# are halves of its feed-forward network, of which a token visits two: its arithmetic, and its first output.
-# Environment: START (updates before, 200), UPDATES (after, 250), SEEDS of what comes after ("1 2").
+# DATA_DIR is that of translation.sh; both start from its dense model. Each layer of the upcycled model has 8
+# experts that are halves of its FFN. A token uses two, so FLOPs and the first output are equal.
+# Environment: START (updates before, 200), UPDATES (after, 250), SEEDS of the second part ("1 2").
 set -euo pipefail
 
 data=${1:?usage: examples/upcycling.sh DATA_DIR [OUT]}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Dense against Mixture-of-Experts Swin V2 of equal active FLOPs, steps and data, on 5,000 digits of MNIST.
+# Compare dense and MoE Swin V2 on 5,000 digits of MNIST, with equal active FLOPs, steps and data.
 #
 #   examples/vision.sh [DATA] [OUT]
 #
-# DATA is the folder that `make vision-data` writes (vision/mnist_5k). What is compared: dense and MoE; linear and
-# cosine gates; batch-prioritised routing (bpr) and none in training, and of each both in evaluation, with fewer
-# and fewer places. What OUT has already is not done again, and what was cut off goes on; tables come at the end.
+# DATA is the folder that `make vision-data` writes (vision/mnist_5k). Compares dense and MoE; linear and
+# cosine gates; training with and without batch-prioritized routing (bpr), each evaluated with both and with
+# decreasing capacity. Skips results that OUT has, resumes interrupted runs, and prints tables at the end.
 # Environment: SEEDS (default "1 2 3"), CASES (all), UPDATES (500), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
@@ -15,8 +15,8 @@ out=${2:-outputs/vision}
 export PATH="$root/.venv/bin:$PATH"
 updates=${UPDATES:-500}
 
-# The MoE model has 8 experts in every second block of a stage, each as wide as the feed-forward network, of
-# which a patch visits one. Trained with places for 1.25 even shares, load and importance losses, gate noise.
+# The MoE model has 8 experts in every second block of a stage, each as wide as the FFN; a patch uses one.
+# Capacity factor 1.25, load and importance losses, gate noise.
 moe="--task moe_image_classification --arch swin_v2_moe --criterion moe_image_classification
     --moe-expert-count 8 --moe-freq 2 --swin-expert-dropout 0"
 declare -A case=(

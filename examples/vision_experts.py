@@ -2,10 +2,10 @@
 
     python examples/vision_experts.py CHECKPOINT DATA PICTURE
 
-CHECKPOINT is a model of the task image_classification with experts, DATA its folder, whose test split is
-read. Above: a picture of every class, and its patches in the colours of their first experts, a row for each
-MoE layer. Below: for each layer and expert, which share of all pictures' patches at a place goes to it.
-B pictures, L patches of one, C classes, E experts.
+CHECKPOINT is a MoE model of the task image_classification, DATA its data folder; the test split is used.
+Top: one picture of every class, and its patches in the colors of their first experts, one row per MoE
+layer. Bottom: for each layer and expert, the share of patches at each position that it gets. B pictures,
+L patches per picture, C classes, E experts.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CLASSES = 10  # of which a picture is drawn, at most
 
 
 class Watch:
-    """Routes layers as they would by themselves, and keeps every patch's first expert, ids_BL by layer."""
+    """Records every patch's first expert, ids_BL by layer, without changing the routing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}
@@ -103,13 +103,13 @@ def draw(images: Tensor, labels: Tensor, ids: dict[str, Tensor], experts: int, p
 
 
 def _square(of_patches_L: Tensor) -> Tensor:
-    """Return what L patches have, row by row of a square picture, as [side, side]."""
+    """Return the values of L patches of a square picture as [side, side]."""
     side = math.isqrt(len(of_patches_L))
     return of_patches_L.view(side, side)
 
 
 def main(checkpoint: str, data: str, picture: str) -> None:
-    """Draw the picture, and say how evenly the patches are shared out."""
+    """Draw the picture, and print how evenly the patches are spread over the experts."""
     logging.disable(logging.INFO)
     *found, ids, experts = watched(checkpoint, data)
     draw(*found, ids, experts, Path(picture))

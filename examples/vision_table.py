@@ -1,8 +1,8 @@
 """Print the tables of examples/vision.sh: python examples/vision_table.py DATA OUT.
 
-Accuracy on the test split in percent, mean of the seeds with the standard deviation: of every model without
-dropping, and of MoE models with fewer places than patches, by who keeps one. "against" is the difference,
-seed by seed, to the dense model.
+Accuracy on the test split in percent, mean over seeds with standard deviation: of every model without
+dropping, and of MoE models with limited capacity, by drop policy. "against" is the difference, seed by
+seed, to the dense model.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from routing_table import mean_of
 from tabulate import tabulate
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
-# A case: what it is called.
+# Case and its label.
 CASES = {
     "dense": "dense",
     "moe": "MoE, linear gate",
@@ -26,7 +26,7 @@ CASES = {
 }
 FACTORS = (0.25, 0.5, 1.0, 1.25)
 POLICIES = {"bpr": "BPR", "position": "none"}
-# Their places are shared out within a batch.
+# Slots are assigned within a batch.
 BATCH = 100
 
 

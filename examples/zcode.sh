@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Dense against Mixture-of-Experts on one task and on several, as Z-code trains: equal active FLOPs and steps.
+# Compare dense and MoE models on one task and on several, as in Z-code, with equal active FLOPs and steps.
 #
 #   examples/zcode.sh DATA_DIR [OUT]
 #
-# DATA_DIR is that of translation.sh. One task is German to English; several are that, English to German, and
-# denoising of both, which is a direction of its own: from xde and xen, German and English with words
-# deleted and moved. The recipe is configs/args/zcode_small.args. Reports the perplexity of each direction on
-# val and the BLEU on test_2016, and draws OUT/report.html, with the load of every expert by direction. What
-# OUT has already is not done again. 400 updates with 3 seeds take about 55 minutes on one core.
+# DATA_DIR is that of translation.sh. One task is German to English. Several tasks add English to German and
+# denoising of both languages: translation from xde and xen, German and English with words deleted and moved.
+# The recipe is configs/args/zcode_small.args. Prints the perplexity of each direction on val and the BLEU on
+# test_2016, and draws OUT/report.html with the load of every expert by direction. Skips results that OUT has.
+# 400 updates with 3 seeds take about 55 minutes on one core.
 # Environment: SEEDS ("1 2 3"), UPDATES (300), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
@@ -63,7 +63,7 @@ for seed in ${SEEDS:-1 2 3}; do
                 table+=("$row$([ "$name" = moe ] && echo ":$tasks/dense/$pair" || true)")
             done
             [ -e "$run/done" ] && continue
-            # One that went as far would take another update.
+            # A finished run would do another update.
             # shellcheck disable=SC2086 # the flags are words
             [ -e "$run/trained" ] || train "$name" $shared --lang-pairs "${pairs// /,}" --seed "$seed" \
                 --save-dir "$run" --log-file "$run/train.log" > "$run/output.txt" 2>&1

@@ -13,7 +13,7 @@ register()
 
 @dataclass
 class TinyMLPConfig(FairseqDataclass):
-    """Its sizes."""
+    """Sizes of the network."""
 
     tiny_side: int = field(
         default=8, metadata={"help": "pixels of a side, to which images are averaged"}
@@ -35,7 +35,7 @@ class TinyMLP(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg, task):
-        """Build it for a task's images."""
+        """Build the model for a task's images."""
         return cls(task.channels, task.num_classes, cfg.tiny_side, cfg.tiny_hidden)
 
     def forward(self, images):

@@ -1,10 +1,10 @@
-"""Independent ensembles, multiple choice learning and its confident form on two sets of digits.
+"""Compare independent ensembles, multiple choice learning and confident multiple choice learning on digits.
 
     make vision-data && python examples/cmcl/compare.py vision OUT [--sets digits] [--seeds 1 2] [--print]
 
-Every method of METHODS is trained by fairseq-train with each seed on what digits.py writes, and validated
-on the test split when it ends; nothing was chosen by it. A run that is done is not done again. Then it
-prints a table of percents, mean and standard deviation over the seeds; --print does nothing else.
+fairseq-train trains each method of METHODS with each seed on the data of digits.py and validates the
+result on the test split. Nothing is selected on the test split. Finished runs are skipped. Then this
+prints a table in percent, mean and standard deviation over seeds; --print only prints it.
 """
 
 import argparse

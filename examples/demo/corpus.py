@@ -1,7 +1,6 @@
 """A language-modelling corpus from the sources of Python's own standard library.
 
-Every Python installation carries one: real English (docstrings, comments) and real code, and nothing
-has to be downloaded.
+Every Python installation has them: real English (docstrings, comments) and real code, without a download.
 """
 
 import os
@@ -68,7 +67,7 @@ def build(folder: Path) -> None:
 
 
 def _source_files() -> list[Path]:
-    """All wanted source files in an order that looks random and is always the same."""
+    """Return all source files of the corpus in a fixed pseudorandom order."""
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = sorted(
@@ -82,6 +81,6 @@ def _source_files() -> list[Path]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a source file that are not blank."""
+    """Return the lines of a source file that are not blank."""
     with tokenize.open(path) as source:
         return [line.rstrip() + "\n" for line in source if line.strip()]

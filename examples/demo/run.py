@@ -1,6 +1,6 @@
-"""Train, evaluate and compare a dense and a MoE language model on this machine, from nothing.
+"""Train, evaluate and compare a dense and a MoE language model.
 
-`make demo` runs this. The numbers end up in `demo/result.json`, the curves in `demo/report.html`.
+`make demo` runs this. It writes numbers to `demo/result.json` and curves to `demo/report.html`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The demo's steps, each one command of fairseq's; all that they write is in `demo/`."""
+"""The demo's steps. Each is one fairseq command and writes only to `demo/`."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ TRAINING_PROGRESS = (
 def preprocess(splits: Iterable[str]) -> None:
     """Binarise the splits of the corpus."""
     prefixes = [f"--{split}pref={CORPUS / split}.bpe" for split in splits]
-    # fairseq leaves the last of the chunks until the others are done, so more of them than cores.
+    # fairseq starts the last chunk after the others, so use more chunks than cores.
     arguments = ["--only-source", *prefixes, "--destdir", DATA, "--workers", "8"]
     run("fairseq-preprocess", arguments, OUT / "preprocess.log", show=r"\[None\] (.*)")
 
@@ -53,7 +53,7 @@ def evaluate(recipe: Recipe) -> float:
 
 
 def generate(recipe: Recipe) -> None:
-    """Let a trained model continue some lines of code and text."""
+    """Generate continuations of some lines of code and text."""
     prompts = OUT / "prompts.txt"
     prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS), encoding="utf-8")
     arguments = [*_model(recipe), "--path", _checkpoint(recipe), "--input", str(prompts)]

@@ -1,4 +1,4 @@
-"""Run command-line tools as a user would, and show what they do while they do it."""
+"""Run command-line tools and show their progress."""
 
 import json
 import os
@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-# The first updates allocate memory and warm up; they say nothing about speed.
+# The first updates allocate memory and warm up; they do not represent the speed.
 UNTIMED_UPDATES = 10
 
 
 def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
-    """Run a tool of this environment and return all that it said, which `log` keeps.
+    """Run a tool of this environment, write its output to `log`, and return it.
 
-    fairseq says much more than one wants to read: of its lines, what the groups of the regular
-    expression `show` match is printed.
+    Only the groups of the regular expression `show` are printed, because fairseq's output is long.
     """
     command = [os.path.relpath(Path(sys.executable).with_name(tool)), *arguments]
     print(f"\n$ {shlex.join(command)}", flush=True)
@@ -44,7 +43,7 @@ def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
 
 
 def train(name: str, arguments: Sequence[str], out: Path, show: str) -> float:
-    """Train the model `name`, whose checkpoints and logs go to `out`; return its speed, of `wps`."""
+    """Train the model `name`, write checkpoints and logs to `out`, and return its speed, from `wps`."""
     statistics = statistics_of(name, out)
     places = ["--save-dir", str(out / name), "--log-file", str(statistics)]
     run("fairseq-train", [*arguments, *places], out / f"train-{name}.log", show)
@@ -52,7 +51,7 @@ def train(name: str, arguments: Sequence[str], out: Path, show: str) -> float:
 
 
 def report(names: Sequence[str], out: Path) -> Path:
-    """Draw the trainings, over one another, on one page; return its place."""
+    """Draw the runs on one page; return its path."""
     page = out / "report.html"
     arguments = ["-m", "fairseq_tutel", "report", "--output", str(page)]
     arguments += [f"--name={name}" for name in names]
@@ -62,14 +61,14 @@ def report(names: Sequence[str], out: Path) -> Path:
 
 
 def statistics_of(name: str, out: Path) -> Path:
-    """Return the file of a training's records."""
+    """Return the log file of a run."""
     return out / f"train-{name}.json"
 
 
 def _median_speed(statistics: Path) -> float:
-    """The median over the entries of a training log; each times the updates since the last one.
+    """Return the median speed over the entries of a training log.
 
-    A median, since other work on the machine spoils some entries and must not spoil the result.
+    The median ignores entries that other work on the machine slowed down.
     """
     with open(statistics, encoding="utf-8") as lines:
         entries = [json.loads(line) for line in lines if line.startswith('{"epoch"')]

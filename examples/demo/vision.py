@@ -1,10 +1,10 @@
-"""Train, evaluate and compare a dense and a MoE Swin V2 on the 5,000 digits of MNIST, from nothing.
+"""Train, evaluate and compare a dense and a MoE Swin V2 on 5,000 digits of MNIST.
 
-`make vision` runs this. Into `vision/` come the numbers (result.json), the curves (report.html), what the
-model sees (predictions.png), and which patches go to which expert (experts.png).
+`make vision` runs this. It writes to `vision/`: numbers (result.json), curves (report.html), predictions
+(predictions.png), and the patches of each expert (experts.png).
 
-Both models are the same but for every second block of a stage: there 8 experts stand in place of the
-feed-forward network, each as wide, of which a patch visits one: equal operations, many more parameters.
+The models differ in every second block of a stage: the MoE model has 8 experts in place of the FFN, each of
+equal width, and a patch uses one. FLOPs are equal and parameters many more.
 """
 
 import json
