@@ -15,9 +15,9 @@ from fairseq.tasks import TASK_REGISTRY
 
 import page
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.config import BY_OWNER, options_of
 from fairseq_tutel.moe.metrics import METRICS
-from fairseq_tutel.moe.options import Option, options_in
+from fairseq_tutel.moe.option_table import BY_OWNER, options_of
+from fairseq_tutel.options.option import Option, options_in
 from fairseq_tutel.tools.flags import OTHER_TABLES
 
 ROOT = Path(__file__).resolve().parents[1]

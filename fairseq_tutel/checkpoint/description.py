@@ -11,8 +11,8 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import flag_of, plain
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import flag_of, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
 # Other systems, by a part of a tensor's name.

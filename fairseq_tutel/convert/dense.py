@@ -11,9 +11,10 @@ from fairseq_tutel.checkpoint.saved import DENSE, PARTS, Layer, SavedModel
 from fairseq_tutel.convert.configs import ROWS, configs_of
 from fairseq_tutel.convert.names import without_experts
 from fairseq_tutel.convert.upcycle_layer import sums_to_1
-from fairseq_tutel.moe.config import BY_OWNER, MoEConfig, label_of, options_of
-from fairseq_tutel.moe.options import options_in
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.moe.slots import capacity_of
+from fairseq_tutel.options.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.vision.options import SwinExpertsConfig
 

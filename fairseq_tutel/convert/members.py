@@ -8,8 +8,8 @@ from pathlib import Path
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import PARTS, SavedModel, write_all
 from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
-from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import options_in
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import options_in
 
 NAME = "ensemble_of"
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import flag_of
 
 Options = dict[str, Any]
 SHARED = -1  # the file of all weights that belong to no expert

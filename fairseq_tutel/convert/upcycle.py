@@ -16,7 +16,7 @@ from fairseq_tutel.convert.names import SWIN, with_experts
 from fairseq_tutel.convert.upcycle_layer import Variation, moe_tensors
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.options import flag_of, options_in, read, refuse_bad_values
+from fairseq_tutel.options.option import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
 from fairseq_tutel.vision.options import SwinExpertsConfig
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fairseq_tutel.criterions.taught_router import forward_and_teach
 from fairseq_tutel.ensemble.cmcl import confident_loss, random_labels
 from fairseq_tutel.ensemble.options import CMCLConfig
-from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
+from fairseq_tutel.options.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))

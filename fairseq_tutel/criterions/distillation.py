@@ -25,7 +25,7 @@ from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.distillation.stored_logits import StoredLogits, fingerprint
-from fairseq_tutel.moe.options import options_in, plain, read, refuse_bad_values
+from fairseq_tutel.options.option import options_in, plain, read, refuse_bad_values
 from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 from fairseq_tutel.plugin.training.task import give_mixin

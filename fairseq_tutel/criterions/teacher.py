@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.distillation.options import DistillationConfig
-from fairseq_tutel.moe.config import options_of
+from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
 from fairseq_tutel.plugin.run_state import RUN, config_of

@@ -1,64 +1,62 @@
-"""The options of distillation: which teacher a student learns from, how much, and until when."""
+"""The options of knowledge distillation."""
 
 from dataclasses import dataclass
 from functools import partial
 
-from fairseq_tutel.moe.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, option
+from fairseq_tutel.options.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, option
 
 distillation = partial(option, theme="Distillation", of="criterion")
 
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """What the criterion moe_distillation does beside the criterion that it goes before."""
+    """The options of the criterion moe_distillation."""
 
     distill_criterion: str = distillation(
         "moe_cross_entropy",
-        "the criterion whose loss the student is trained by; its own flags are taken too, and it alone is "
-        "left after --distill-until",
+        "criterion that the distillation loss is added to; its own flags are accepted, too; after "
+        "--distill-until it is the only loss",
     )
     distill_teacher: str = distillation(
         "",
-        "the teacher's checkpoint, dense or with experts, of one file or sharded; it is opened when it is "
-        "first asked",
+        "the teacher's checkpoint, dense or MoE, full or sharded; it is opened at its first use",
     )
     distill_teacher_overrides: str = distillation(
         "{}",
-        "options that the teacher is opened with in place of its own and the run's, as fairseq's "
-        "--model-overrides: {'moe_expert_store': 'on-demand'} leaves its experts in the file",
+        "options that override the teacher's saved options, in the form of fairseq's --model-overrides: "
+        "{'moe_expert_store': 'on-demand'} keeps its experts in the file",
     )
-    distill_teacher_bf16: bool = distillation(False, "let the teacher compute in bf16")
+    distill_teacher_bf16: bool = distillation(False, "run the teacher in bf16")
     distill_teacher_parallel_size: int = distillation(
-        1, "how many ranks share the teacher's experts", unit="ranks", rule=AT_LEAST_1
+        1, "size of the teacher's EP group", unit="ranks", rule=AT_LEAST_1
     )
     distill_alpha: float = distillation(
         1.0,
-        "weight of T² KL(teacher || student), summed over tokens, beside the criterion's loss",
+        "weight of T² KL(teacher || student), summed over tokens, added to the criterion's loss",
         rule=POSITIVE,
     )
     distill_temperature: float = distillation(
-        1.0, "T, by which the logits of both are divided", rule=POSITIVE
+        1.0, "temperature T, the divisor of both models' logits", rule=POSITIVE
     )
     distill_until: int = distillation(
         0,
-        "how many updates learn from the teacher; the criterion's loss alone trains after them; 0 is for "
-        "all",
+        "number of updates with the distillation loss; 0: all",
         unit="updates",
         rule=AT_LEAST_0,
     )
     distill_top_k: int = distillation(
         0,
-        "take the teacher's likeliest words alone, and what is left of its probability as one word more; "
-        "0 is for all words",
+        "use only the teacher's K most likely words, and the rest of its probability as one more word; 0: "
+        "all words",
         unit="words",
         rule=AT_LEAST_0,
     )
     distill_logits: str = distillation(
         "",
-        "the folder of the teacher's answers to the training set, the --distill-top-k words of each "
-        "token: what is there is read, what is not is asked of --distill-teacher and written, and without "
-        "a teacher refused",
+        "folder of stored teacher logits (the --distill-top-k words of each token of the training set): "
+        "stored logits are read; missing ones are computed by --distill-teacher and stored, or refused "
+        "without a teacher",
     )
     distill_in_validation: bool = distillation(
-        False, "ask the teacher in validation too, and log distill_loss there"
+        False, "run the teacher in validation, too, and log distill_loss there"
     )

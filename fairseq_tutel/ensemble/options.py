@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from fairseq_tutel.moe.options import AT_LEAST_1, NOT_NEGATIVE, option, whole
+from fairseq_tutel.options.option import AT_LEAST_1, NOT_NEGATIVE, option, whole
 
 of_model = partial(option, of="model", theme="Ensembles")
 of_criterion = partial(option, of="criterion", theme="Ensembles")
@@ -11,45 +11,46 @@ of_criterion = partial(option, of="criterion", theme="Ensembles")
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """What an ensemble is, beside the options of its members."""
+    """The options of an ensemble, in addition to those of its members."""
 
     ensemble_arch: str = of_model(
-        "", "architecture of the members, whose own options are given beside"
+        "", "architecture of the members; its options are given as further flags"
     )
-    ensemble_size: int = of_model(5, "members", rule=whole(2))
+    ensemble_size: int = of_model(5, "number of members", rule=whole(2))
     ensemble_share_after: str = of_model(
         "",
-        "a layer's name within a member, such as decoder.layers.0, whose output members give each other; "
-        "empty for none",
+        "name of a layer, such as decoder.layers.0, whose output features the members share; empty: none",
     )
     ensemble_share_keep: float = of_model(
         0.7,
-        "share of another member's features that one is given: drawn in training, the mean in evaluation",
+        "fraction of another member's features that a member receives: random in training, the mean in "
+        "evaluation",
         rule=(lambda v: 0 < v <= 1, "give a number above 0, at most 1"),
     )
 
 
 @dataclass(frozen=True)
 class CMCLConfig:
-    """What members of an ensemble learn of a sample."""
+    """The options of confident multiple choice learning (CMCL)."""
 
     cmcl_overlap: int = of_criterion(
         4,
-        "members that learn a sample, those that are best at it; as many as there are is an independent "
-        "ensemble",
+        "number of members that learn from a sample, those with the lowest loss; the number of all members "
+        "gives an independent ensemble",
         rule=AT_LEAST_1,
     )
     cmcl_beta: float = of_criterion(
         0.75,
-        "how much the others are to be unsure of it; 0 is multiple choice learning",
+        "weight of the other members' divergence from the uniform distribution; 0 is multiple choice "
+        "learning",
         rule=NOT_NEGATIVE,
     )
     cmcl_stochastic: bool = of_criterion(
-        False, "teach the others a random label instead of the uniform distribution, its mean"
+        False, "train the other members with a random label instead of the uniform distribution"
     )
     cmcl_teach_router: float = of_criterion(
         0.0,
-        "of a model that is no ensemble: weight of the cross entropy by which the gate of its last MoE "
-        "layer learns which expert alone is best at a token; takes a forward for each expert",
+        "for a MoE model: weight of the cross entropy that teaches the last MoE layer's gate which expert "
+        "alone has the lowest loss on a token; needs one forward pass per expert",
         rule=NOT_NEGATIVE,
     )

@@ -36,7 +36,7 @@ from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.ensemble.cmcl import mean_log_probs
 from fairseq_tutel.ensemble.options import EnsembleConfig
 from fairseq_tutel.ensemble.sharing import run_and_share, shared
-from fairseq_tutel.moe.options import options_in, read, refuse_bad_values
+from fairseq_tutel.options.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.registration.flags import fill_in, made
 from fairseq_tutel.plugin.run_state import OPENED, config_of, is_opened, is_training, root_of

@@ -26,8 +26,8 @@ from fairseq_tutel.moe.build import (
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.moe.routing import Routing
+from fairseq_tutel.options.option import is_custom
 from fairseq_tutel.ranks.groups import Part
 
 

@@ -16,8 +16,8 @@ from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
+from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.checks import parse_balance_loss
 from fairseq_tutel.moe.choice import Rules
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import are_few, decide_few
@@ -34,10 +34,10 @@ from fairseq_tutel.moe.gates import (
     reset_gate,
 )
 from fairseq_tutel.moe.initial_strategy import static_strategy
-from fairseq_tutel.moe.options import is_whole
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.moe.slots import Capacity, capacity_of
+from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 

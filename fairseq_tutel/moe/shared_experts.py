@@ -15,7 +15,7 @@ from fairseq_tutel.moe.build import (
 )
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.experts import activation_of, feed_forward
-from fairseq_tutel.moe.options import is_custom
+from fairseq_tutel.options.option import is_custom
 
 
 class DenseExpert(nn.Module):

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.files.small import json_of
 from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
-from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.planning.cost import OVERLAPS, Cluster, Work, step_seconds
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy

@@ -11,9 +11,9 @@ from typing import Any
 from fairseq.optim import MemoryEfficientFP16Optimizer
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.config import TaskConfig
-from fairseq_tutel.moe.options import read, refuse_bad_values
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin
+from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology

@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.config import (
-    LAYER,
-    ModelConfig,
-    MoEConfig,
-    SidesConfig,
-    StoreConfig,
-    TaskConfig,
-)
+from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.options import options_in, read
+from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.moe.slots import evaluates_as_in_training
+from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.options.option import options_in, read
 from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
@@ -69,10 +65,10 @@ def warn_of_no_effect(config: Any, facts: Facts) -> None:
     """Warn of every option of a dataclass that differs from its default and has no effect."""
     for option in options_in(type(config)):
         value = getattr(config, option.name)
-        idle = next((idle for idle in option.idle if idle.holds(facts)), None)
-        if idle is not None and value != option.default:
+        condition = next((each for each in option.no_effect if each.holds(facts)), None)
+        if condition is not None and value != option.default:
             shown = "" if value is True else f" {value}"
-            words = idle.words.format(f=facts)
+            words = condition.words.format(f=facts)
             logger.warning("%s%s has no effect%s", option.flag, shown, words)
 
 

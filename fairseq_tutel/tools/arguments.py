@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fairseq_tutel.checkpoint.files import TEMPORARY
-from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.options.option import flag_of
 
 # Key, default, help.
 Number = tuple[str, int, str]

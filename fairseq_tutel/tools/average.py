@@ -12,7 +12,7 @@ from typing import Any
 
 from fairseq_tutel.checkpoint.average import average
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
 
 # fairseq's names of the files for each flag; the last group is the number to sort by.

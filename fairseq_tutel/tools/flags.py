@@ -10,8 +10,8 @@ from typing import Any
 
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
-from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import Option, options_in
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import Option, options_in
 from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 

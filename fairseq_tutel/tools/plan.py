@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.planning.cost import Candidate, Work, best
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.tools.arguments import (

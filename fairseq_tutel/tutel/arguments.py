@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.moe.checks import require
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
-from fairseq_tutel.moe.options import (
+from fairseq_tutel.moe.contradictions import require
+from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.options.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     CAPACITY,
@@ -25,7 +26,6 @@ from fairseq_tutel.moe.options import (
     Rule,
     is_whole,
 )
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology

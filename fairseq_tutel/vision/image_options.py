@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fairseq_tutel.moe.options import AT_LEAST_0, NOT_NEGATIVE, Rule, option
+from fairseq_tutel.options.option import AT_LEAST_0, NOT_NEGATIVE, Rule, option
 
 SHARE: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 # What photos of ImageNet are normalised by, in shares of full brightness; red, green, blue.

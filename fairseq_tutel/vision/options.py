@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fairseq_tutel.moe.options import (
+from fairseq_tutel.options.option import (
     AT_LEAST_1,
     POSITIVE,
     PROBABILITY,

@@ -20,7 +20,7 @@ from fairseq_tutel.criterions import teacher
 from fairseq_tutel.criterions.distillation import WRAPPED
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.options import DistillationConfig
-from fairseq_tutel.moe.options import options_in
+from fairseq_tutel.options.option import options_in
 from fairseq_tutel.plugin import register
 from fairseq_tutel.ranks import world
 

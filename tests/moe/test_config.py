@@ -13,21 +13,15 @@ import numpy as np
 import pytest
 
 from fairseq_tutel.moe.balance import LOSSES
-from fairseq_tutel.moe.checks import parse_balance_loss
-from fairseq_tutel.moe.config import (
-    BY_OWNER,
-    LAYER,
-    CriterionConfig,
-    ModelConfig,
-    MoEConfig,
-    SidesConfig,
-    StoreConfig,
-    TaskConfig,
-    options_of,
-)
+from fairseq_tutel.moe.balance_options import CriterionConfig, parse_balance_loss
+from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.gates import GATES
-from fairseq_tutel.moe.options import flag_of, key_of, read, refuse_bad_values
+from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
+from fairseq_tutel.moe.option_table import BY_OWNER, options_of
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.moe.slots import DROP_POLICIES
+from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.options.option import flag_of, key_of, read, refuse_bad_values
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 
@@ -61,7 +55,7 @@ BAD = [
     ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
     ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, cosine")),
     ("gate_type", "linear,,hash", ("--moe-gate-type", "'linear,,hash'", "package.module.Class")),
-    ("gate_index", 1, ("--moe-gate-index", "is 1", "no such gate", "from 0 to 0")),
+    ("gate_index", 1, ("--moe-gate-index", "is 1", "the number of gates is 1", "from 0 to 0")),
     ("gate_index", -1, ("--moe-gate-index", "is -1", "at least 0")),
     ("score_function", "relu", ("--moe-score-function", "'relu'", "softmax, sigmoid")),
     ("normalize_gate", "yes", ("--moe-normalize-gate", "'yes'", "before, after, none")),
@@ -69,7 +63,11 @@ BAD = [
     ("expert_groups", 3, ("--moe-expert-groups", "is 3", "4 experts", "give a divisor")),
     ("groups_per_token", 2, ("--moe-groups-per-token", "is 2 of 1 groups", "at most 1")),
     ("second_expert_policy", "any", ("--moe-second-expert-policy", "'any'", "all, sampling")),
-    ("balance_loss", "load_importance", ("--moe-balance-loss", "no noise", "--moe-gate-noise")),
+    (
+        "balance_loss",
+        "load_importance",
+        ("--moe-balance-loss", "needs gate noise", "--moe-gate-noise"),
+    ),
     ("bias_update_rate", -0.1, ("--moe-bias-update-rate", "is -0.1", "at least 0")),
     ("shared_experts", -1, ("--moe-shared-experts", "is -1", "at least 0")),
     (
@@ -168,15 +166,18 @@ CONTRADICTIONS = [
     ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "drop one")),
     (
         {"choice": "experts", "gate_type": "hash"},
-        ("--moe-choice", "--moe-gate-type", "a hash alone"),
+        ("--moe-choice", "--moe-gate-type", "a hash gate chooses"),
     ),
     (
         {"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
         ("--moe-balance-loss", "--moe-choice experts", "z or none"),
     ),
     ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
-    ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash alone")),
-    ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash alone")),
+    (
+        {"gate_type": "linear,hash", "balance_bias": True},
+        ("--moe-balance-bias", "a hash gate chooses"),
+    ),
+    ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash gate chooses")),
     ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "keep one")),
     ({"balance_bias": True, "rsample": True}, ("--moe-balance-bias", "--moe-rsample")),
     (
@@ -270,14 +271,14 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
         (ModelConfig, "moe_expert_ffn_dim", -1, "--moe-expert-ffn-dim is -1; give the experts' hidden "),
         (ModelConfig, "moe_pregate", -1, "--moe-pregate is -1; give a whole number of MoE layers, "),
         (SidesConfig, "encoder_moe_freq", -2, "--encoder-moe-freq is -2; give a whole number of layers"),
-        (TaskConfig, "moe_local_size", -1, "--moe-local-size is -1; give the ranks of a node, or 0 "),
-        (TaskConfig, "moe_adaptive_window", 0, "--moe-adaptive-window is 0; give a whole number of places"),
+        (TaskConfig, "moe_local_size", -1, "--moe-local-size is -1; give the ranks per node, or 0 "),
+        (TaskConfig, "moe_adaptive_window", 0, "--moe-adaptive-window is 0; give a whole number of slots"),
         (StoreConfig, "moe_expert_store", "all", "--moe-expert-store is 'all'; choose one of resident"),
         (StoreConfig, "moe_expert_tier", "tape", "--moe-expert-tier is 'tape'; choose one of auto, host"),
         (StoreConfig, "moe_expert_cache", "2 GIB", "--moe-expert-cache is '2 GIB'; give a number of"),
         (StoreConfig, "moe_expert_cache", "1.5", "--moe-expert-cache is '1.5'; give a number of"),
         (StoreConfig, "moe_expert_cache_policy", "x", "--moe-expert-cache-policy is 'x'; choose one"),
-        (TaskConfig, "moe_zero_stage", 3, "--moe-zero-stage is 3; give 0 (optimizer state whole"),
+        (TaskConfig, "moe_zero_stage", 3, "--moe-zero-stage is 3; give 0 (nothing is partitioned)"),
         (TaskConfig, "moe_checkpoint", "half", "--moe-checkpoint is 'half'; choose one of full, sharded."),
         (CriterionConfig, "moe_gate_loss_wt", math.inf, "--moe-gate-loss-wt is inf; give a finite number"),
     ],

@@ -9,7 +9,9 @@ from torch import nn
 
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.config import ModelConfig, SidesConfig, StoreConfig, TaskConfig
+from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
+from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.store_options import StoreConfig
 from fairseq_tutel.plugin.announce import Facts, announce_size, sizes, warn_of_no_effect
 
 plugin.register()
@@ -46,17 +48,17 @@ TUNER = "the tuner chooses"
 # The option, by its field of a MoEConfig or its key; the facts by which it is idle; why.
 IDLE = [
     ({"exchange": "padded"}, {"expert_parallel_size": 1}, f"-exchange padded has no effect: {ALL_HERE}"),
-    ({"exchange": "padded"}, {"adaptive_r": 0}, "padded has no effect: with adaptive_r 0 no row travels"),
-    ({"a2a_dtype": "bf16"}, {"half": True}, "rows are in half precision as they are"),
+    ({"exchange": "padded"}, {"adaptive_r": 0}, "padded has no effect: with adaptive_r 0 no row is sent"),
+    ({"a2a_dtype": "bf16"}, {"half": True}, "rows are in half precision already"),
     ({"a2a_dtype": "bf16"}, {"expert_parallel_size": 1}, ALL_HERE),
-    ({"a2a_ffn_overlap_degree": 2}, {"adaptive_r": 0}, "with adaptive_r 0 no row travels"),
-    ({"a2a_algorithm": "2dh"}, {"over_nodes": False, "ranks_per_node": 3}, "not several whole nodes of 3"),
-    ({"a2a_algorithm": "auto"}, {"adaptive_r": 0}, "with adaptive_r 0 no row travels"),
-    ({"adaptive_r": 2}, {"slices": 1}, "an expert has 1 ranks, and 1 is taken"),
+    ({"a2a_ffn_overlap_degree": 2}, {"adaptive_r": 0}, "with adaptive_r 0 no row is sent"),
+    ({"a2a_algorithm": "2dh"}, {"over_nodes": False, "ranks_per_node": 3}, "not span several whole nodes of 3"),
+    ({"a2a_algorithm": "auto"}, {"adaptive_r": 0}, "with adaptive_r 0 no row is sent"),
+    ({"adaptive_r": 2}, {"slices": 1}, "an expert has 1 ranks, so 1 is used"),
     ({"adaptive_r": 2}, {"tuned": True}, TUNER),
     ({"parallel_type": "model"}, {"tuned": True}, TUNER),
     ({"adaptive": "auto"}, {"expert_parallel_size": 1}, ALL_HERE),
-    ({"kernel_tuning_seconds": 1.0}, {"gpu": False}, "kernels are timed on a GPU alone"),
+    ({"kernel_tuning_seconds": 1.0}, {"gpu": False}, "kernels are timed on GPUs only"),
     ({"expert_grad_norm": "sqrt_world_size"}, {"ranks": 1}, "has no effect: there is one rank"),
     ({"moe_zero_stage": 1}, {"ranks": 1}, "--moe-zero-stage 1 has no effect: there is one rank"),
     ({"record_a2a_perf_stats": True}, {"expert_parallel_size": 1}, ALL_HERE),

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
 # From the top down; folders of one row stand side by side. "" is the root.
 CORE = (
-    {"files"},
+    {"files", "options"},
     {"kernels", "planning", "ranks"},
     {"comm", "plans"},
     {"zero"},

@@ -17,8 +17,9 @@ from omegaconf import OmegaConf, open_dict
 from fairseq_tutel.checkpoint.files import CORRUPT, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.moe.config import label_of, options_of
-from fairseq_tutel.moe.options import is_custom
+from fairseq_tutel.moe.config import label_of
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import is_custom
 from fairseq_tutel.plugin.opening.literals import options_within, refuse_bad_references, refuse_code
 from fairseq_tutel.plugin.opening.offload import refuse_without_pregating
 from fairseq_tutel.plugin.registration import command_line

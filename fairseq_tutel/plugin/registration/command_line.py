@@ -26,7 +26,7 @@ def check(argv: list[str]) -> None:
 
 def _suggest_flags_at_exit(argv: list[str]) -> None:
     """Suggest a flag for each misspelled one, at exit: argparse prints its long usage before that."""
-    from fairseq_tutel.moe.options import flag_of, key_of
+    from fairseq_tutel.options.option import flag_of, key_of
     from fairseq_tutel.plugin.registration.flags import meant
 
     for word in argv:
@@ -53,7 +53,7 @@ def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
     """
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    from fairseq_tutel.moe.config import options_of
+    from fairseq_tutel.moe.option_table import options_of
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")

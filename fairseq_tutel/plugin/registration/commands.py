@@ -9,7 +9,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.utils import import_user_module
 
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
 from fairseq_tutel.plugin.registration import command_line

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fairseq_tutel.moe.options import flag_of
+from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.ranks.guard import CommunicationError
 

@@ -12,10 +12,10 @@ from fairseq.file_io import PathManager
 from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
-from fairseq_tutel.moe.config import TaskConfig
-from fairseq_tutel.moe.options import flag_of, read
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import variant_name
 from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_with_zero, zero_options
+from fairseq_tutel.options.option import flag_of, read
 from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.ranks.groups import Topology

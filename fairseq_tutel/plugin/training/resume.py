@@ -23,8 +23,8 @@ from fairseq_tutel.checkpoint.files import (
     unlike_a_file,
 )
 from fairseq_tutel.checkpoint.shards import bind
-from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import plain
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import plain
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks
 from fairseq_tutel.ranks.world import Work, run_on_rank_zero

@@ -19,10 +19,13 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.moe.config import CriterionConfig, MoEConfig, SidesConfig, TaskConfig
-from fairseq_tutel.moe.options import read
+from fairseq_tutel.moe.balance_options import CriterionConfig
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.model_options import SidesConfig
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences

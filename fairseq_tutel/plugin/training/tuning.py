@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.config import TaskConfig
 from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_strategy
-from fairseq_tutel.moe.options import read
+from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
+from fairseq_tutel.options.option import read
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.plans import tuned_algorithms

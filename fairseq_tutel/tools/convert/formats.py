@@ -8,8 +8,8 @@ from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
 from fairseq_tutel.checkpoint.saved import SavedModel, write_all
 from fairseq_tutel.convert import meta, safetensors_folder, swin, swin_experts, tutel
 from fairseq_tutel.convert.sharded import to_full, to_sharded
-from fairseq_tutel.moe.checks import UNITS, cache_limits, is_cache_size
 from fairseq_tutel.moe.config import ACTIVATIONS
+from fairseq_tutel.options.byte_sizes import UNITS, bytes_of
 from fairseq_tutel.tools.arguments import (
     add_conversion,
     add_files,
@@ -91,7 +91,7 @@ def _add_safetensors(kinds: Any) -> None:
 
 def _to_safetensors(arguments: argparse.Namespace) -> None:
     size, output = arguments.max_shard_size, Path(arguments.output)
-    limit = cache_limits(size)[0] if is_cache_size(size) else None
+    limit = bytes_of(size)
     if not limit:
         raise ValueError(
             f"--max-shard-size is {size}; give bytes with a unit, as 5GB ({', '.join(UNITS)})."

@@ -11,8 +11,8 @@ from fairseq_tutel.convert import members, pregate, student
 from fairseq_tutel.convert.configs import counts_text
 from fairseq_tutel.convert.upcycle import upcycle
 from fairseq_tutel.convert.upcycle_layer import Variation, differences
-from fairseq_tutel.moe.config import options_of
-from fairseq_tutel.moe.options import flag_of, options_in
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import flag_of, options_in
 from fairseq_tutel.tools.arguments import add_conversion, add_files, refuse_output
 from fairseq_tutel.vision.options import SwinExpertsConfig
 

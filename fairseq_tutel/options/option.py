@@ -1,18 +1,20 @@
-"""What an option is: the parts of its entry in config.py's table, its names, and what refuses a value.
+"""Defines an option: its entry in a table, its key and flag, its rules and its conditions.
 
-A key is its name in a configuration (moe_top_k), a flag that on a command line (--moe-top-k).
+An option's key is its name in a configuration (moe_top_k), its flag that on a command line (--moe-top-k).
+The tables stand beside what they configure; moe/option_table.py collects those of a MoE model.
 """
 
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# A rule: what must hold of a value, and how the sentence that refuses it ends.
+# A rule: a test of a value, and the end of the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
-# Of an option's type, what a bad value should have been.
+# What an error message says a value of each type must be.
 KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -23,11 +25,11 @@ KINDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """What keeps an option from its effect, or from being given at all, and the words that say so.
+    """A condition under which an option has no effect, or is refused.
 
     Attributes:
-        holds: of the facts; see Option.
-        words: that follow the option's name and value in a message, with facts `f` in braces.
+        holds: tests the facts; see `Option`.
+        words: follow the option's name and value in the message; `{f.…}` inserts a fact.
     """
 
     holds: Callable[[Any], bool]
@@ -35,38 +37,38 @@ class Condition:
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return that an option has no effect where this holds."""
+    """Return the condition that an option has no effect if `holds` is true, with the reason."""
     return Condition(holds, f": {reason}")
 
 
 def needs(holds: Callable[[Any], bool], what: str) -> Condition:
-    """Return that an option has no effect where this does not hold."""
+    """Return the condition that an option has no effect unless `holds` is true."""
     return Condition(lambda facts: not holds(facts), f" without {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An entry of the table.
+    """An option: one entry of a table.
 
     Attributes:
-        default: the value where nobody gives one.
-        help: what it does, without unit and default.
-        of: whose configuration has the key: model, task or criterion; empty: no flag is made for it.
-        theme: its heading in docs/flags.md.
-        unit: of a number, where it has one.
-        choices: the values that there are, where they are words.
-        rule: what else must hold of a value.
-        idle: on `Facts` of plugin/announce: when another value than the default has no effect in a
-            training; the first that holds is told.
-        excluded: on a MoEConfig: when another value than the default is refused.
-        of_any_training: of a task's option: it has its effect on a model without experts too.
-        same_as: of an older name: the field of MoEConfig and the value that it stands for.
-        common: whether a value is what layers of other systems compute, which lack the option.
-        metas: Meta's branch has it in its task and criterion too.
-        flag: where it is not the key's.
-        name: of its field.
-        key: in fairseq's configuration.
-        type: of its values.
+        default: the value if none is given.
+        help: describes the effect, without unit and default.
+        of: the configuration that has the key: model, task or criterion; empty: it has no flag.
+        theme: the heading in docs/flags.md.
+        unit: the unit of a number.
+        choices: the valid values, if they are words.
+        rule: a further test of a value.
+        no_effect: conditions on `Facts` under which a value other than the default has no effect in a
+            training run; the first that holds is logged.
+        excluded: conditions on a MoEConfig under which a value other than the default is refused.
+        of_any_training: a task's option has an effect on models without experts, too.
+        same_as: for an older name: the field of MoEConfig and the value that it sets.
+        others_compute: tests whether systems without this option compute the same with a value.
+        in_metas_branch: Meta's branch has the option in its task and criterion, too.
+        flag: set if it does not follow from the key.
+        name: the field's name.
+        key: the name in fairseq's configuration.
+        type: the type of its values.
     """
 
     default: Any
@@ -76,12 +78,12 @@ class Option:
     unit: str = ""
     choices: tuple[str, ...] = ()
     rule: Rule | None = None
-    idle: tuple[Condition, ...] = ()
+    no_effect: tuple[Condition, ...] = ()
     excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False
     same_as: tuple[str, Any] | None = None
-    common: Callable[[Any], bool] | None = None
-    metas: bool = False
+    others_compute: Callable[[Any], bool] | None = None
+    in_metas_branch: bool = False
     flag: str = ""
     name: str = ""
     key: str = ""
@@ -89,19 +91,19 @@ class Option:
 
     @property
     def label(self) -> str:
-        """How messages name it: its field, and its flag where that is another word."""
+        """The name in messages: the field, and the flag if it is a different word."""
         if not self.flag or self.name == self.key:
             return self.flag or self.name
         return f"{self.name} ({self.flag})"
 
     @property
     def text(self) -> str:
-        """Its help with the unit."""
+        """The help text with the unit."""
         return f"{self.help}; in {self.unit}" if self.unit else self.help
 
     @property
     def shown_default(self) -> str:
-        """Its default, as a reader is told it."""
+        """The default as the documentation shows it."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         return str(self.default) or "empty"
@@ -118,7 +120,7 @@ def flag_of(key: str) -> str:
 
 
 def option(default: Any, help: str = "", **parts: Any) -> Any:
-    """Return the dataclass field of an option; `parts` are the attributes of Option."""
+    """Return the dataclass field of an option; `parts` are attributes of `Option`."""
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
@@ -126,7 +128,7 @@ _made: dict[type, tuple[Option, ...]] = {}
 
 
 def options_in(config: type) -> tuple[Option, ...]:
-    """Return the options that are a dataclass's fields; a key is its `prefix` and the field's name."""
+    """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
     if config not in _made:
         prefix = getattr(config, "prefix", "")
         entries = [(item, item.metadata["option"]) for item in fields(config)]
@@ -139,30 +141,30 @@ def options_in(config: type) -> tuple[Option, ...]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value without fairseq's enumeration around it."""
+    """Return a value; for fairseq's enumerations, the text that they hold."""
     return getattr(value, "value", value)
 
 
 def read(config: type[T], cfg: Any) -> T:
-    """Return a dataclass of options as a configuration has them, and the default of a key that it lacks.
+    """Return the options of a dataclass with the values of a configuration; missing keys get defaults.
 
     Args:
-        config: the dataclass, whose fields are keys.
-        cfg: a part of a FairseqConfig, a command line, or None.
+        config: the dataclass.
+        cfg: a part of a FairseqConfig, a command line's namespace, or None.
     """
     values = {}
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))
-        # --model-overrides may give a number where a list of numbers may stand.
+        # --model-overrides may hold a number where the option is a text.
         values[item.name] = str(value) if item.type is str else value
     return config(**values)
 
 
 def refuse_bad_values(config: Any) -> None:
-    """Refuse a value that is not of its option's type, none of its choices, or against its rule.
+    """Refuse a value that has the wrong type, is not one of the choices, or fails the option's rule.
 
     Raises:
-        ValueError: naming option, value and fix.
+        ValueError: names the option, the value and the fix.
     """
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
@@ -175,10 +177,10 @@ def refuse_bad_values(config: Any) -> None:
 
 
 def refuse_excluded(config: Any) -> None:
-    """Refuse an option, not at its default, beside another one that leaves it nothing to do.
+    """Refuse an option that another one excludes, unless it has its default.
 
     Raises:
-        ValueError: naming both.
+        ValueError: names both options.
     """
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
@@ -195,22 +197,22 @@ def _is_of_type(value: Any, kind: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, Python's or NumPy's, and no boolean."""
+    """Return whether a value is an integer of Python or NumPy, and not a boolean."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, Python's or NumPy's, and no boolean."""
+    """Return whether a value is a real number of Python or NumPy, and not a boolean."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_custom(name: str) -> bool:
-    """Whether a gate's or expert's type names a class of the user's, package.module.Class."""
+    """Return whether a gate or expert type names a user's class, package.module.Class."""
     return "." in name
 
 
 def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
-    """Return the rule of a name from a list, or, where that is allowed, of a class of the user's."""
+    """Return the rule that a value is one of these names, or with `or_class` a user's class."""
     classes = ", or package.module.Class" if or_class else ""
     return (
         lambda v: v in names or (or_class and is_custom(v)),
@@ -219,7 +221,7 @@ def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
 
 
 def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
-    """Return the rule of a whole number, of some unit, within bounds."""
+    """Return the rule that a value is a whole number within bounds."""
     bounds = f", at least {least}" if most is None else f" from {least} to {most:,}"
     high = math.inf if most is None else most
     return (
@@ -233,3 +235,16 @@ CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a mill
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
+
+
+# Options by heading of docs/flags.md, and the configuration that has them unless an entry says otherwise.
+routing = partial(option, theme="Routing", of="model")
+capacity = partial(option, theme="Capacity", of="model")
+balance = partial(option, theme="Balance", of="model")
+experts = partial(option, theme="Experts", of="model")
+communication = partial(option, theme="Communication", of="task")
+parallelism = partial(option, theme="Parallelism", of="task")
+memory = partial(option, theme="Memory", of="task")
+checkpoints = partial(option, theme="Checkpoints", of="task")
+kernels = partial(option, theme="Kernels", of="task")
+logging = partial(option, theme="Logging", of="task")
