@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
+from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.option_table import options_of
@@ -50,6 +51,7 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
     """
     is_checkpoint = _is_checkpoint(state)
     if is_checkpoint:
+        refuse_malformed(state, f"FILE {path}")
         bind(state, path)
     shards = [tensor for _, tensor in _tensors(state) if isinstance(tensor, ShardedTensor)]
     weights = dict(_tensors(state["model"] if is_checkpoint else state))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,18 +14,25 @@ from fairseq_tutel.files.small import shown
 TYPES: tuple[tuple[tuple[str | int, ...], type, str], ...] = (
     (("model",), Mapping, "a dictionary"),
     (("last_optimizer_state",), Mapping, "a dictionary"),
+    (("last_optimizer_state", "state"), Mapping, "a dictionary"),
     (("extra_state",), Mapping, "a dictionary"),
+    (("extra_state", "train_iterator"), Mapping, "a dictionary"),
     (("task_state",), Mapping, "a dictionary"),
     (("optimizer_history",), list, "a list"),
     (("optimizer_history", -1), Mapping, "a dictionary"),
 )
-# Numbers from which training continues.
+# Numbers from which training continues; all but the time are whole.
+TIME = ("extra_state", "previous_training_time")
 COUNTS: tuple[tuple[str | int, ...], ...] = (
-    ("extra_state", "previous_training_time"),
+    TIME,
     ("extra_state", "train_iterator", "epoch"),
     ("extra_state", "train_iterator", "iterations_in_epoch"),
     ("optimizer_history", -1, "num_updates"),
 )
+COUNT = "a number of at least 0"
+ABSENT = object()
+# A larger tensor that repeats its data is not a weight that anyone saved.
+MOST_REPEATED_BYTES = 2**30
 
 
 def refuse_malformed(state: Any, path: str) -> None:
@@ -40,17 +47,15 @@ def refuse_malformed(state: Any, path: str) -> None:
     """
     for keys, kind, words in TYPES:
         value = _entry(state, keys)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and value is not ABSENT and not isinstance(value, kind):
             raise _error(path, value, keys, words)
     for keys in COUNTS:
         value = _entry(state, keys)
-        if value is not None and not _is_count(value):
-            raise _error(path, value, keys, "a finite number that is not negative")
+        if value is not ABSENT and not _is_count(value, whole=keys is not TIME):
+            raise _error(path, value, keys, COUNT if keys is TIME else f"a whole {COUNT[2:]}")
     for _, key, value in walk(state.get("last_optimizer_state")):
         if key == "step" and not _is_count(value):
-            raise _error(
-                path, value, ("the optimizer's step",), "a finite number that is not negative"
-            )
+            raise _error(path, value, ("the optimizer's step",), COUNT)
     refuse_weights(state.get("model") or {}, path)
 
 
@@ -73,27 +78,36 @@ def _entry(state: Any, keys: tuple[str | int, ...]) -> Any:
         try:
             state = state[key]
         except (LookupError, TypeError):
-            return None
+            return ABSENT
     return state
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any, whole: bool = False) -> bool:
     # fairseq saves the training time of several ranks as a tensor.
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and value >= 0
 
 
 def _problem_of(key: Any, value: Any) -> str | None:
     """Return why a model cannot hold a value; None for a tensor, or an entry that is no weight."""
+    if not isinstance(key, str):
+        return "a value"
     if value is None:
         return "None"
-    if not torch.is_tensor(value) or str(key).endswith("_extra_state"):
+    if not torch.is_tensor(value) or key.endswith("_extra_state"):
         return None
-    if value.is_quantized:
+    if value.layout != torch.strided or value.is_nested:
+        return "a sparse or nested tensor"
+    if value.is_quantized or (key.endswith(("weight", "bias")) and not value.is_floating_point()):
         return f"a tensor of the dtype {value.dtype}"
-    return "a tensor without data (meta)" if value.device.type == "meta" else None
+    if value.device.type == "meta":
+        return "a tensor without data (meta)"
+    size = value.numel() * value.element_size()
+    if size > max(MOST_REPEATED_BYTES, value.untyped_storage().nbytes()):
+        return f"a tensor of {size:,} bytes that repeats its data"
+    return None
 
 
 def _error(path: str, value: Any, keys: tuple[str | int, ...], words: str) -> ValueError:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint import files
-from fairseq_tutel.checkpoint.malformed import refuse_weights
+from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.reading import read_file
 from fairseq_tutel.checkpoint.shards import bind, unbind
 
@@ -131,7 +131,7 @@ class SavedModel:
             raise ValueError(
                 f"{flag} names {path}, which holds no model; give a fairseq checkpoint."
             )
-        refuse_weights(state["model"], f"{flag} {path}")
+        refuse_malformed(state, f"{flag} {path}")
         bind(state, path)
         if not keep_shards:
             unbind(state)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel.checkpoint.malformed import refuse_weights
 from fairseq_tutel.checkpoint.reading import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import tutel_fairseq
@@ -119,6 +120,7 @@ def open_ranks(paths: list[Path], namespace: str | None) -> tuple[list[Tensors],
     for path in paths:
         state = read_file(path, FLAG)
         weights, found = _weights_in(state, path, namespace)
+        refuse_weights(weights, f"{FLAG} {path}")
         if not ranks:
             first, keys = state, found
         ranks.append(weights)

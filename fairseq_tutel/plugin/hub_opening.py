@@ -14,9 +14,12 @@ from fairseq.registry import REGISTRIES
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
+from fairseq_tutel.plugin.registration.process import is_refusal
+from fairseq_tutel.plugin.registration.stock_errors import sentence_of
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
@@ -73,10 +76,11 @@ def open_interface(
             model.to(device=device, dtype=dtype)
         return interface_of(models[0], task)(cfg, task, models).to(device).eval()
     except Exception as error:
-        sentence = _sentence(error, files, data)
-        if sentence is None:
+        found = _sentence(error, files, data)
+        text = str(found) if found else None if is_refusal(error) else sentence_of(error)
+        if text is None:
             raise
-        raise sentence from error
+        raise ValueError(printable(text).replace("\n", " ")) from error
 
 
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:

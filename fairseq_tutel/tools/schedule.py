@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from fairseq_tutel.files.small import printable
 from fairseq_tutel.planning.network import NETWORKS, Network, find, to_json
 from fairseq_tutel.planning.traffic import busiest, routed, turned_rings
 from fairseq_tutel.plans.forestcoll.all_to_all_bounds import cut_bound, linear_program
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         with needing("--plot", "plan"), writing(arguments.plot, "--plot") as file:
             draw(forest, f"{collective}, {network.name}", file, sums=handing is None)
-    print(text)
+    print(printable(text))
     for path in written.values():
         print(f"wrote {path}")
 

@@ -6,7 +6,7 @@ import torch
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.nested import walk
 
-NUMBER = "a finite number that is not negative"
+NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,24 @@ NUMBER = "a finite number that is not negative"
         (
             {"extra_state": {"train_iterator": {"epoch": "two"}}},
             "extra_state.train_iterator.epoch",
-            NUMBER,
+            WHOLE,
         ),
         (
             {"extra_state": {"train_iterator": {"iterations_in_epoch": math.inf}}},
             "extra_state.train_iterator.iterations_in_epoch",
-            NUMBER,
+            WHOLE,
         ),
-        ({"optimizer_history": [{"num_updates": [4]}]}, "optimizer_history.-1.num_updates", NUMBER),
-        ({"optimizer_history": [{"num_updates": -1}]}, "optimizer_history.-1.num_updates", NUMBER),
+        ({"optimizer_history": [{"num_updates": [4]}]}, "optimizer_history.-1.num_updates", WHOLE),
+        ({"optimizer_history": [{"num_updates": -1}]}, "optimizer_history.-1.num_updates", WHOLE),
+        (
+            {"extra_state": {"train_iterator": {"epoch": 3.5}}},
+            "extra_state.train_iterator.epoch",
+            WHOLE,
+        ),
+        ({"optimizer_history": [{"num_updates": None}]}, "optimizer_history.-1.num_updates", WHOLE),
+        ({"extra_state": [1, 2]}, "extra_state", "a dictionary"),
+        ({"extra_state": {"train_iterator": 5}}, "extra_state.train_iterator", "a dictionary"),
+        ({"last_optimizer_state": {"state": (1,)}}, "last_optimizer_state.state", "a dictionary"),
         ({"optimizer_history": [3]}, "optimizer_history.-1", "a dictionary"),
         ({"optimizer_history": {"num_updates": 3}}, "optimizer_history", "a list"),
         ({"last_optimizer_state": ({},)}, "last_optimizer_state", "a dictionary"),
@@ -36,7 +45,7 @@ NUMBER = "a finite number that is not negative"
         ({"model": ()}, "model", "a dictionary"),
         ({"last_optimizer_state": {"state": {0: {"step": -1e30}}}}, "the optimizer's step", NUMBER),
         (
-            {"last_optimizer_state": {"state": [{"step": torch.tensor(math.nan)}]}},
+            {"last_optimizer_state": {"adam": {"state": {0: {"step": torch.tensor(math.nan)}}}}},
             "the optimizer's step",
             NUMBER,
         ),
@@ -57,13 +66,19 @@ def test_an_entry_of_another_type_is_refused_by_its_name(state, name, expected):
             "dtype torch.qint8",
         ),
         (lambda: torch.empty(2, device="meta"), "without data"),
+        (lambda: torch.ones(2, dtype=torch.int32), "dtype torch.int32"),
+        (lambda: torch.ones(2, dtype=torch.complex64), "dtype torch.complex64"),
+        (lambda: torch.ones(2).to_sparse(), "a sparse or nested tensor"),
+        (lambda: torch.zeros(1).expand(2**20, 2**24), "70,368,744,177,664 bytes that repeats"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_weight_that_no_model_can_load_is_refused(value, problem):
-    with pytest.raises(ValueError, match=rf"^x\.pt has .*{problem}.* as the weight 'w'; give"):
-        refuse_malformed({"model": {"w": value()}}, "x.pt")
+    with pytest.raises(
+        ValueError, match=rf"^x\.pt has .*{problem}.* as the weight 'fc1\.weight'; give"
+    ):
+        refuse_malformed({"model": {"fc1.weight": value()}}, "x.pt")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,12 @@ def test_a_weight_that_no_model_can_load_is_refused(value, problem):
         {"extra_state": None, "last_optimizer_state": None, "optimizer_history": []},
         {"extra_state": {"previous_training_time": torch.tensor(0.2)}},
         {"last_optimizer_state": {"state": {0: {"step": 4}, 1: {"step": torch.tensor(4.0)}}}},
+        {
+            "last_optimizer_state": {
+                "state": {},
+                "param_groups": [{"amsgrad": True, "betas": (0.9, 1)}],
+            }
+        },
         {"model": {"w": torch.ones(2), "layer._extra_state": torch.empty(0, device="meta")}},
     ],
 )

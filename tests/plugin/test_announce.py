@@ -52,7 +52,7 @@ IDLE = [
     ({"a2a_dtype": "bf16"}, {"half": True}, "rows are in half precision already"),
     ({"a2a_dtype": "bf16"}, {"expert_parallel_size": 1}, ALL_HERE),
     ({"a2a_ffn_overlap_degree": 2}, {"adaptive_r": 0}, "with adaptive_r 0 no row is sent"),
-    ({"a2a_algorithm": "2dh"}, {"over_nodes": False, "ranks_per_node": 3}, "not span several whole nodes of 3"),
+    ({"a2a_algorithm": "2dh"}, {"over_nodes": False, "ranks_per_node": 3}, "not span several whole nodes"),
     ({"a2a_algorithm": "auto"}, {"adaptive_r": 0}, "with adaptive_r 0 no row is sent"),
     ({"adaptive_r": 2}, {"slices": 1}, "an expert has 1 ranks, so 1 is used"),
     ({"adaptive_r": 2}, {"tuned": True}, TUNER),

@@ -5,6 +5,7 @@ buffers and frozen weights pass; the newest good checkpoint; what was loaded; li
 """
 
 import logging
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from fairseq.optim import FairseqOptimizer
 
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin.training import finite, save
+from fairseq_tutel.plugin.training.loaded_optimizer import mismatch
 
 plugin.register()
 
@@ -148,6 +150,61 @@ def test_a_ruined_checkpoint_is_not_trained_on(tmp_path):
     trainer.optimizer.optimizer.state[trainer.own[0]]["exp_avg_sq"][0] = torch.inf
     with pytest.raises(
         ValueError, match=r"checkpoint_last.pt, in which .*exp_avg_sq of weight .*--reset"
+    ):
+        run(trainer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exp_avg", torch.zeros(3)),
+        ("exp_avg_sq", torch.zeros(80, 512)),
+        ("exp_avg", "x"),
+        ("exp_avg", torch.zeros(2, 2).to_sparse()),
+    ],
+)
+def test_a_moment_of_another_form_is_refused(tmp_path, key, value):
+    trainer = trainer_in(tmp_path)
+    assert mismatch(trainer) is None
+    (tmp_path / "checkpoint_last.pt").touch()
+    trainer.optimizer.optimizer.state[trainer.own[0]][key] = value
+    with pytest.raises(
+        ValueError, match=f"in which the optimizer's {key} of a parameter .* does not fit"
+    ):
+        run(trainer, tmp_path)
+
+
+def test_moments_of_no_parameter_are_refused(tmp_path):
+    trainer = trainer_in(tmp_path)
+    (tmp_path / "checkpoint_last.pt").touch()
+    trainer.optimizer.optimizer.state[4] = {"exp_avg": torch.zeros(2)}
+    with pytest.raises(
+        ValueError, match="in which the optimizer's state of the unknown parameter 4 does not"
+    ):
+        run(trainer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("eps", "x"),
+        ("eps", -1.0),
+        ("eps", math.nan),
+        ("eps", torch.zeros(3)),
+        ("betas", [0.9]),
+        ("betas", (1.0, 1.0)),
+        ("betas", None),
+        ("weight_decay", math.inf),
+        ("amsgrad", True),
+    ],
+)
+def test_an_option_of_the_optimizer_without_meaning_is_refused(tmp_path, key, value):
+    trainer = trainer_in(tmp_path)
+    (group,) = trainer.optimizer.optimizer.param_groups
+    group[key] = value
+    (tmp_path / "checkpoint_last.pt").touch()
+    with pytest.raises(
+        ValueError, match=f"in which the optimizer's {key} .* does not fit .*give an older"
     ):
         run(trainer, tmp_path)
 

@@ -98,8 +98,10 @@ def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
     if step.n < 1:
         yield f"moves {step.n} chunks"
     sources = len(step.src)
-    if sources != 1 if step.op != "reduce" else sources < 2:
+    # A sum has at most one term of each rank.
+    if sources != 1 if step.op != "reduce" else not 2 <= sources <= max(2, plan.ranks):
         yield f"reads {sources} places"
+        return
     for owner, place in [*((rank, each) for each in step.src), (target, step.dst)]:
         size = size_on(plan, owner, place.buffer)
         if place.chunk < 0 or place.chunk + step.n > size:

@@ -91,10 +91,10 @@ def _last_line(error: BaseException, sentence: str) -> str:
 
 def _sentence(error: BaseException) -> str | None:
     """Return one sentence for an error; None where the traceback is needed."""
-    return str(error) if _is_refusal(error) else sentence_of(error)
+    return str(error) if is_refusal(error) else sentence_of(error)
 
 
-def _is_refusal(error: BaseException | None) -> bool:
+def is_refusal(error: BaseException | None) -> bool:
     """Whether this is a ValueError that a `raise` statement of this package raised.
 
     ValueErrors of other code, and of mistakes such as unpacking a tuple of another length, are not.

@@ -13,6 +13,8 @@ from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.ranks.guard import CommunicationError
 
+# An allocation of this size is a mistake in a file's options.
+ABSURD_BYTES = 2**44
 REASON = 300  # characters of an error that are quoted
 SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
 # Functions that open a checkpoint, with the variable that holds its path.
@@ -121,10 +123,11 @@ def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
 
 def is_machine_error(error: BaseException) -> bool:
     """Whether memory or another rank caused an error, not a file."""
-    memory = re.search(
-        r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", str(error)
-    )
-    return isinstance(error, CommunicationError) or memory is not None
+    text = str(error)
+    memory = re.search(r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", text)
+    size = re.search(r"tried to allocate (\d+) bytes", text)
+    is_absurd = size is not None and int(size[1]) >= ABSURD_BYTES
+    return isinstance(error, CommunicationError) or (memory is not None and not is_absurd)
 
 
 def _is_of_fairseq(frame: Any) -> bool:

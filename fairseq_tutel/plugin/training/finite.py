@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.plugin.training.loaded_optimizer import mismatch, optimizers_of
 from fairseq_tutel.plugin.training.resume import SAVED, flag_and_path, mapped, updates_of
 from fairseq_tutel.ranks import world
 
@@ -70,10 +71,7 @@ def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
     whole = inner.model_params() if zero else getattr(trainer.optimizer, "fp16_params", ())
     for parameter, own in zip(whole, zero.parameters if zero else inner.params, strict=False):
         names.setdefault(id(own), f"the fp32 master of {names.get(id(parameter), 'a weight')}")
-    optimizer = inner.optimizer
-    # A composite optimizer has one of fairseq's for each group.
-    parts = getattr(optimizer, "optimizers", {"": inner}).values()
-    for optimizer in [part.optimizer for part in parts]:
+    for optimizer in optimizers_of(trainer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in weights:
@@ -86,11 +84,9 @@ def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
                     yield f"the optimizer's {key} of {name}", value, math.inf
 
 
-def _bad_on_any_rank(trainer: Any) -> str | None:
-    """Return the first rank's bad tensor, on all ranks alike. Collective."""
-    names = world.all_gather_object(
-        first_bad(tensors_of(trainer)), "the check for NaN and infinity"
-    )
+def _on_any_rank(found: str | None) -> str | None:
+    """Return what the first rank found that found anything, on all ranks alike. Collective."""
+    names = world.all_gather_object(found, "the check for NaN and infinity")
     for rank, name in enumerate(names):
         if name:
             return f"{name} on rank {rank}" if len(names) > 1 else name
@@ -99,7 +95,7 @@ def _bad_on_any_rank(trainer: Any) -> str | None:
 
 def refuse_to_save(trainer: Any) -> None:
     """Refuse to save a state with a NaN or infinity on any rank; on all ranks alike. Collective."""
-    found = _bad_on_any_rank(trainer)
+    found = _on_any_rank(first_bad(tensors_of(trainer)))
     if found is not None:
         way_back = way_back_from(trainer.cfg.checkpoint.save_dir, trainer.get_model())
         raise ValueError(
@@ -109,8 +105,12 @@ def refuse_to_save(trainer: Any) -> None:
 
 
 def refuse_loaded(cfg: Any, trainer: Any) -> None:
-    """Refuse to train from a loaded state with a NaN or infinity; on all ranks alike. Collective."""
-    found = _bad_on_any_rank(trainer)
+    """Refuse to train from a loaded state that does not fit, or with a NaN or infinity. Collective.
+
+    All ranks raise the same error.
+    """
+    unfit = _on_any_rank(mismatch(trainer))
+    found = unfit or _on_any_rank(first_bad(tensors_of(trainer)))
     if found is None:
         return
     flag, path = flag_and_path(cfg.checkpoint)
@@ -120,9 +120,9 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
             "saved; initialize it, or freeze it by requires_grad=False."
         )
     fix = " or add --reset-optimizer" if found.startswith("the optimizer's") else ""
+    problem = "does not fit this run" if unfit else "is NaN, infinite or too large to train on"
     raise ValueError(
-        f"{flag} is {path}, in which {found} is NaN, infinite or too large to train on; give an older "
-        f"checkpoint{fix}."
+        f"{flag} is {path}, in which {found} {problem}; give an older checkpoint{fix}."
     )
 
 

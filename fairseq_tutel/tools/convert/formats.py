@@ -8,6 +8,7 @@ from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
 from fairseq_tutel.checkpoint.saved import SavedModel, write_all
 from fairseq_tutel.convert import meta, safetensors_folder, swin, swin_experts, tutel
 from fairseq_tutel.convert.sharded import to_full, to_sharded
+from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.config import ACTIVATIONS
 from fairseq_tutel.options.byte_sizes import UNITS, bytes_of
 from fairseq_tutel.tools.arguments import (
@@ -199,7 +200,7 @@ def _from_tutel(arguments: argparse.Namespace) -> None:
 
 def _print_notes(notes: list[str], output: Path) -> None:
     for note in notes:
-        print(f"note: {note}")
+        print(printable(f"note: {note}".replace("\n", "\\n")))
     print(f"wrote {output}")
 
 
