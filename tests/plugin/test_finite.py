@@ -179,7 +179,7 @@ def test_moments_of_no_parameter_are_refused(tmp_path):
     (tmp_path / "checkpoint_last.pt").touch()
     trainer.optimizer.optimizer.state[4] = {"exp_avg": torch.zeros(2)}
     with pytest.raises(
-        ValueError, match="in which the optimizer's state of the unknown parameter 4 does not"
+        ValueError, match="in which the optimizer's state of the unknown parameter 4 does"
     ):
         run(trainer, tmp_path)
 
