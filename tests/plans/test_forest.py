@@ -104,7 +104,7 @@ def test_an_all_reduce_has_as_many_trees_in_both_directions():
     network = random_network(Random(324), most=7)
     assert grow(network).share.trees == 3 and optimal_share(network, optimum(network)).trees == 11
     assert [each.share.trees for each in grow_for(network, "all_reduce")] == [11, 11]
-    with pytest.raises(ValueError, match=r"has no 3 trees a root"):
+    with pytest.raises(ValueError, match=r"has no 3 trees per root"):
         grow_for(network, "all_reduce", trees=3)
 
 
