@@ -38,7 +38,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--alpha-us", type=float, default=10.0, metavar="X", help=text)
     text = "bandwidth of each link, in GB/s [10]"
     parser.add_argument("--gb-s", type=float, metavar="X", help=text)
-    text = "a network in place of --gb-s: FILE.json or a name as dgx_a100:2; transfers take the fastest path"
+    text = "a network in place of --gb-s: FILE.json or a name as dgx_a100:2; transfers take fastest paths"
     parser.add_argument("--network", metavar="NET", help=text)
     text = "write the plan to this file if it is correct: FILE.json, or FILE.xml for MSCCL"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
