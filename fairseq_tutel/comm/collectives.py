@@ -216,7 +216,7 @@ def all_to_all_by(
     Raises:
         ValueError: the backend has no such program.
     """
-    program = _backend and _backend.named(name, rows, group)
+    program = _backend.named(name, rows, group) if _backend else None
     if program is None:
         raise ValueError(
             f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but no plan of this name makes an "

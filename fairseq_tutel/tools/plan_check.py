@@ -1,6 +1,6 @@
 """plan-check: check a collective plan and predict its time.
 
-The predicted time adds the slowest link of each round and the latency of each trip. More: docs/plans.md.
+The predicted time adds the slowest link of each round and the latency of each hop. More: docs/plans.md.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("plan", metavar="PLAN", help=text)
     text = "bytes of a rank's input, for the predicted time [1048576]"
     parser.add_argument("--bytes", type=int, default=1 << 20, metavar="N", help=text)
-    text = "latency of a trip from rank to rank, in microseconds [10]"
+    text = "latency of a hop from rank to rank, in microseconds [10]"
     parser.add_argument("--alpha-us", type=float, default=10.0, metavar="X", help=text)
     text = "bandwidth of each link, in GB/s [10]"
     parser.add_argument("--gb-s", type=float, metavar="X", help=text)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         slowness = {link[:2]: 1e-9 / link.bandwidth for link in network.links}
     print(printable("\n".join(_lines(plan, report, names, arguments.bytes))))
     seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, slowness)
-    conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a trip, {unit}"
+    conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a hop, {unit}"
     print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")
     if arguments.output:
         with writing(arguments.output) as file:
@@ -93,7 +93,7 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
         "correct in every interleaving, for any number of calls in a row",
         f"steps: {report.steps} ({listed})",
         f"channels: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items())) or 0}",
-        f"depth: {report.depth} trips in a row; rounds: {len(report.loads)}",
+        f"depth: {report.depth} hops in a row; rounds: {len(report.loads)}",
     ]
     alike: dict[Fraction | int, list[str]] = defaultdict(list)
     for (source, target), part in sorted(report.bytes_of_link.items()):

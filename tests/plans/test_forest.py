@@ -142,7 +142,7 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
     assert (plan.network, plan.root) == (network.digest, root)
     phases = [forest for forest in (adding, handing) if forest]
     assert Fraction(plan.cut) == phases[0].best.seconds
-    # One trip more where ranks say first that they have begun.
+    # One hop more where ranks say first that they have begun.
     ready = collective in ("all_gather", "broadcast", "reduce")
     assert report.depth <= sum(forest.depth for forest in phases) + ready
     messages = Counter()

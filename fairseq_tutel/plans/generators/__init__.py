@@ -1,6 +1,6 @@
 """Generators: well-known collectives as plans. N ranks on n nodes of L; M bytes of a rank's `in`.
 
-docs/plans.md has a table of the messages and trips of each. A rank has one lane.
+docs/plans.md has a table of the messages and rounds of each. A rank has one lane.
 
 **Equal results.** One rank makes each sum, or all ranks make it in the same order: all get the same bits.
 
