@@ -76,7 +76,7 @@ def grow(
     """Return the trees of a network.
 
     Args:
-        network: the network.
+        network: the links.
         root: the root of all trees; None: each rank is a root.
         trees: k; None: the fewest within `optimum.TOLERANCE` of the optimum.
         most_trees: the most k, unless `trees` is given.

@@ -11,9 +11,6 @@ def recursive_doubling(collective: str, ranks: int) -> Plan:
     An all_reduce adds a group's upper half to its lower half, on each rank.
 
     Source: Thakur, Rabenseifner and Gropp 2005.
-
-    Raises:
-        ValueError: N is no power of two.
     """
     if ranks & (ranks - 1):
         raise ValueError(
