@@ -159,6 +159,10 @@ class Plan:
         """Return a buffer's chunks."""
         return {"in": self.in_chunks, "out": self.out_chunks, "tmp": self.temporary}[buffer]
 
+    def target_of(self, rank: int, step: Step) -> int:
+        """Return the rank of a step's destination."""
+        return rank if step.channel is None else self.channels[step.channel].target
+
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits that identify the plan."""
@@ -169,10 +173,9 @@ class Plan:
     def bytes_sent(self) -> dict[tuple[int, int], Fraction]:
         """By (source, target), the bytes sent, as a fraction of a rank's `in`."""
         total: Counter[tuple[int, int]] = Counter()
-        for *_, step in self.steps():
-            if step.op == "put" and step.channel is not None and step.n is not None:
-                channel = self.channels[step.channel]
-                total[channel.source, channel.target] += step.n
+        for rank, _, _, step in self.steps():
+            if step.op == "put" and step.n is not None:
+                total[rank, self.target_of(rank, step)] += step.n
         return {pair: Fraction(n, self.in_chunks) for pair, n in total.items()}
 
     def steps(self) -> Iterator[tuple[int, int, int, Step]]:

@@ -1,6 +1,6 @@
-"""plan-check: say what a collective's plan does and how long that takes, or why it is refused.
+"""plan-check: check a collective plan and predict its time.
 
-The time is that of every round's slowest link, and of the trips one after another: docs/plans.md.
+The predicted time adds the slowest link of each round and the latency of each hop. More: docs/plans.md.
 """
 
 import argparse
@@ -21,42 +21,39 @@ from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.tools.arguments import refuse_output, writing
 
-# Of links with as many bytes, how many are named.
+# How many links with equal bytes are named.
 SHOWN = 4
 
 
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser(
-        "plan-check", help="say what a collective's plan does, or why not", description=__doc__
+        "plan-check", help="check a collective plan and predict its time", description=__doc__
     )
     text = f"a FILE.json, MSCCL's FILE.xml or {NAMED} with NAME one of {', '.join(GENERATORS)}"
     parser.add_argument("plan", metavar="PLAN", help=text)
-    text = "of a rank's input, for the predicted time [1048576]"
+    text = "bytes of a rank's input, for the predicted time [1048576]"
     parser.add_argument("--bytes", type=int, default=1 << 20, metavar="N", help=text)
-    text = "of a trip from rank to rank, microseconds [10]"
+    text = "latency of a hop from rank to rank, in microseconds [10]"
     parser.add_argument("--alpha-us", type=float, default=10.0, metavar="X", help=text)
-    text = "of the link from a rank to another one, GB/s [10]"
+    text = "bandwidth of each link, in GB/s [10]"
     parser.add_argument("--gb-s", type=float, metavar="X", help=text)
-    text = (
-        "instead of --gb-s: a network's FILE.json, or a name as dgx_a100:2; a transfer takes the way "
-        "over which it alone would come first"
-    )
+    text = "a network in place of --gb-s: FILE.json or a name as dgx_a100:2; transfers take fastest paths"
     parser.add_argument("--network", metavar="NET", help=text)
-    text = "write the plan here, if it is right: a FILE.json, or a FILE.xml for MSCCL"
+    text = "write the plan to this file if it is correct: FILE.json, or FILE.xml for MSCCL"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what the plan does."""
+    """Check the plan and print its cost."""
     for flag, value in (("--bytes", arguments.bytes), ("--gb-s", arguments.gb_s)):
         if value is not None and not value > 0:
             raise ValueError(f"{flag} is {value}; give a number above 0.")
     if not arguments.alpha_us >= 0:
         raise ValueError(f"--alpha-us is {arguments.alpha_us}; give a number from 0.")
     if arguments.network and arguments.gb_s:
-        raise ValueError("--network and --gb-s say the same; give one of them.")
+        raise ValueError("--network and --gb-s both set the bandwidth of links; give one of them.")
     if arguments.output:
         refuse_output(arguments.output)
         if arguments.output.suffix not in (".json", ".xml"):
@@ -78,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         slowness = {link[:2]: 1e-9 / link.bandwidth for link in network.links}
     print(printable("\n".join(_lines(plan, report, names, arguments.bytes))))
     seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, slowness)
-    conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a trip, {unit}"
+    conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a hop, {unit}"
     print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")
     if arguments.output:
         with writing(arguments.output) as file:
@@ -93,10 +90,10 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
     lines = [
         f"{plan.name}: {plan.collective} of {plan.ranks} ranks, {plan.chunks} chunks and "
         f"{plan.temporary} temporary ones; digest {plan.digest}",
-        "right in every interleaving, for any number of calls in a row",
+        "correct in every interleaving, for any number of calls in a row",
         f"steps: {report.steps} ({listed})",
         f"channels: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items())) or 0}",
-        f"depth: {report.depth} trips one after another; rounds: {len(report.loads)}",
+        f"depth: {report.depth} hops in a row; rounds: {len(report.loads)}",
     ]
     alike: dict[Fraction | int, list[str]] = defaultdict(list)
     for (source, target), part in sorted(report.bytes_of_link.items()):
@@ -109,15 +106,14 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 
 
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
-    """Return the report with loads on a network's links."""
+    """Return the report with the loads of a network's links."""
     if plan.network and plan.network != network.digest:
         raise ValueError(
-            f"--network {network.name} is not the network {plan.network}, for which the plan is made; "
-            "give that one."
+            f"--network {network.name} is not the plan's network {plan.network}; give that network."
         )
     if network.ranks != plan.ranks:
         raise ValueError(
-            f"--network {network.name} has {network.ranks} GPUs, and the plan {plan.ranks} ranks; give "
-            "the network for which it is made."
+            f"--network {network.name} has {network.ranks} GPUs, but the plan has {plan.ranks} ranks; give "
+            "the plan's network."
         )
     return replace(report, loads=tuple(routed(network, load) for load in report.loads))

@@ -1,6 +1,6 @@
 """plans: write the usual collective plans of N ranks into a folder, for --moe-collective-plans.
 
-These plans are the fastest between ranks of one host, each for its range of bytes. More: docs/plans.md.
+They are the fastest plans between ranks of one host, each for its range of bytes. More: docs/plans.md.
 """
 
 import argparse
@@ -18,8 +18,10 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser(
         "plans", help="write the usual collective plans of N ranks", description=__doc__
     )
-    parser.add_argument("ranks", type=int, nargs="+", metavar="N", help="ranks of a group")
-    text = "write the plans into this folder, which is made"
+    parser.add_argument(
+        "ranks", type=int, nargs="+", metavar="N", help="number of ranks in a group"
+    )
+    text = "a new or empty folder for the plans"
     parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help=text)
     parser.set_defaults(run=run)
 
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")
     folder = arguments.output
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output is {folder}, which is no empty folder; give a new one.")
+        raise ValueError(f"--output is {folder}, which is no empty folder; give a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for ranks in sorted(set(arguments.ranks)):
         for plan in (plan for collective in USED for plan in usual(collective, ranks)):

@@ -1,4 +1,4 @@
-"""The picture of `schedule`: a network, how full its links are, its narrowest cut, and one root's trees."""
+"""The figure of `schedule`: a network, the load of its links, its narrowest cut, and one root's trees."""
 
 from itertools import pairwise
 from math import cos, pi, sin
@@ -9,19 +9,12 @@ from fairseq_tutel.planning.network import Network
 from fairseq_tutel.plans.forestcoll.forest import Forest
 
 PLOTS = (".png", ".svg", ".pdf")
-# Trees of a root that are drawn.
+# How many trees of a root are drawn.
 DRAWN = 2
 
 
 def draw(forest: Forest, title: str, path: Path, sums: bool = False) -> None:
-    """Write the picture; needs matplotlib.
-
-    Args:
-        forest: what is drawn.
-        title: of it.
-        path: of the file.
-        sums: what goes along the trees goes to their roots, so that arrows are the other way.
-    """
+    """Write the figure, by matplotlib. With `sums` data goes to the roots, so arrows are reversed."""
     import matplotlib
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
@@ -52,7 +45,7 @@ def draw(forest: Forest, title: str, path: Path, sums: bool = False) -> None:
             f"{title}\nnarrowest cut (red): {side} shard(s) over {width} {network.unit}"
         )
         scale = matplotlib.cm.ScalarMappable(Normalize(0, 1), colors.reversed())
-        figure.colorbar(scale, ax=axes[0], label="how full a link is", shrink=0.6)
+        figure.colorbar(scale, ax=axes[0], label="load of a link", shrink=0.6)
         hops = matplotlib.colormaps["tab10"]
         for axis, tree in zip(axes[1:], chosen, strict=True):
             depths, routes = tree.depths, forest.routes[forest.trees.index(tree)]
@@ -63,13 +56,13 @@ def draw(forest: Forest, title: str, path: Path, sums: bool = False) -> None:
             _vertices(axis, network, at, 1 << root)
             axis.set_title(
                 f"a tree of {network.vertices[root]}, {tree.copies} of {share.trees}\n"
-                f"depth {max(depths.values())}; colours are hops"
+                f"depth {max(depths.values())}; a color is a hop"
             )
         figure.savefig(path, dpi=110)
 
 
 def _positions(network: Network) -> list[tuple[float, float]]:
-    """Return hosts in a circle, ranks in a circle around each, and switches between what they join."""
+    """Return positions: hosts in a circle, ranks in a circle around each, switches between their links."""
     hosts = list(network.hosts.values())
     at: dict[int, tuple[float, float]] = {}
     for index, ranks in enumerate(hosts):
@@ -81,7 +74,7 @@ def _positions(network: Network) -> list[tuple[float, float]]:
     for switch in network.switches:
         near = [x.source for x in network.links if x.target == switch and x.source in at]
         middle = [sum(at[v][axis] for v in near) / max(1, len(near)) for axis in (0, 1)]
-        # Several in one place stand side by side.
+        # Move a switch that would cover another vertex.
         while any(abs(middle[0] - x) + abs(middle[1] - y) < 0.05 for x, y in at.values()):
             middle[0] += 0.15
         at[switch] = (middle[0], middle[1])
@@ -96,7 +89,7 @@ def _on_circle(index: int, number: int, radius: float) -> tuple[float, float]:
 def _arrow(
     axes: Any, source: tuple[float, float], target: tuple[float, float], width: float, color: Any
 ) -> None:
-    """Draw a link a little to its right, so that both directions are seen."""
+    """Draw a link, curved, so that both directions are visible."""
     arrow = {
         "arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.08", "linewidth": width, "shrinkA": 8,
         "shrinkB": 8, "alpha": 0.8, "color": color,

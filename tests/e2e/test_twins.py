@@ -151,7 +151,8 @@ def test_what_goes_on_with_a_pretrained_model(kind, sound_data, pretrained, tmp_
     logged = [f"moe_load_{layer['layer']}" for layer in said["layers"]]
     assert len(logged) == 2 and set(logged) <= run.stats("train_inner")[0].keys()
     # hubert's checkpoints do not repeat the options of the pretrained one.
-    assert said.get("options", {"--moe-top-k": 1}) == {"--moe-top-k": 1}
+    expected = {"--moe-freq": 1, "--moe-expert-count": "4", "--moe-top-k": 1}
+    assert said.get("options", expected) == expected
     for words in (("safetensors", trained, folder), ("from-safetensors", folder, back)):
         fairseq("tutel-__main__", "convert", words[0], "--input", words[1], "--output", words[2])
     output = fairseq(

@@ -16,7 +16,7 @@ ONE = make("one_phase", "all_reduce", 2)
 def test_what_a_plan_does():
     report = check(make("ring", "all_gather", 4))
     links = {(r, (r + 1) % 4) for r in range(4)}
-    assert report.steps == 4 * 13 and report.depth == 4  # one trip to say that a rank has begun
+    assert report.steps == 4 * 13 and report.depth == 4  # one hop to say that a rank has begun
     assert report.bytes_of_link == dict.fromkeys(links, 3)
     assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
     assert report.predicted(100, 1.0, 0.5) == 4 * 1 + 3 * 100 * 0.5

@@ -104,7 +104,7 @@ def test_an_all_reduce_has_as_many_trees_in_both_directions():
     network = random_network(Random(324), most=7)
     assert grow(network).share.trees == 3 and optimal_share(network, optimum(network)).trees == 11
     assert [each.share.trees for each in grow_for(network, "all_reduce")] == [11, 11]
-    with pytest.raises(ValueError, match=r"has no 3 trees a root"):
+    with pytest.raises(ValueError, match=r"has no 3 trees per root"):
         grow_for(network, "all_reduce", trees=3)
 
 
@@ -142,7 +142,7 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
     assert (plan.network, plan.root) == (network.digest, root)
     phases = [forest for forest in (adding, handing) if forest]
     assert Fraction(plan.cut) == phases[0].best.seconds
-    # One trip more where ranks say first that they have begun.
+    # One hop more where ranks say first that they have begun.
     ready = collective in ("all_gather", "broadcast", "reduce")
     assert report.depth <= sum(forest.depth for forest in phases) + ready
     messages = Counter()

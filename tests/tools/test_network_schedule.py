@@ -25,7 +25,7 @@ def test_it_prints_the_optimum_its_cut_and_what_others_take():
     text = tool("schedule", "dgx_a100:2")
     assert "T* = 3/65 (bytes of a shard / GB/s), algbw 346.667 GB/s" in text
     assert "cut: 15 shard(s) leave all but gpu0.0 over 325 GB/s" in text
-    assert "trees: k = 1 of each root, in 16 shapes, depth 2; U = 7/150 trees a GB/s" in text
+    assert "trees: k = 1 per root, 16 different ones, depth 2; U = 7/150 trees a GB/s" in text
     found = ratios(text)
     assert (found["forest"], found["ring"], found["turned rings"]) == ("1.011", "13.000", "1.625")
     assert found["linear program"] == "0.32"
@@ -36,7 +36,7 @@ def test_it_prints_the_optimum_its_cut_and_what_others_take():
     [
         (
             ("all_reduce", "--trees", 2, "--slices", 3),
-            "of a reduce-scatter and then an all-gather: T* = 3 (",
+            "optimum of a reduce-scatter and an all-gather: T* = 3 (",
         ),
         (("reduce", "--root", 2, "--bytes", 300_000), "optimum: T* = 1/2 ("),
     ],
@@ -93,8 +93,8 @@ REFUSED = {
     ),
     "trees": (("ring:4", "--trees", 0), "--trees is 0; give a number of at least 1."),
     "slices": (("ring:4", "--slices", 0), "--slices is 0; give a number of at least 1."),
-    "more trees": (("ring:4", "--trees", 99999999), "--trees is 99999999; give no more than "),
-    "more slices": (("ring:4", "--slices", 9999), "--slices is 9999; give no more than "),
+    "more trees": (("ring:4", "--trees", 99999999), "--trees is 99999999; give at most "),
+    "more slices": (("ring:4", "--slices", 9999), "--slices is 9999; give at most "),
     "kind": (("ring:4", "--output", "x.xml"), "--output is x.xml; end it in .json."),
     "one file": (
         ("ring:4", "--output", "x.json", "--network", "x.json"),
@@ -107,7 +107,7 @@ REFUSED = {
     ),
     "no root": (
         ("ring:4", "--root", 0),
-        "--root is 0, which all_gather has none of; leave it out.",
+        "--root is 0, but all_gather has no root; leave it out.",
     ),
     "plot": (("ring:4", "--plot", "x.txt"), "--plot is x.txt; end it in one of .png, .svg, .pdf."),
     "output": (

@@ -29,14 +29,14 @@ def test_what_a_plan_does(written):
     said = tool("plan-check", written(RING), "--bytes", 1000, "--alpha-us", 5, "--gb-s", 0.5)
     assert said.splitlines() == [
         f"ring all_gather: all_gather of 4 ranks, 1 chunks and 0 temporary ones; digest {RING.digest}",
-        "right in every interleaving, for any number of calls in a row",
+        "correct in every interleaving, for any number of calls in a row",
         "steps: 52 (4 copy, 4 flush, 12 put, 16 signal, 16 wait)",
         "channels: 8 simple",
-        "depth: 4 trips one after another; rounds: 3",
+        "depth: 4 hops in a row; rounds: 3",
         "3 of a rank's input, 3000 bytes: "
         + ", ".join(f"rank {rank} -> rank {(rank + 1) % 4}" for rank in range(4)),
-        # 4 trips of 5 us, 3 rounds of 2 us.
-        "predicted: 26.0 us (1000 bytes, 5 us a trip, 0.5 GB/s a link)",
+        # 4 hops of 5 us, 3 rounds of 2 us.
+        "predicted: 26.0 us (1000 bytes, 5 us a hop, 0.5 GB/s a link)",
     ]
     assert "channels: 0\n" in tool("plan-check", written(make("linear", "all_to_all", 1)))
 
@@ -49,7 +49,7 @@ def test_loads_of_a_network(written):
     bandwidths = sorted(set(matrix[0]) - {0})
     assert bandwidths == [25, 300] and "gpu0.0" in vertices
     assert "\n8 of a rank's input, 8388608 bytes: gpu0.0 -> " in said
-    assert f"predicted: {8 * 2**20 / 25e3:.1f} us (1048576 bytes, 0 us a trip, dgx_a100:2)" in said
+    assert f"predicted: {8 * 2**20 / 25e3:.1f} us (1048576 bytes, 0 us a hop, dgx_a100:2)" in said
     ring = tool("plan-check", written(RING), "--network", "ring:4")
     assert "ring:4, 1 GB/s for 1 of its units)" in ring
 
@@ -75,7 +75,7 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
         ),
         ("ring:all_gather:9999", "at most 512 ranks"),
         ("ring:broadcast:4", "ring makes no 'broadcast'"),
-        ("hierarchical:all_reduce:4:3", "4 ranks cannot be shared out over 3 nodes"),
+        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided among 3 nodes"),
     ):
         assert sentence in refusal_of("plan-check", name)
 
@@ -110,7 +110,7 @@ def test_what_is_refused(written, tmp_path):
     assert "give one of them" in refusal_of("plan-check", bad, "--gb-s", 1, "--network", "ring:4")
     assert "has 8 GPUs" in refusal_of("plan-check", written(RING), "--network", "ring:8")
     made = written(replace(RING, network="0123"))
-    assert "not the network 0123" in refusal_of("plan-check", made, "--network", "ring:4")
+    assert "not the plan's network 0123" in refusal_of("plan-check", made, "--network", "ring:4")
 
 
 def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):

@@ -29,7 +29,7 @@ class Report:
 
     Attributes:
         steps: steps of all ranks.
-        depth: signals on the longest chain of steps, which are trips in a row from rank to rank.
+        depth: signals on the longest chain of steps, which are hops in a row from rank to rank.
         loads: for each round, by (source, target), the bytes on that link as a fraction of a rank's `in`,
             doubled on channels of kind ll.
     """
@@ -50,11 +50,11 @@ class Report:
     def predicted(
         self, size: int, alpha: float, seconds_per_byte: float | Mapping[Link, float]
     ) -> float:
-        """Return the predicted seconds: an alpha for each trip, and the slowest link of each round.
+        """Return the predicted seconds: an alpha for each hop, and the slowest link of each round.
 
         Args:
             size: bytes of a rank's `in`, of a broadcast the root's.
-            alpha: seconds of a trip.
+            alpha: seconds of a hop.
             seconds_per_byte: of all links, or by (source, target).
         """
 

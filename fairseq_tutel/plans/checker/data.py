@@ -32,11 +32,7 @@ class Expressions:
         return self._number(("in", rank, chunk), (chunk, 1 << rank))
 
     def sum(self, terms: list[int]) -> int:
-        """Return the number of the sum of terms in this order.
-
-        Raises:
-            ValueError: they are of different chunks, or include a rank twice; the end of a sentence.
-        """
+        """Return the number of the sum of terms in this order; a ValueError ends a sentence."""
         chunk, ranks = self.meanings[terms[0]]
         for term in terms[1:]:
             other, more = self.meanings[term]
@@ -55,11 +51,7 @@ class Expressions:
 
 
 def check_data(plan: Plan, order: Order) -> None:
-    """Refuse undefined reads, contributions that count twice, and wrong results.
-
-    Raises:
-        PlanError: names the step.
-    """
+    """Refuse undefined reads, contributions that count twice, and wrong results by a `PlanError`."""
     known = Expressions()
     # By rank and buffer: for each chunk its expression and the step that wrote it, for `in` -1.
     held: dict[tuple[int, str], list[tuple[int, int] | None]] = {}
@@ -72,7 +64,7 @@ def check_data(plan: Plan, order: Order) -> None:
         step, rank = order.steps[number], order.ranks[number]
         if step.dst is None or step.n is None:
             continue
-        target = rank if step.channel is None else plan.channels[step.channel].target
+        target = plan.target_of(rank, step)
         columns = []
         for place in step.src:
             cells = held[rank, place.buffer][place.chunk : place.chunk + step.n]

@@ -33,10 +33,8 @@ def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
 def kinds_of(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
     """Return the kinds of the chunks that each put, copy and reduce moves, by step number.
 
-    The plan has passed `check_races` and `check_data`.
-
-    Raises:
-        PlanError: a chunk goes to a place of `out` of another kind, or chunks of two kinds are added.
+    The plan has passed `check_races` and `check_data`. A `PlanError` refuses a chunk in a place of `out` of
+    another kind, and a sum of two kinds.
     """
     tmp: dict[tuple[int, int], Kind] = {}
 
@@ -48,7 +46,7 @@ def kinds_of(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
         step, rank = order.steps[number], order.ranks[number]
         if step.dst is None or step.n is None:
             continue
-        target = rank if step.channel is None else plan.channels[step.channel].target
+        target = plan.target_of(rank, step)
         kinds = []
         for i in range(step.n):
             kind, *others = [at(rank, Place(src.buffer, src.chunk + i)) for src in step.src]

@@ -52,11 +52,7 @@ class Order:
 
 
 def order_of(plan: Plan) -> Order:
-    """Return the order of the steps of a plan that has passed `check_shape`.
-
-    Raises:
-        PlanError: steps wait for each other; names the cycle.
-    """
+    """Return the order of a plan that has passed `check_shape`; a `PlanError` names a deadlock's cycle."""
     steps: list[Step] = []
     sites, ranks, lanes = [], [], []
     rank_lanes: list[list[int]] = []

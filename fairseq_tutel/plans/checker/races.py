@@ -70,11 +70,7 @@ class Access:
 
 
 def check_races(plan: Plan, order: Order) -> None:
-    """Refuse unordered accesses to the same chunks.
-
-    Raises:
-        PlanError: names the two steps.
-    """
+    """Refuse unordered accesses to the same chunks by a `PlanError` with the two steps."""
     last_write: dict[tuple[int, str, int], Access] = {}
     reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
     for rank, buffer, first, n, writes, access, clock in _accesses(plan, order):
@@ -131,9 +127,8 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
             clock = Clock(lane, counts[lane], known[lane])
             if step.dst is not None and step.n is not None:
                 ends: tuple[tuple[int, int], ...] = (end(number, call),)
-                read_ends, target = ends, rank
+                read_ends, target = ends, plan.target_of(rank, step)
                 if step.channel is not None:
-                    target = plan.channels[step.channel].target
                     ends = read_ends = (end(order.arrival[number], call),)
                     if number in order.release:
                         read_ends = (*ends, end(order.release[number], call))

@@ -39,11 +39,7 @@ def size_on(plan: Plan, rank: int, buffer: str) -> int:
 
 
 def check_shape(plan: Plan) -> None:
-    """Refuse a malformed plan.
-
-    Raises:
-        PlanError: names the field, or rank, lane and step.
-    """
+    """Refuse a malformed plan by a `PlanError` with the field, or rank, lane and step."""
     _check_head(plan)
     for rank, lane, index, step in plan.steps():
         wrong = next(_wrong_in(plan, rank, step), None)

@@ -74,11 +74,7 @@ class Walked:
 
 
 def walk(plan: Plan) -> Walked:
-    """Return the moves of a plan that the checker has accepted.
-
-    Raises:
-        PlanError: chunks do not fit their places at all sizes.
-    """
+    """Return the moves of a plan that the checker has accepted."""
     order = order_of(plan)
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
@@ -86,7 +82,7 @@ def walk(plan: Plan) -> Walked:
         step, dst = order.steps[number], order.steps[number].dst
         assert dst is not None
         rank = order.ranks[number]
-        target = rank if step.channel is None else plan.channels[step.channel].target
+        target = plan.target_of(rank, step)
         if dst.buffer == "tmp":
             for chunk, kind in enumerate(kinds, dst.chunk):
                 ever[target, chunk].add(kind)

@@ -22,17 +22,11 @@ from fairseq_tutel.plans.format import Plan
 class OnOneDevice:
     """A plan that one device runs for all ranks.
 
-    Args:
-        plan: a plan that the checker has accepted.
-        sizes: see `Sizes`.
-        device: the device.
-        backend: as --moe-backend: the kernel, plain torch, or a choice by device.
+    The checker has accepted the plan. `backend` is as --moe-backend: the kernel, plain torch, or a choice
+    by device. A ValueError refuses one that cannot run there.
 
     Attributes:
         sizes: elements of each rank's `in`, then of each rank's `out`.
-
-    Raises:
-        ValueError: the backend cannot run on this device.
     """
 
     def __init__(

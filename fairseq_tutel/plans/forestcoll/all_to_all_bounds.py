@@ -1,8 +1,8 @@
-"""All-to-all bounds: how long a network needs for one byte from every rank to every other, at least.
+"""All-to-all bounds: the least time of a network for one byte from each rank to each other rank.
 
-A set S of vertices has |S and ranks| times |ranks not in S| bytes to let out over its links: a bound, which
-need not be reached. Exact is the linear program of all ways that bytes can go at once (maximum concurrent
-flow; Shahrokhi and Matula 1990), with one flow from a rank to all others instead of one for each of these.
+A set S of vertices sends |S and ranks| times |ranks not in S| bytes over its outgoing links. That is a
+lower bound, which may not be reachable. A linear program over all paths gives the exact time (maximum
+concurrent flow; Shahrokhi and Matula 1990), with one flow per rank in place of one per pair.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from fractions import Fraction
 
 from fairseq_tutel.planning.network import Network
 
-# All cuts of so many vertices are tried, in about a second; of more, those along which hosts stay whole.
+# Networks of at most this many vertices have all cuts tried, in about a second; others cuts of whole hosts.
 MOST = 20
-# Variables of the linear program, one for each rank and link: more take minutes.
+# The most variables of the linear program, one for each rank and link; more take minutes.
 VARIABLES = 20_000
 
 
@@ -20,8 +20,8 @@ def cut_bound(network: Network) -> tuple[Fraction, int, bool]:
     """Return the largest bound of a cut.
 
     Returns:
-        Seconds, of bandwidths in bytes a second; the vertices on one side, as bits; and whether all cuts
-        were tried, or only those of single ranks, and of hosts, of very many of groups of neighbours.
+        Seconds, if bandwidths are bytes a second; the vertices on one side, as bits; and whether all cuts
+        were tried. Otherwise these were cuts of single ranks, hosts and groups of adjacent hosts.
     """
     vertices = range(len(network.vertices))
     if len(vertices) <= MOST:
@@ -51,7 +51,7 @@ def _bound(network: Network, part: Sequence[int]) -> tuple[Fraction, int]:
 
 
 def _with_switches(network: Network) -> list[list[int]]:
-    """Return hosts with the switches that they alone have, and the other switches."""
+    """Return hosts with the switches that only they use, and the other switches."""
     hosts = [list(ranks) for ranks in network.hosts.values()]
     shared = []
     for switch in network.switches:
@@ -65,7 +65,7 @@ def _with_switches(network: Network) -> list[list[int]]:
 
 
 def _best_union(network: Network, parts: Sequence[Sequence[int]]) -> tuple[Fraction, int]:
-    """Return the largest bound of a set that is made of whole parts, the last of which it has not."""
+    """Return the largest bound of a union of parts that lacks the last part."""
     ranks = network.ranks
     owner = {vertex: index for index, part in enumerate(parts) for vertex in part}
     between = [dict.fromkeys(range(len(parts)), 0) for _ in parts]
@@ -73,14 +73,14 @@ def _best_union(network: Network, parts: Sequence[Sequence[int]]) -> tuple[Fract
         a, b = owner[link.source], owner[link.target]
         if a != b:
             between[a][b] += link.bandwidth
-            # Of both directions: in and out are the same for every set, so half of it leaves.
+            # Both directions are counted, and each set receives as much as it sends: half of it leaves.
             between[b][a] += link.bandwidth
     near = [[(b, width) for b, width in row.items() if width] for row in between]
     weight = [sum(vertex < ranks for vertex in part) for part in parts]
     inside = [False] * len(parts)
     shards, twice_leaving = 0, 0
     most, least, best = 0, 1, 0
-    # In the order of Gray's code one part comes or goes at a time.
+    # Gray code adds or removes one part at a time.
     for code in range(1, 2 ** (len(parts) - 1)):
         part = (code & -code).bit_length() - 1
         sign = -1 if inside[part] else 1
@@ -98,7 +98,7 @@ def _best_union(network: Network, parts: Sequence[Sequence[int]]) -> tuple[Fract
 
 
 def linear_program(network: Network) -> float:
-    """Return what an all-to-all takes that is routed in the best way, as `cut_bound`; needs scipy.
+    """Return the seconds of the best routing, as `cut_bound`; needs scipy.
 
     Raises:
         ValueError: it has too many variables.
@@ -107,11 +107,11 @@ def linear_program(network: Network) -> float:
     from scipy.sparse import coo_array
 
     ranks, vertices, links = network.ranks, len(network.vertices), network.links
-    # A variable for every rank's flow over every link, the rank's side by side, and the seconds.
+    # Variables: each rank's flow over each link, rank by rank, and the seconds.
     count = ranks * len(links) + 1
     if count > VARIABLES:
         raise ValueError(
-            f"The linear program of {ranks} GPUs and {len(links)} links would take minutes; it is left out."
+            f"The linear program of {ranks} GPUs and {len(links)} links would take minutes; it is skipped."
         )
     stays, wanted = [], []
     for rank in range(ranks):

@@ -1,13 +1,13 @@
-"""Edge splitting: a network without its switches, through which as much can flow.
+"""Edge splitting: removes the switches of a network and keeps its flows.
 
-Of a switch w, a link from u to w and one from w to t become one from u to t, as far as k |R| can still flow
-from the source of `forestcoll` to every rank. If as much leads into every switch as out of it, all links
-of a switch can be replaced so, whatever was replaced before (Bang-Jensen, Frank and Jackson, Preserving and
-increasing local edge-connectivity in mixed graphs, 1995).
+A link from u to switch w and one from w to t become one from u to t, as long as k |R| can still flow from
+the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a switch can
+be replaced, whatever was replaced before (Bang-Jensen, Frank and Jackson, Preserving and increasing local
+edge-connectivity in mixed graphs, 1995).
 
-Every set T of vertices with a rank in it and without the source has room: how much leads into it, less
-the k |R| that must. Splitting takes room from two kinds of sets, those with w and without u and t, and
-those with u and t and without w. It gives none: what is full stays full.
+Each set T of vertices with a rank and without the source has room: the capacity into it, minus the needed
+k |R|. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
+w. It never adds room, so a full set stays full.
 """
 
 from collections import defaultdict
@@ -17,39 +17,35 @@ from fairseq_tutel.planning.network import Network
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
 
-# Vertices that a message passes, and how many trees' messages may.
+# The vertices of a path, and the number of trees that may use it.
 Route = tuple[tuple[int, ...], int]
 # By (source, target).
 Routes = dict[tuple[int, int], list[Route]]
-# From which vertex, to which, and how much of it.
+# (source, target, amount).
 Piece = tuple[int, int, int]
 
 
 def without_switches(
-    network: Network, roots: Sequence[int], share: Share, tell: Callable[[str], None]
+    network: Network, roots: Sequence[int], share: Share, log: Callable[[str], None]
 ) -> tuple[list[list[int]], Routes]:
-    """Return links between ranks alone, and what links of the network they are made of.
+    """Return capacities between ranks alone, and the routes over the network's links behind them.
 
-    Args:
-        network: the links.
-        roots: R.
-        share: k, and how many trees each link may be in; it is enough for them.
-        tell: receives a line of progress for every switch.
+    `log` receives a line of progress for each switch.
     """
     splitting = _Splitting(network, roots, share)
     for done, switch in enumerate(network.switches, 1):
         splitting.remove(switch)
-        tell(f"replaced the links of {done} of {len(network.switches)} switches")
+        log(f"replaced the links of {done} of {len(network.switches)} switches")
     assert reaches_all(splitting.graph, network.ranks, splitting.needed)
     return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]], splitting.routes
 
 
 class _Splitting:
-    """Links between ranks and the switches that are left.
+    """The links between ranks and the remaining switches.
 
     Attributes:
-        graph: how wide they are, and the source.
-        routes: what they are made of.
+        graph: their capacities, and the source.
+        routes: the network's links behind them.
         full: sets without room.
     """
 
@@ -59,7 +55,7 @@ class _Splitting:
         self.source = len(network.vertices)
         self.needed = share.trees * len(roots)
         self.ranks = (1 << network.ranks) - 1
-        # More than ever flows.
+        # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
         self.full: list[int] = []
         self.routes: Routes = defaultdict(list)
@@ -69,7 +65,7 @@ class _Splitting:
                     self.routes[source, target].append(((source, target), width))
 
     def remove(self, switch: int) -> None:
-        """Replace all links of a switch: evenly, as trees are lower then, and what is left as it comes."""
+        """Replace all links of a switch: evenly first, which gives lower trees, then the rest in order."""
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
         for u, t in sorted(((u, t) for u in into for t in out), key=self._nearness):
@@ -78,14 +74,14 @@ class _Splitting:
         assert self._neighbours(switch) == ([], []), "all links of a switch can be replaced"
 
     def _neighbours(self, switch: int) -> tuple[list[int], list[int]]:
-        """Return which vertices lead to a switch, and where it leads."""
+        """Return the vertices with links to a switch, and those with links from it."""
         into = [vertex for vertex, out in enumerate(self.graph.out) if out >> switch & 1]
         return into, list(members(self.graph.out[switch]))
 
     def _nearness(self, pair: tuple[int, int]) -> tuple[int, int, int]:
-        """Return what links between ranks are sorted by: others' hosts and own local rank first.
+        """Return the sort key of links between ranks: other hosts and the same local rank first.
 
-        The next host and the next local rank come first, so that neighbours are spread.
+        The next host and the next local rank come first, so that neighbors vary.
         """
         places, (u, t) = self.network.places, pair
         if max(pair) >= len(places):
@@ -96,7 +92,7 @@ class _Splitting:
         return (u == t, hops, (to_local - local) % most)
 
     def _even(self, switch: int) -> Iterator[Piece]:
-        """Yield links that are in proportion to what they are made of."""
+        """Yield links in proportion to the links that they replace."""
         into, out = self._neighbours(switch)
         left = self.graph.left
         for u in into:
@@ -107,13 +103,13 @@ class _Splitting:
                     yield u, t, amount
 
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
-        """Return others' ranks that are alike, the same of another host, or else all."""
+        """Return the ranks of `out` with the same local rank on other hosts, or else all but u."""
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links by those that are wanted: all at once, if there is room, else some."""
+        """Replace links by `pieces`: all at once if there is room, else those that fit."""
         if not pieces:
             return
         trial = self.graph.copy()
@@ -127,7 +123,7 @@ class _Splitting:
                 self._split_evenly(switch, half)
 
     def _split(self, graph: Flow, switch: int, piece: Piece, routes: Routes | None = None) -> None:
-        """Replace links, and in routes, if they are given, too."""
+        """Replace links in a graph, and in routes if given."""
         u, t, amount = piece
         if not amount:
             return
@@ -141,13 +137,13 @@ class _Splitting:
                 routes[u, t] += _joined(first, second)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
-        """Return how much of the links from u and to t can be replaced."""
+        """Return how much of the links from u and to t can be replaced, at most `most`."""
         with_switch, with_both = 1 << switch, 1 << u | 1 << t
         for full in self.full:
             inside = full & (with_switch | with_both)
             if inside in (with_switch, with_both):
                 return 0
-        # From u and t and the source to the switch and a rank; and the other way round.
+        # Sets with the switch, without u and t; then sets with u and t, without the switch.
         narrowest = 0
         for start, end in ((u, switch), (switch, t)):
             if not most:
@@ -158,7 +154,7 @@ class _Splitting:
                 graph.add(u, t, self.endless)
             without = with_both if start == u else 0
             most, narrowest = self._least(graph, start, end, without, most, narrowest)
-        # Another one that was narrow keeps some room: only this one will be full.
+        # Only the narrowest set will be full; the others keep some room.
         if narrowest:
             self.full.append(narrowest)
         return most
@@ -166,9 +162,9 @@ class _Splitting:
     def _least(
         self, graph: Flow, start: int, end: int, without: int, most: int, narrowest: int
     ) -> tuple[int, int]:
-        """Return the least room of sets with the end and a rank, and without the start, and such a set.
+        """Return the least room of sets with the end and a rank but without the start, and such a set.
 
-        If none has less than `most`, return that, and `narrowest`.
+        If none has less room than `most`, return `most` and `narrowest`.
         """
         limit = self.needed + most
         sent, beyond = graph.push(start, end, limit)
@@ -192,7 +188,7 @@ class _Splitting:
         return limit - self.needed, narrowest
 
     def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether what reached the end over one rank's endless edge can go over another's."""
+        """Return whether the flow over one rank's endless edge can go over another rank's."""
         graph.add(last, end, -self.endless)
         if (over := -graph.left[last][end]) > 0:
             graph.add(last, end, over)
@@ -205,7 +201,7 @@ class _Splitting:
 
 
 def take(routes: Routes, source: int, target: int, amount: int) -> list[Route]:
-    """Take that much of the routes between two vertices, and return them."""
+    """Remove an amount of the routes between two vertices, and return it."""
     kept, taken = routes[source, target], []
     while amount:
         path, width = kept.pop()
@@ -218,7 +214,7 @@ def take(routes: Routes, source: int, target: int, amount: int) -> list[Route]:
 
 
 def _joined(first: Sequence[Route], second: Sequence[Route]) -> list[Route]:
-    """Return routes of which each goes on where another one ends."""
+    """Join routes to a vertex with routes from it."""
     joined, rest = [], list(second)
     for path, width in first:
         while width:
@@ -232,7 +228,7 @@ def _joined(first: Sequence[Route], second: Sequence[Route]) -> list[Route]:
 
 
 def _straight(path: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a path without the rounds that come back to where they left it."""
+    """Return a path without its loops."""
     kept: list[int] = []
     for vertex in path:
         if vertex in kept:

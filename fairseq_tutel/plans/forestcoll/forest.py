@@ -1,6 +1,6 @@
-"""Forests: trees that bring every root's shard to all ranks as fast as the network can, and what they load.
+"""Forests: trees that bring each root's shard to all ranks as fast as the network can.
 
-`forestcoll` shares out the links, `edge_splitting` takes out the switches, `tree_packing` finds the trees.
+`optimum` assigns the links to trees, `edge_splitting` removes the switches, `tree_packing` finds the trees.
 """
 
 from collections import Counter
@@ -29,12 +29,12 @@ class Forest:
     """Trees of a network.
 
     Attributes:
-        network: the links.
-        root: of all trees; None: every rank has k.
-        best: what no schedule is faster than.
-        share: k, and how many trees a link may be in.
-        trees: from rank to rank, those of a root side by side.
-        routes: of every tree by its edges, over which links they go.
+        network: the network.
+        root: the root of all trees; None: each rank has k.
+        best: the lower bound of all schedules.
+        share: k, and the number of trees that may use each link.
+        trees: between ranks, those of a root next to each other.
+        routes: for each tree, the links of each edge.
     """
 
     network: Network
@@ -46,7 +46,7 @@ class Forest:
 
     @property
     def loads(self) -> dict[tuple[int, int], int]:
-        """By link, how many trees go over it."""
+        """By link, the number of trees that use it."""
         loads: Counter[tuple[int, int]] = Counter()
         for routes in self.routes:
             for pieces in routes.values():
@@ -57,12 +57,12 @@ class Forest:
 
     @property
     def seconds(self) -> Fraction:
-        """Of a shard of one byte where bandwidths are bytes a second: by the busiest link."""
+        """Seconds for a shard of one byte, if bandwidths are bytes a second, by the busiest link."""
         return busiest(self.network, self.loads) / self.share.trees
 
     @property
     def depth(self) -> int:
-        """Messages one after the other."""
+        """The most edges from a root to a rank."""
         return max(max(tree.depths.values()) for tree in self.trees)
 
 
@@ -71,19 +71,19 @@ def grow(
     root: int | None = None,
     trees: int | None = None,
     most_trees: int | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Forest:
     """Return the trees of a network.
 
     Args:
         network: the links.
-        root: of all trees; None: every rank is one.
-        trees: k of every root; None: the fewest within `forestcoll.TOLERANCE` of the optimum.
-        most_trees: k at most, where it is not given.
-        tell: receives a line of progress now and then.
+        root: the root of all trees; None: each rank is a root.
+        trees: k; None: the fewest within `optimum.TOLERANCE` of the optimum.
+        most_trees: the most k, unless `trees` is given.
+        log: receives lines of progress.
 
     Raises:
-        ValueError: no k trees have whole shares of what its switches receive and send.
+        ValueError: k trees cannot use whole parts of the links of switches.
     """
     roots, best = roots_of(network, root), optimum(network, root)
     if trees is None:
@@ -92,12 +92,12 @@ def grow(
         fixed = fixed_share(network, roots, best, trees)
         if fixed is None:
             raise ValueError(
-                f"{network.name} has no {trees} trees a root, since its switches' links are not alike in "
-                f"both directions; give another number of trees, or none."
+                f"{network.name} has no {trees} trees per root, since its switches' links differ between "
+                f"directions; give another number of trees, or none."
             )
         share = fixed
-    capacities, left = without_switches(network, roots, share, tell)
-    packed = pack(capacities, roots, share.trees, tell)
+    capacities, left = without_switches(network, roots, share, log)
+    packed = pack(capacities, roots, share.trees, log)
     routes = tuple({edge: take(left, *edge, tree.copies) for edge in tree.edges} for tree in packed)
     return Forest(network, root, best, share, tuple(packed), routes)
 
@@ -108,25 +108,25 @@ def grow_for(
     root: int | None = None,
     trees: int | None = None,
     most_trees: int | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[Forest | None, Forest | None]:
-    """Return the trees along which a collective adds up, and those along which it hands out.
+    """Return the trees along which a collective reduces, and those along which it distributes.
 
-    Those that add up are of the network with all links the other way: what they carry goes from leaves to
-    roots. The arguments are those of `grow`.
+    Trees that reduce are those of the network with reversed links, since data goes from leaves to roots.
+    The other arguments are those of `grow`.
     """
-    adds = collective in ("reduce_scatter", "reduce", "all_reduce")
-    hands_out = collective in ("all_gather", "broadcast", "all_reduce")
-    there = grow(network, root, trees, most_trees, tell) if hands_out else None
-    if not adds:
+    reduces = collective in ("reduce_scatter", "reduce", "all_reduce")
+    distributes = collective in ("all_gather", "broadcast", "all_reduce")
+    there = grow(network, root, trees, most_trees, log) if distributes else None
+    if not reduces:
         return None, there
     back = network.reversed
     if there and sorted(back.links) == sorted(network.links):
         return there, there
     if not there:
-        return grow(back, root, trees, most_trees, tell), None
-    # Both have as many, at the latest those of the optimum, which is that of the other direction, too.
+        return grow(back, root, trees, most_trees, log), None
+    # Both need the same k. The optimum's k works, since both directions have the same optimum.
     if trees is None and not fixed_share(back, roots_of(back, root), there.best, there.share.trees):
         trees = optimal_share(network, there.best).trees
-        there = grow(network, root, trees, tell=tell)
-    return grow(back, root, there.share.trees, tell=tell), there
+        there = grow(network, root, trees, log=log)
+    return grow(back, root, there.share.trees, log=log), there

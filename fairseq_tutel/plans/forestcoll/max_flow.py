@@ -1,8 +1,7 @@
-"""Maximum flow of whole numbers, and the minimum cut beside it.
+"""Integer maximum flow and minimum cut.
 
-Dinic's algorithm on dense graphs of some dozens of vertices, which is what networks are: capacities
-are rows of a matrix, sets of vertices are bits of an integer, so that a breadth-first search takes a few
-operations for a vertex and none for an edge.
+Dinic's algorithm for dense graphs of some dozens of vertices. Capacities are rows of a matrix, and sets of
+vertices are bits of an integer, so a breadth-first search needs a few operations per vertex, not per edge.
 
 Source: Dinic, Algorithm for solution of a problem of maximum flow in a network with power estimation, 1970.
 """
@@ -12,11 +11,11 @@ from itertools import pairwise
 
 
 class Flow:
-    """A graph's capacities, of which flows take theirs.
+    """A graph with remaining capacities.
 
     Attributes:
-        left: by (source, target), what is left of the capacity.
-        out: of a vertex the set of targets to which some is left.
+        left: the remaining capacity, by source and target.
+        out: for each vertex the set of targets with remaining capacity.
     """
 
     __slots__ = ("left", "out")
@@ -26,17 +25,17 @@ class Flow:
 
     @classmethod
     def of(cls, matrix: Sequence[Sequence[int]], more: int = 0) -> "Flow":
-        """Return a graph of a matrix of capacities, and that many vertices more without edges."""
+        """Return the graph of a matrix of capacities, with `more` further vertices."""
         size = len(matrix) + more
         left = [[*row, *[0] * more] for row in matrix] + [[0] * size for _ in range(more)]
         return cls(left, [sum(1 << target for target, c in enumerate(row) if c) for row in left])
 
     def copy(self) -> "Flow":
-        """Return the graph with what is left, for flows of their own."""
+        """Return a copy."""
         return Flow([row[:] for row in self.left], self.out[:])
 
     def add(self, source: int, target: int, capacity: int) -> None:
-        """Add to an edge; less than 0 takes away."""
+        """Add to the capacity of an edge."""
         left = self.left[source][target] = self.left[source][target] + capacity
         if left:
             self.out[source] |= 1 << target
@@ -44,11 +43,10 @@ class Flow:
             self.out[source] &= ~(1 << target)
 
     def push(self, source: int, target: int, limit: int) -> tuple[int, int]:
-        """Send as much as can be sent, at most the limit, and take it from the capacities.
+        """Send the maximum flow, at most the limit, and reduce the capacities.
 
         Returns:
-            What was sent; and, if that is less than the limit, the source's side of a minimum cut, as
-            bits: the smallest one.
+            The flow; and if it is less than the limit, the smallest source side of a minimum cut, as bits.
         """
         sent = 0
         while sent < limit:
@@ -77,7 +75,7 @@ class Flow:
                 return layers, seen
 
     def _block(self, source: int, target: int, layers: list[int], limit: int) -> int:
-        """Send along shortest ways until there is none, or the limit is reached; return how much."""
+        """Send along shortest paths until none is left or the limit is reached; return the flow."""
         left, out = self.left, self.out
         path, sent = [source], 0
         while path:

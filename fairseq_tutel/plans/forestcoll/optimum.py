@@ -1,13 +1,13 @@
-"""ForestColl: how fast a network can bring everybody's shard to everybody, exactly, and by which cut.
+"""ForestColl's optimum: the least time in which each root's shard can reach all ranks, and its cut.
 
-R roots among the ranks. Every root's shard goes to all ranks; a set S of vertices that does not hold all
-ranks has |S and R| shards to let out over its links, of bandwidth B+(S) together: a shard of one byte
-takes at least |S and R| / B+(S). The largest of these, 1/x, is reached by trees (Edmonds 1973): with a
-source that sends x to every root, x |R| can flow to every rank. All of it is whole numbers and fractions.
+R is the set of roots, a subset of the ranks. Each root's shard goes to all ranks. A set S of vertices that
+lacks a rank sends |S and R| shards over its outgoing links of total bandwidth B+(S), so a shard of one byte
+takes at least |S and R| / B+(S). Trees reach the largest of these bounds, 1/x (Edmonds 1973): with a source
+that sends x to each root, x |R| can flow to each rank. All numbers are integers or fractions.
 
 Source: Zhao et al., ForestColl: Throughput-Optimal Collective Communications on Heterogeneous Network
-Fabrics, 2024. The search for 1/x is by Newton's method (Dinkelbach 1967) instead of theirs by halves: a
-cut that is too narrow gives the next, larger, 1/x, and there are few.
+Fabrics, 2024. Here Newton's method (Dinkelbach 1967) replaces their bisection for 1/x: each cut that is too
+narrow gives the next, larger 1/x, after few steps.
 """
 
 import math
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fairseq_tutel.planning.network import Network
-from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
+from fairseq_tutel.plans.forestcoll.max_flow import Flow
 
-# A default number of trees may cost this much over the optimum.
+# How far the default number of trees may be from the optimum.
 TOLERANCE = Fraction(1, 20)
-# So many numbers of trees are tried for that, before those of the optimum are taken.
+# How many numbers of trees are tried for that, before the optimum's number is taken.
 TRIED = 200
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """What no schedule can be faster than.
+    """The lower bound of all schedules.
 
     Attributes:
-        cut: S, the vertices on the bottleneck's one side, as bits.
-        narrow: |S and R| and B+(S), of which 1/x is the fraction.
+        cut: S, the vertices on one side of the bottleneck, as bits.
+        narrow: |S and R| and B+(S), whose fraction is 1/x.
     """
 
     cut: int
@@ -38,18 +38,18 @@ class Optimum:
 
     @property
     def seconds(self) -> Fraction:
-        """1/x, of a shard of one byte where bandwidths are bytes a second."""
+        """1/x: seconds for a shard of one byte, if bandwidths are bytes a second."""
         return Fraction(*self.narrow)
 
 
 @dataclass(frozen=True)
 class Share:
-    """How links are shared out between trees.
+    """The assignment of links to trees.
 
     Attributes:
-        trees: k, of every root.
-        stretch: U; a link of bandwidth b is in at most U b trees, so that a shard of one byte takes U / k.
-        capacities: the whole part of U b, by (source, target).
+        trees: k, per root.
+        stretch: U; at most U b trees use a link of bandwidth b, so a shard of one byte takes U / k.
+        capacities: U b rounded down, by source and target.
     """
 
     trees: int
@@ -58,22 +58,17 @@ class Share:
 
     @property
     def seconds(self) -> Fraction:
-        """Of a shard of one byte where bandwidths are bytes a second."""
+        """Seconds for a shard of one byte, if bandwidths are bytes a second."""
         return self.stretch / self.trees
 
 
 def roots_of(network: Network, root: int | None) -> list[int]:
-    """Return whose shards travel: one rank's, or if it is None everybody's."""
+    """Return the ranks whose shards are distributed; a root of None: all ranks."""
     return list(range(network.ranks)) if root is None else [root]
 
 
 def optimum(network: Network, root: int | None = None) -> Optimum:
-    """Return the optimum, with the cut that shows that it is one.
-
-    Args:
-        network: the links.
-        root: whose shard travels; None: everybody's, as in an all-gather.
-    """
+    """Return the optimum and its cut; a root of None: all ranks are roots, as in an all-gather."""
     roots = roots_of(network, root)
     everything = (1 << len(network.vertices)) - 1
     best = max(
@@ -81,14 +76,14 @@ def optimum(network: Network, root: int | None = None) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # What has passed at a smaller 1/x passes at a larger one: no rank is tried again.
+        # A rank that passes at a smaller 1/x passes at a larger one, so each rank is tried once.
         while cut := _too_narrow(network, roots, rank, best.seconds):
             best = _narrow(network, roots, cut)
     return best
 
 
 def _narrow(network: Network, roots: Sequence[int], cut: int) -> Optimum:
-    """Return what a set of vertices says of the optimum."""
+    """Return the bound of a set of vertices."""
     inside = sum(cut >> root & 1 for root in roots)
     leaving = sum(
         link.bandwidth for link in network.links if cut >> link.source & 1 > cut >> link.target & 1
@@ -97,9 +92,9 @@ def _narrow(network: Network, roots: Sequence[int], cut: int) -> Optimum:
 
 
 def _too_narrow(network: Network, roots: Sequence[int], rank: int, seconds: Fraction) -> int:
-    """Return a set without the rank whose links take longer for its shards, or 0."""
+    """Return a set without the rank whose bound is larger, or 0."""
     source = len(network.vertices)
-    # Times the numerator of 1/x all is whole.
+    # Multiplied by the numerator of 1/x, all numbers are whole.
     graph = Flow.of([[seconds.numerator * b for b in row] for row in network.matrix], 1)
     for root in roots:
         graph.add(source, root, seconds.denominator)
@@ -120,16 +115,16 @@ def _share(network: Network, trees: int, numerator: int, denominator: int) -> Sh
 
 
 def is_enough(network: Network, roots: Sequence[int], share: Share) -> bool:
-    """Return whether the trees find room: whether k |R| can flow to every rank (Edmonds)."""
+    """Return whether the trees fit: whether k |R| can flow to each rank (Edmonds)."""
     graph = with_source(share.capacities, roots, share.trees)
     return reaches_all(graph, network.ranks, share.trees * len(roots))
 
 
 def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
-    """Return whether that much can flow from the last vertex to every rank."""
+    """Return whether `needed` can flow from the last vertex to each rank."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
-        # What flows to one rank flows on to the next: mostly few and short paths.
+        # The flow to one rank continues to the next one, mostly by few and short paths.
         if graph.push(start, rank, needed)[0] < needed:
             return False
         start = rank
@@ -137,7 +132,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
 
 
 def with_source(capacities: Sequence[Sequence[int]], roots: Sequence[int], trees: int) -> Flow:
-    """Return the graph with one vertex more, the last, which leads to every root."""
+    """Return the graph with a further, last vertex with edges to each root."""
     graph = Flow.of(capacities, 1)
     for root in roots:
         graph.add(len(capacities), root, trees)
@@ -147,20 +142,10 @@ def with_source(capacities: Sequence[Sequence[int]], roots: Sequence[int], trees
 def fixed_share(
     network: Network, roots: Sequence[int], best: Optimum, trees: int, most: Fraction | None = None
 ) -> Share | None:
-    """Return the share of the least U for a number of trees of every root.
+    """Return the share with the least U, at most `most`, for `trees` trees per root; None: there is none.
 
-    Whole parts of what a switch receives and sends are as much of both if its links are alike in both
-    directions; of networks where they are not, few numbers of trees have one.
-
-    Args:
-        network: the links.
-        roots: R.
-        best: the optimum.
-        trees: k.
-        most: of U; None: any.
-
-    Returns:
-        The share; None, if there is none.
+    After rounding, a switch must still receive as much as it sends. This holds if its links are equal in
+    both directions. In other networks few numbers of trees have a share.
     """
     least = best.seconds * trees
 
@@ -173,7 +158,7 @@ def fixed_share(
             most *= 2
     elif not is_enough(network, roots, at(most)):
         return None
-    # The least U is one where a link gets one more: a whole number over its width.
+    # At the least U some link gets one more tree: U is a whole number over its width.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)
@@ -190,7 +175,7 @@ def fixed_share(
 
 
 def _is_balanced(network: Network, share: Share) -> bool:
-    """Return whether switches can send what they receive."""
+    """Return whether each switch receives as much as it sends."""
     return all(
         sum(share.capacities[switch]) == sum(row[switch] for row in share.capacities)
         for switch in network.switches
@@ -200,13 +185,9 @@ def _is_balanced(network: Network, share: Share) -> bool:
 def default_share(
     network: Network, roots: Sequence[int], best: Optimum, most_trees: int | None = None
 ) -> Share:
-    """Return the share of the fewest trees that cost at most `TOLERANCE` over the optimum.
+    """Return the share with the fewest trees that is within `TOLERANCE` of the optimum.
 
-    Args:
-        network: the links.
-        roots: R.
-        best: the optimum.
-        most_trees: k at most; where it is too few for that, the fastest share of them.
+    With `most_trees` k is at most that, and if no such share is fast enough, the fastest one is returned.
     """
     optimal = optimal_share(network, best)
     last = min(most_trees or optimal.trees, optimal.trees)
@@ -219,8 +200,3 @@ def default_share(
         return optimal
     shares = (fixed_share(network, roots, best, trees) for trees in tried)
     return min(filter(None, shares), key=lambda share: share.seconds, default=optimal)
-
-
-def names(network: Network, vertices: int) -> list[str]:
-    """Return the names of a set of vertices."""
-    return [network.vertices[vertex] for vertex in members(vertices)]

@@ -1,10 +1,10 @@
-"""Tree packing: k trees from every root to all ranks, over links between ranks that have room for them.
+"""Tree packing: k trees from each root to all ranks, over links between ranks.
 
-Trees grow one after the other, alike ones together: one that is m times there takes the link (x, y) as
-often as is left of it and as every set T of ranks with y, and without x, can spare: what leads into T, less
-all other trees that have yet to come there (Edmonds 1973; Berczi and Frank, Packing arborescences, 2009).
-The rest of the m become a tree of their own, as far as it has grown. There is always such a link. A set
-that can spare none never will: what leads into it and what must come in shrink together.
+Trees grow one after the other, equal trees as m copies of one. The copies take a link (x, y) as often as
+its remaining capacity allows, and as each set T of ranks with y and without x can spare: the capacity into
+T minus the other trees that have still to reach T (Edmonds 1973; Berczi and Frank, Packing arborescences,
+2009). The other copies become a separate tree with the edges so far. Such a link always exists. A set that
+can spare nothing never will again, since its capacity and its demand shrink together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,12 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree that is so many times there.
+    """A tree with copies.
 
     Attributes:
-        root: where it begins.
+        root: its root.
         copies: m.
-        edges: (from, to), in the order in which it grew: breadth first.
+        edges: (parent, child), in breadth-first order.
     """
 
     root: int
@@ -29,7 +29,7 @@ class Tree:
 
     @property
     def depths(self) -> dict[int, int]:
-        """Links from the root, by what it has reached."""
+        """The distance of each vertex from the root."""
         depths = {self.root: 0}
         for source, target in self.edges:
             depths[target] = depths[source] + 1
@@ -40,15 +40,15 @@ def pack(
     capacities: Sequence[Sequence[int]],
     roots: Sequence[int],
     trees: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Tree]:
-    """Return k trees of every root, which together use no link more often than it may be.
+    """Return k trees per root, whose copies on each link are within its capacity.
 
     Args:
-        capacities: of links between ranks, by (source, target); enough for the trees.
+        capacities: of links between ranks, by source and target; enough for the trees.
         roots: R.
         trees: k.
-        tell: receives a line of progress for every tree.
+        log: receives a line of progress for each tree.
     """
     packing = _Packing(capacities)
     growing = [Tree(root, trees) for root in reversed(roots)]
@@ -57,16 +57,16 @@ def pack(
         tree, others = packing.grow(growing.pop(), growing)
         grown.append(tree)
         growing = others
-        tell(f"{len(grown)} trees have grown, {len(growing)} have not")
+        log(f"{len(grown)} trees have grown, {len(growing)} have not")
     return grown
 
 
 class _Packing:
-    """Links, as trees take from them.
+    """The links that trees have not used.
 
     Attributes:
-        links: what is left.
-        full: sets of ranks that can spare no more for trees that are there.
+        links: the remaining capacities.
+        full: sets of ranks that can spare nothing.
     """
 
     def __init__(self, capacities: Sequence[Sequence[int]]) -> None:
@@ -75,11 +75,7 @@ class _Packing:
         self.full: list[int] = []
 
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
-        """Let a tree reach all ranks.
-
-        Returns:
-            The tree; and the others, with those that have split off from it.
-        """
+        """Grow a tree to all ranks; return it, and the other trees with those that split off from it."""
         others = list(others)
         graph = self._with_demands(others)
         depths = tree.depths
@@ -100,7 +96,7 @@ class _Packing:
         return tree, others
 
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
-        """Return the widest link nearest to the root that may have something to spare."""
+        """Return the widest link nearest to the root that no full set rules out."""
         left, out = self.links.left, self.links.out
         found, widest = None, (0, 0)
         for source, depth in depths.items():
@@ -117,7 +113,7 @@ class _Packing:
         return found
 
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
-        """Return the links with a vertex that leads to every other tree, and through it to its vertices."""
+        """Return the links with a source, its edges to the other trees, and theirs to their vertices."""
         size = len(self.links.out)
         graph = Flow.of(self.links.left, 1 + len(others))
         for index, tree in enumerate(others):
@@ -129,7 +125,7 @@ class _Packing:
     def _most(
         self, graph: Flow, source: int, target: int, copies: int, others: Sequence[Tree]
     ) -> int:
-        """Return how many trees can take a link."""
+        """Return how many copies can take a link."""
         size = len(self.links.out)
         demand = sum(tree.copies for tree in others)
         most = min(copies, self.links.left[source][target])

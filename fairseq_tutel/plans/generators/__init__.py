@@ -1,6 +1,6 @@
 """Generators: well-known collectives as plans. N ranks on n nodes of L; M bytes of a rank's `in`.
 
-docs/plans.md has a table of the messages and trips of each. A rank has one lane.
+docs/plans.md has a table of the messages and rounds of each. A rank has one lane.
 
 **Equal results.** One rank makes each sum, or all ranks make it in the same order: all get the same bits.
 
@@ -47,12 +47,7 @@ GENERATORS = {
 def make(name: str, collective: str, ranks: int, *, nodes: int = 1, root: int = 0) -> Plan:
     """Make a plan by the name of its generator.
 
-    Args:
-        name: a key of `GENERATORS`.
-        collective: one of the generator's collectives.
-        ranks: N.
-        nodes: n; rank = node * L + local rank. Most generators ignore it.
-        root: of broadcast and reduce.
+    Most generators ignore `nodes`, where rank = node * L + local rank; `root` is for broadcast and reduce.
 
     Raises:
         ValueError: there is no such plan.
@@ -78,9 +73,6 @@ def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
     All ranks put to all at once. An all_reduce of more than two ranks needs two phases when the data of one
     phase no longer fits a processor's cache: above 2 MiB / N^2. Measured by
     `benchmarks.collectives --all-plans` with 2, 4 and 8 ranks.
-
-    Raises:
-        ValueError: there are none.
     """
     if collective == "all_to_all":
         return (make("linear", collective, ranks),)

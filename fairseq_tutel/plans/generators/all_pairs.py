@@ -16,14 +16,14 @@ def others(index: int, count: int) -> list[int]:
 def one_phase(collective: str, ranks: int) -> Plan:
     """all_gather, reduce_scatter or all_reduce (1PA): put the needed chunks to each `tmp`, then sum.
 
-    A rank sends N - 1 messages in one trip. For all_gather and all_reduce each is its whole `in`, (N-1) M
+    A rank sends N - 1 messages in one round. For all_gather and all_reduce each is its whole `in`, (N-1) M
     bytes in all; for reduce_scatter each is 1/N of it, (N-1)/N M in all. Sums are in the order of ranks.
     """
     return _all_to_each("one_phase", collective, ranks)
 
 
 def linear(collective: str, ranks: int) -> Plan:
-    """all_to_all: each rank puts to each other rank, N - 1 messages and (N-1)/N M bytes in one trip."""
+    """all_to_all: each rank puts to each other rank, N - 1 messages and (N-1)/N M bytes in one round."""
     return _all_to_each("linear", collective, ranks)
 
 
@@ -54,7 +54,7 @@ def _all_to_each(name: str, collective: str, ranks: int) -> Plan:
 def two_phase(collective: str, ranks: int) -> Plan:
     """all_reduce (2PA): reduce_scatter by all pairs, then all_gather by all pairs.
 
-    A rank sends 2 (N-1) messages of M / N in two trips, 2 (N-1)/N M bytes, which is the minimum for an
+    A rank sends 2 (N-1) messages of M / N in two rounds, 2 (N-1)/N M bytes, which is the minimum for an
     all_reduce. Rank r sums chunk r in the order of ranks and sends the sum to all.
     """
     w = Writer(ranks)

@@ -7,8 +7,8 @@ from fairseq_tutel.plans.generators.all_pairs import gather, others, scatter
 def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
     """all_reduce (2PH): in-node reduce_scatter, exchange of a 1/L slice across nodes, in-node all_gather.
 
-    A rank sends 2 (L-1) messages in its node and n - 1 to other nodes, each of M / L bytes, in three trips.
-    Slice i is the sum over nodes, in order, of the sums over each node's ranks, in order.
+    A rank sends 2 (L-1) messages in its node and n - 1 to other nodes, each of M / L bytes, in three
+    rounds. Slice i is the sum over nodes, in order, of the sums over each node's ranks, in order.
 
     Source: MSCCL++ (Shah et al. 2025), section 5.
     """
@@ -35,7 +35,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
     """all_to_all (2DH): within a node to the rank with the destination's local index, then across nodes.
 
     In its node a rank sends L - 1 messages of n chunks, (L-1)/L M bytes. To other nodes it sends n - 1
-    messages of L chunks, (n-1)/n M bytes; `linear` sends (n-1) L smaller ones. Two trips.
+    messages of L chunks, (n-1)/n M bytes; `linear` sends (n-1) L smaller ones. Two rounds.
 
     Source: Tutel (Hwang et al. 2023), section 3.4.
     """

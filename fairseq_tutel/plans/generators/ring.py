@@ -1,4 +1,4 @@
-"""Rings: each rank sends only to the next one, N - 1 times. N ranks, rank r, trip t."""
+"""Rings: each rank sends only to the next one, N - 1 times. N ranks, rank r, round t."""
 
 from fairseq_tutel.plans.format import Plan, Writer
 
@@ -6,8 +6,8 @@ from fairseq_tutel.plans.format import Plan, Writer
 def ring(collective: str, ranks: int) -> Plan:
     """all_gather, reduce_scatter or all_reduce (2PR), which is the other two in a row.
 
-    A rank sends one message in each trip: for all_gather N - 1 of a shard, (N-1) M bytes; for
-    reduce_scatter N - 1 of M / N; for all_reduce both, 2 (N-1)/N M bytes in 2 (N-1) trips. Chunk c is
+    A rank sends one message in each round: for all_gather N - 1 of a shard, (N-1) M bytes; for
+    reduce_scatter N - 1 of M / N; for all_reduce both, 2 (N-1)/N M bytes in 2 (N-1) rounds. Chunk c is
     summed along the ring, from rank c + 1 to rank c.
 
     Source: Patarasuk and Yuan 2009.
@@ -39,7 +39,7 @@ def _gather(w: Writer, r: int) -> None:
 
 
 def _scatter(w: Writer, r: int, result: tuple[str, int]) -> None:
-    """Sum chunk r of all ranks in `result`; trip t's data arrives in tmp[t]."""
+    """Sum chunk r of all ranks in `result`; round t's data arrives in tmp[t]."""
     if w.ranks == 1:
         w.copy(r, ("in", r), result)
     for t in range(w.ranks - 1):

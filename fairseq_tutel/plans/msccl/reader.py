@@ -1,8 +1,8 @@
-"""MSCCL's XML files as plans.
+"""Reads MSCCL's XML files as plans.
 
-A file has a `gpu` for each rank with its thread blocks, `tb`, each with a peer to send to, one to receive
-from and a channel; the `step`s of a block run in order, each after the one that it depends on. Buffers are
-i, o and s, for in, out and scratch.
+A file has a `gpu` for each rank with thread blocks, `tb`. A block has a peer to send to, a peer to receive
+from and a channel. Its `step`s run in order, each after the step that it depends on. Buffers are i, o and
+s, for in, out and scratch.
 
 | type | does               | type | does                             | type | does                |
 |------|--------------------|------|----------------------------------|------|---------------------|
@@ -10,23 +10,23 @@ i, o and s, for in, out and scratch.
 | r    | receive to dst     | rrs  | receive, add to src, send        | re   | add src to dst      |
 | rcs  | the same, and send | rrcs | receive, add to src, dst, send   | nop  | wait for another    |
 
-**Two-sided as one-sided.** There a receiver says where a message goes when it takes it, and a sender may be
-ahead: a put would race with what was done to that place before. Hence every message has chunks of `tmp` of
-its own, from where the receiver's step copies or adds; only what is received in scratch that no other step
-writes is put there at once. A block is a lane, dependencies are posted and pended, and what a put may
-still read is flushed before it is written.
+**Two-sided steps as one-sided ones.** In MSCCL the receiver chooses a message's place when it receives it,
+and the sender may be ahead. A put to that place would race with earlier accesses. So each message has its
+own chunks of `tmp`, from which the receiver's step copies or adds. Only a message to scratch that no other
+step writes is put there at once. A block is a lane, dependencies become posts and pends, and a put's source
+is flushed before it is written.
 
-**In place** (inplace is 1 and outofplace is not) the caller's one buffer is `out`, after a copy of `in`,
-and for reduce_scatter a part of `tmp`, to where a file that writes its input has it copied, too.
+**In place** (inplace is 1 and outofplace is not) the caller's one buffer is `out`, after a copy of `in`;
+for reduce_scatter it is a part of `tmp`. That part also holds `in` if a file writes its input.
 
-Source: the files that MSCCLang writes (Cowan et al. 2023), and what MSCCL's interpreter does with them.
+Source: the files of MSCCLang (Cowan et al. 2023) and their meaning in MSCCL's interpreter.
 """
 
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 from xml.parsers import expat
 
@@ -44,21 +44,13 @@ RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
 READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # of src
 STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # to dst
-LARGEST = 1 << 16  # of chunks, ranks and steps: more is a mistake
+LARGEST = 1 << 16  # chunks, ranks and steps
 Cell = tuple[str, int]
-Way = tuple[int, int, int]  # from whom, to whom, on which channel
+Way = tuple[int, int, int]  # source, target, channel
 
 
 class _Step(NamedTuple):
-    """A step of a block.
-
-    Attributes:
-        type: one of `TYPES`.
-        sources: where chunks are; of a sum here all that are added.
-        dst: where they go.
-        n: how many.
-        after: (block, step) on which it depends.
-    """
+    """A step of a block; `after` is the (block, step) on which it depends."""
 
     type: str
     sources: tuple[Place, ...]
@@ -67,9 +59,8 @@ class _Step(NamedTuple):
     after: tuple[int, int] | None
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A thread block: whom it sends to and receives from (-1: nobody), its channel and its steps."""
+class _Block(NamedTuple):
+    """A thread block: the ranks that it sends to and receives from (-1: none), its channel and steps."""
 
     send: int
     recv: int
@@ -78,12 +69,10 @@ class _Block:
 
 
 def from_xml(text: str | bytes) -> Plan:
-    """Read an MSCCL algorithm.
-
-    Only that it can be read is seen to here; whether it is right, the checker says.
+    """Read an MSCCL algorithm, whose steps the checker has still to check.
 
     Raises:
-        PlanError: it is no such file, or has what plans have no form for; the sentence says where.
+        PlanError: the file is malformed, or has no form as a plan; names the place.
     """
     algorithm = _parse(text)
     ranks = _number(algorithm, "ngpus", 1)
@@ -92,7 +81,7 @@ def from_xml(text: str | bytes) -> Plan:
     loop = _number(algorithm, "nchunksperloop", 1)
     parts = 1 if coll == "allreduce" else ranks
     _demand(loop % parts == 0, f"nchunksperloop is {loop}, no multiple of {ranks} ranks")
-    scale = ranks if coll == "allgather" else 1  # its sizes are those of the whole
+    scale = ranks if coll == "allgather" else 1  # its byte range is that of the whole
     most = _number(algorithm, "maxBytes", 0, "0", most=1 << 62)
     plan = Plan(
         name=algorithm.get("name", ""),
@@ -119,7 +108,7 @@ def from_xml(text: str | bytes) -> Plan:
 
 
 def _parse(text: str | bytes) -> ET.Element:
-    """Return the root; a document type, with which entities come, is refused."""
+    """Return the root. Document types are refused, and so are entities."""
     builder = ET.TreeBuilder()
     parser = expat.ParserCreate()
     parser.StartElementHandler = builder.start
@@ -188,12 +177,12 @@ def _step_of(step: ET.Element, at: int, where: str, sizes: Mapping[str, int]) ->
 
 
 def cells_of(place: Place, n: int) -> set[Cell]:
-    """Return n chunks one by one."""
+    """Return n chunks as a set."""
     return {(place.buffer, place.chunk + i) for i in range(n)}
 
 
 def _merge_sums(blocks: list[_Block]) -> None:
-    """Make one sum of a copy or sum and those right after it to the same chunks: the last one's."""
+    """Merge a copy or sum and the sums right after it to the same chunks into one sum."""
     depended = {step.after for block in blocks for step in block.steps}
     for index, block in enumerate(blocks):
         steps, last = block.steps, -1
@@ -208,7 +197,7 @@ def _merge_sums(blocks: list[_Block]) -> None:
 
 
 def _translate(plan: Plan, programs: Mapping[int, list[_Block]], in_place: bool, kind: str) -> Plan:
-    """Return the plan with its programs; `temporary` is the scratch."""
+    """Return the plan with its programs; `plan.temporary` is the scratch."""
     scratch, C = plan.temporary, plan.chunks
     steps = [step for blocks in programs.values() for block in blocks for step in block.steps]
     writes_input = any(step.type in STORING and step.dst.buffer == "in" for step in steps)
@@ -239,11 +228,11 @@ def _moved(block: _Block, homes: Mapping[str, Place]) -> _Block:
     def moved(step: _Step) -> _Step:
         return step._replace(sources=tuple(map(move, step.sources)), dst=move(step.dst))
 
-    return replace(block, steps=list(map(moved, block.steps)))
+    return block._replace(steps=list(map(moved, block.steps)))
 
 
 def _land(programs: Mapping[int, list[_Block]], base: int) -> tuple[Mapping[Way, list[Place]], int]:
-    """Return where the messages of every way land, in order, and the chunks of `tmp`."""
+    """Return the places of each way's messages, in order, and the chunks of `tmp`."""
     sent: dict[Way, list[int]] = {}
     received: dict[Way, list[int]] = {}
     landings: dict[Way, list[Place]] = defaultdict(list)
@@ -284,8 +273,8 @@ def _write_rank(
     homes: Mapping[str, Place],
     landings: Mapping[Way, list[Place]],
 ) -> None:
-    """Write a rank's lanes, a block each; its places are where they are in the plan."""
-    semaphores: dict[tuple[int, int], int] = {}  # by who posts and who pends
+    """Write a rank's lanes, one per block, whose places are those of the plan."""
+    semaphores: dict[tuple[int, int], int] = {}  # by (posting lane, pending lane)
 
     def post(lane: int, other: int) -> None:
         w.post(rank, semaphores.setdefault((lane, other), len(semaphores)), lane=lane)
@@ -304,7 +293,7 @@ def _write_rank(
         elsewhere = set[Cell]().union(*stored[:lane], *stored[lane + 1 :])
         arriving = iter(landings.get((block.recv, rank, block.chan), ()))
         leaving = iter(landings.get((rank, block.send, block.chan), ()))
-        unread: set[Cell] = set()  # what puts may still read
+        unread: set[Cell] = set()  # sources of puts
         for at, step in enumerate(block.steps):
             if (lane, at) in pends:
                 pend(lane, pends[lane, at])
@@ -339,7 +328,7 @@ def _write_rank(
 def _effect(
     step: _Step, arrived: tuple[Place, ...]
 ) -> tuple[tuple[Place, ...], Place, Place | None]:
-    """Return what a step copies or adds up, if anything, where to, and what it sends, if anything."""
+    """Return what a step copies or sums, if anything, its destination, and what it sends, if anything."""
     sources, dst = step.sources, step.dst
     match step.type:
         case "cpy" | "re":
@@ -360,7 +349,7 @@ def _effect(
 
 
 def _stored(block: _Block) -> Counter[Cell]:
-    """Return how many steps write a chunk."""
+    """Return how many steps write each chunk."""
     steps = (step for step in block.steps if step.type in STORING)
     return Counter(cell for step in steps for cell in cells_of(step.dst, step.n))
 
@@ -368,7 +357,7 @@ def _stored(block: _Block) -> Counter[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return which block's post a step pends, and to which blocks a step posts, each by (block, step)."""
+    """Return, by (block, step), the block that a step waits for, and the blocks that it posts to."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):

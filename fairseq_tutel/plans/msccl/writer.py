@@ -1,4 +1,4 @@
-"""Plans as MSCCL's XML files, for its runtime on GPUs; what they look like, `msccl_reader` says."""
+"""Writes plans as MSCCL's XML files, for its runtime on GPUs; `reader` describes the files."""
 
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from fairseq_tutel.plans.checker.order import order_of
 from fairseq_tutel.plans.format import Place, Plan, PlanError, Step
 from fairseq_tutel.plans.msccl.reader import BUFFERS, COLLECTIVES, Cell, cells_of
 
-OWN = ("own", None)  # the block of what a rank does by itself
+OWN = ("own", None)  # the block of copies and sums
 LETTERS = {ours: theirs for theirs, ours in BUFFERS.items()}
 NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 NOP = {
@@ -20,7 +20,7 @@ End = tuple[str, int | None]  # send or recv on a channel
 
 
 class _Written(NamedTuple):
-    """A step of a file to be: its block, what it is, and the chunks that it reads and writes."""
+    """A step of the file: its block and attributes, and the chunks that it reads and writes."""
 
     block: End
     attributes: dict[str, str]
@@ -29,15 +29,15 @@ class _Written(NamedTuple):
 
 
 def to_xml(plan: Plan) -> str:
-    """Write a plan as an MSCCL algorithm, to be used out of place.
+    """Return a plan as an MSCCL algorithm, out of place.
 
-    A put is sent when it is asked for and received when the wait for it is over. There is a block for each
-    end of a channel and one for what a rank does by itself; steps of different blocks that touch the same
-    chunks depend on each other. Signals of no puts have no form there, and no use: receivers say where data
-    goes, and when. Half types are rounded after each addition, since that is how they are added there.
+    A put is sent when it is issued and received at the wait for it. There is a block for each end of a
+    channel and one for copies and sums. Steps of different blocks on the same chunks depend on each other.
+    Signals without puts are left out, since receivers choose the place and time of a message. MSCCL rounds
+    half types after each addition.
 
     Raises:
-        PlanError: the plan is not right, or of a collective with a root, which the form does not know.
+        PlanError: the plan is wrong, or of a collective with a root, which MSCCL's files cannot name.
     """
     check(plan)
     if plan.collective not in NAMES:
@@ -66,16 +66,16 @@ def _texts(**values: object) -> dict[str, str]:
 
 def _channel_numbers(plan: Plan) -> list[int]:
     """Number the channels between the same two ranks."""
-    twins: Counter[tuple[int, int]] = Counter()
+    used: Counter[tuple[int, int]] = Counter()
     numbers = []
     for channel in plan.channels:
-        numbers.append(twins[channel.source, channel.target])
-        twins[channel.source, channel.target] += 1
+        numbers.append(used[channel.source, channel.target])
+        used[channel.source, channel.target] += 1
     return numbers
 
 
 def _steps_of_ranks(plan: Plan) -> list[list[_Written]]:
-    """Return each rank's steps in one order in which all can be taken."""
+    """Return each rank's steps in a possible order."""
     order = order_of(plan)
     arrived: dict[int, list[int]] = defaultdict(list)
     for put, wait in order.arrival.items():
@@ -108,10 +108,10 @@ def _leaf(kind: str, block: End, step: Step, src: Place) -> _Written:
 
 
 def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: list[int]) -> None:
-    """Write a rank's steps as blocks with dependencies: what touches a chunk waits for what wrote it."""
+    """Write a rank's steps as blocks; a step depends on the last accesses to its chunks."""
     blocks: dict[End, ET.Element] = {}
     known: dict[End, dict[str, int]] = defaultdict(dict)
-    leaves: list[ET.Element] = []  # of each step, what stands for it
+    leaves: list[ET.Element] = []  # by step
     writer: dict[Cell, int] = {}
     readers: dict[Cell, set[int]] = defaultdict(set)
     for number, step in enumerate(steps):
@@ -125,12 +125,12 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
         if step.block not in blocks:
             blocks[step.block] = _new_block(gpu, step.block, plan, numbers)
         block, seen = blocks[step.block], known[step.block]
-        needs: dict[str, int] = {}  # by block, the last step that is not known to be over
+        needs: dict[str, int] = {}  # by block, the last step that is not known to have ended
         for other in sorted(before):
             there = blocks[steps[other].block].get("id", "")
             if there != block.get("id") and seen.get(there, -1) < other:
                 needs[there] = seen[there] = other
-        # A step depends on one other: the others are left to steps that do nothing.
+        # A step can depend on one other, so steps that do nothing wait for the rest.
         kinds = [NOP] * (len(needs) - 1) + [step.attributes]
         for attributes, there in zip_longest(kinds, needs):
             leaf = _add_step(block, attributes, there, leaves[needs[there]] if needs else None)
@@ -150,7 +150,7 @@ def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.
 def _add_step(
     block: ET.Element, attributes: dict[str, str], there: str | None, leaf: ET.Element | None
 ) -> ET.Element:
-    """Add a step that depends on a leaf of another block, if on any."""
+    """Add a step that depends on a leaf of the block `there`, if any."""
     deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
     if there is not None and leaf is not None:
         leaf.set("hasdep", "1")
