@@ -136,6 +136,15 @@ class ShardedTensor:
         """Return the stack."""
         return self.read(0, self.shape[0])
 
+    def check_headers(self) -> None:
+        """Open the files and compare the pieces' shapes with the record.
+
+        Raises:
+            ValueError: a file is missing or corrupt.
+        """
+        for piece in self.pieces:
+            self._file(piece)
+
     def path_of(self, piece: Piece) -> Path:
         """Return the file of a piece."""
         return self.root / self.folder / piece.file
