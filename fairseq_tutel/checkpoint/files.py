@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -164,6 +165,15 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
     if os.path.exists(path):
         return PIPE
     return BROKEN_LINK
+
+
+def is_pipe(path: str) -> bool:
+    """Whether a path is a pipe, device or socket, which a reader could wait for without end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # there is none, or the text is no path
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _is_torch_script(path: str | os.PathLike) -> bool:

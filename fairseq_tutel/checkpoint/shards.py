@@ -153,7 +153,9 @@ class ShardedTensor:
         s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
-            out.copy_(self._open(pieces[0]))
+            stored, form = self._stored(pieces[0]), self.quantized
+            # A temporary tensor would leave its block with malloc.
+            out.copy_(stored) if form is None else form.dequantize(stored, out)
             return
         # The range may be one piece, part of one, or several.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
@@ -163,12 +165,16 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _open(self, piece: Piece) -> Tensor:
-        """Return a piece, mapped from its file, and compare its digest."""
+        """Return a piece, dequantized."""
+        stored, form = self._stored(piece), self.quantized
+        return stored if form is None else form.dequantize(stored)
+
+    def _stored(self, piece: Piece) -> Tensor:
+        """Return the stored form of a piece, mapped from its file, and compare its digest."""
         tensor = self._file(piece).get_tensor(piece.key)
         if digest(tensor) != piece.digest:
             raise self._unlike(piece)
-        form = self.quantized
-        return tensor if form is None else form.dequantize(tensor)
+        return tensor
 
     def _file(self, piece: Piece) -> Any:
         """Open a piece's file and compare the piece's shape with the record."""

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from fairseq_tutel.checkpoint.files import is_pipe
 from fairseq_tutel.checkpoint.nested import walk
-from fairseq_tutel.files.small import shown
+from fairseq_tutel.files.small import printable, shown
 
 # Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({
@@ -43,6 +45,8 @@ PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
+# Parts of a configuration whose options name files that fairseq opens.
+OPENED = ("task", "model", "bpe", "tokenizer")
 # The only interpolation: another option, which is looked at itself.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
@@ -77,6 +81,36 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
             "with a literal there (a number, text, list, tuple or dictionary), or repeat the value in "
             "--model-overrides if you trust it."
         )
+
+
+def refuse_bad_references(state: Mapping[str, Any], path: str) -> None:
+    """Refuse a checkpoint whose options refer to options, or to files, that nothing can read.
+
+    Options that fairseq converted from an older file's command line may refer to missing ones.
+
+    Args:
+        state: the checkpoint, as fairseq loads it.
+        path: of the file.
+
+    Raises:
+        ValueError: names the file and the option.
+    """
+    cfg = state.get("cfg")
+    if OmegaConf.is_config(cfg) and state.get("args") is None:
+        try:
+            OmegaConf.to_container(cfg, resolve=True)
+        except OmegaConfBaseException as error:
+            reason = printable(str(error).partition("\n")[0])
+            raise ValueError(
+                f"{path} has an option that refers to a missing one ({reason}); give a file with plain "
+                "values."
+            ) from error
+    for key, value in options_within({part: (cfg or {}).get(part) for part in OPENED}):
+        if isinstance(value, str) and is_pipe(value):
+            raise ValueError(
+                f"{path} has {shown(value)} as its option {key}, which is a pipe, device or socket; give a "
+                "file with the path of an ordinary file."
+            )
 
 
 def is_literal(text: str) -> bool:

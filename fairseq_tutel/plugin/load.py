@@ -23,7 +23,7 @@ from fairseq_tutel.moe.config import label_of, options_of
 from fairseq_tutel.moe.options import is_custom
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.flags import refuse_misspelt
-from fairseq_tutel.plugin.literals import options_within, refuse_code
+from fairseq_tutel.plugin.literals import options_within, refuse_bad_references, refuse_code
 from fairseq_tutel.plugin.opened_experts import refuse_without_pregating
 from fairseq_tutel.plugin.resume import checkpoint_to_load, mapped
 from fairseq_tutel.plugin.run_config import mark_as_opened, root_of, say_what_has_no_effect_on
@@ -194,6 +194,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
                 refuse_unknown_classes(state, path, arg_overrides)
                 mark_as_opened(state)
                 refuse_code(state, path, given)  # hydra has read the options of an older file anew
+                refuse_bad_references(state, path)
                 forget_retired(state)
                 add_system_options(state, arg_overrides)
                 say_what_has_no_effect_on(path, state)

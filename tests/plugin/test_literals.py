@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import pytest
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from fairseq_tutel.plugin.literals import EVALUATED, is_literal, refuse_code
+from fairseq_tutel.plugin.literals import (
+    EVALUATED,
+    is_literal,
+    refuse_bad_references,
+    refuse_code,
+)
 
 CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
 
@@ -191,3 +197,29 @@ def test_no_object_and_no_resolver_stands_among_options(cfg, sentence):
 def test_many_containers_take_no_time_and_numbers_multiply():
     refuse_code({"cfg": {"model": [[] for _ in range(100_000)]}}, "x.pt", {})
     assert is_literal("100*1000,2000*10") and not is_literal("[0] * (100*1000)")
+
+
+def test_a_reference_to_a_missing_option_is_refused():
+    good = {"task": {"data": "${common.seed}"}, "common": {"seed": 1}}
+    refuse_bad_references({"cfg": OmegaConf.create(good)}, "x.pt")
+    # fairseq's conversion of an older file's command line leaves such references.
+    broken = {"cfg": OmegaConf.create({"task": {"data": "${nowhere}"}})}
+    refuse_bad_references({**broken, "args": argparse.Namespace()}, "x.pt")
+    with pytest.raises(
+        ValueError, match=r"^x\.pt has an option that refers .*nowhere.*; give a.*values\.$"
+    ):
+        refuse_bad_references(broken, "x.pt")
+
+
+@pytest.mark.parametrize("part", ["task", "model", "bpe", "tokenizer"])
+def test_an_option_that_names_a_device_is_refused(part, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", str(tmp_path / "pipe")):
+        with pytest.raises(
+            ValueError, match=r"^x\.pt has '.* as its option vocabulary, which is a pipe"
+        ):
+            refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")
+    file = tmp_path / "file"
+    file.touch()
+    for name in (str(file), str(tmp_path), "nothing", "a\0b", ""):
+        refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")

@@ -63,7 +63,9 @@ class Undecided(FairseqIncrementalDecoder):
         return 8
 
     def forward(self, prev_output_tokens, **kwargs):
-        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {"attn": None}
+        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {
+            "attn": None
+        }
 
 
 def test_a_model_without_a_finite_score_is_named():
