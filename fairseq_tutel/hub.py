@@ -1,6 +1,6 @@
-"""from_checkpoint(): a trained model in Python, as fairseq's hub gives it, with or without experts.
+"""from_checkpoint(): opens a trained model for use in Python, with fairseq's hub.
 
-fairseq is imported when it is called; importing this needs torch and numpy alone.
+The call imports fairseq; this module needs only torch and numpy.
 """
 
 import logging
@@ -14,7 +14,7 @@ from fairseq_tutel.checkpoint.reading import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
-# In a --save-dir, the first that is there.
+# Names to try in a --save-dir, in order.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DICTIONARIES = "dict*.txt"
@@ -28,26 +28,26 @@ def from_checkpoint(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Any:
-    """Open a checkpoint for use: one file, one whose experts are in shards beside it, or a dense one.
+    """Open a full, sharded or dense checkpoint for inference.
 
     Args:
-        path: of the file, of several as --path takes them (A.pt:B.pt, an ensemble), or of a --save-dir,
-            whose best checkpoint is taken, else the last.
-        data: folder with the dictionaries; by default the one of the training, else the checkpoint's own.
-        device: by default a GPU where there is one.
-        dtype: of the weights: torch.float32, float16 or bfloat16.
-        options: of the task, the model or the run in place of those that were saved, without dashes:
-            moe_expert_store="pregated", source_lang="de"; bpe="sentencepiece" or tokenizer="moses" with
-            their own, of which files beside the checkpoint are found as in fairseq's hub; user_dir.
+        path: a file; several as for --path (A.pt:B.pt, an ensemble); or a --save-dir, for its best
+            checkpoint, else its last.
+        data: folder with the dictionaries; by default that of the training run, else the checkpoint's.
+        device: by default a GPU if there is one.
+        dtype: dtype of the weights: torch.float32, float16 or bfloat16.
+        options: replace saved options of the task, model or run, without dashes:
+            moe_expert_store="pregated", source_lang="de", user_dir; or bpe="sentencepiece" or
+            tokenizer="moses" with their own options. Their files are found next to the checkpoint.
 
     Returns:
-        One of plugin/hub_interfaces.py, a torch module in eval mode. Of a translation model it has
-        `translate`, of a language model `sample` and `score`, of a masked one `fill_mask`, of one of
-        images `classify`; what else fairseq's own interfaces have, it has too.
+        An interface of plugin/hub_interfaces.py, a torch module in eval mode. Translation models have
+        `translate`, language models `sample` and `score`, masked ones `fill_mask`, image classifiers
+        `classify`; all have the methods of fairseq's interfaces.
 
     Raises:
-        ValueError: a file that is missing, torn or of another kind, no dictionaries, an unknown option, or
-            a model of which there is no interface.
+        ValueError: a file is missing, corrupt or of another kind; dictionaries are missing; an option is
+            unknown; or the model has no interface.
         ImportError: fairseq is not installed.
     """
     if dtype not in DTYPES:
@@ -56,12 +56,12 @@ def from_checkpoint(
     try:
         place = torch.device(device or ("cuda" if on_gpu else "cpu"))
     except RuntimeError as error:
-        raise ValueError(f"device is {device}, which torch has not; give cpu or cuda.") from error
+        raise ValueError(f"device is {device}, which torch does not have; give cpu or cuda.") from error
     if place.type == "cuda" and not on_gpu:
         raise ValueError(f"device is {device}, and torch finds no GPU here; leave it out.")
     handlers, level = [*logging.root.handlers], logging.root.level
     register()
-    # A module of fairseq's lets all that is logged be printed, Pillow's lines of every image too.
+    # A module of fairseq configures logging, which would print Pillow's messages about images.
     logging.root.setLevel(level)
     for handler in {*logging.root.handlers}.difference(handlers):
         logging.root.removeHandler(handler)
@@ -78,7 +78,7 @@ def from_checkpoint(
 
 
 def _files(path: str) -> list[Path]:
-    """Return the absolute paths of the files that are meant."""
+    """Return the absolute paths of the files to open."""
     files = [Path(name).absolute() for name in path.split(":")]
     for i, file in enumerate(files):
         found = [file / name for name in USUAL if (file / name).is_file()]
@@ -89,15 +89,15 @@ def _files(path: str) -> list[Path]:
 
 
 def _data_folder(given: str | Path | None, usual: Iterable[str | Path]) -> Path:
-    """Return the folder of the dictionaries; of models without any, the last of the usual ones.
+    """Return the first folder with dictionaries, or the last usual one for models without any.
 
     Raises:
-        ValueError: the given one is none.
+        ValueError: the given folder does not exist.
     """
     if given is not None:
         if not Path(given).is_dir():
-            raise ValueError(f"data is {given}, which is no folder; name that of the dictionaries.")
+            raise ValueError(f"data is {given}, which is no folder; give that of the dictionaries.")
         return Path(given).absolute()
-    # Data of several folders has its dictionaries in the first.
+    # With several data folders the first has the dictionaries.
     folders = [Path(str(name).split(":")[0]).absolute() for name in usual if name]
     return next((f for f in folders if any(f.glob(DICTIONARIES))), folders[-1])

@@ -1,6 +1,7 @@
-"""Experts in files, whatever the number of ranks that wrote them or will read them.
+"""Checkpoints: saved by any number of ranks, read by any other.
 
-`experts`: which rank gathers or writes what. `shards`: how a shard is written and read (`write_file`,
-`ShardedTensor`). `folders`: where shards stand, and when they go. `files`: a whole file or none. `lease`:
-one training a folder.
+- `saved`: `SavedModel` opens, edits and writes a checkpoint. `reading` opens files safely.
+- `description`, `average`: what `inspect` and `average` do.
+- `experts`: gathers experts on rank 0, or writes them as `shards` in `folders`.
+- `files`: atomic writes and checks of files. `lease`: one training run per folder.
 """

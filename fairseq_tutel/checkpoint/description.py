@@ -199,29 +199,13 @@ def _dtype(tensor: Any) -> str:
 
 
 def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
-    """Return the folders, number and size of shard files, and check their headers."""
-    keys: dict[Path, set[str]] = {}
+    """Return the folders, number and size of shard files, after a check of their headers."""
+    paths = set()
     for tensor in tensors:
-        for piece in tensor.pieces:
-            keys.setdefault(tensor.root / tensor.folder / piece.file, set()).add(piece.key)
-    from safetensors import (  # imported on demand, since few files need it
-        SafetensorError,
-        safe_open,
-    )
-
-    for path, wanted in keys.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                whole = wanted <= set(file.keys())
-        except (OSError, SafetensorError):
-            whole = False
-        if not whole:
-            raise ValueError(
-                f"FILE keeps experts in {path}, which is corrupt; give an older checkpoint, or put the "
-                "folder back that belongs to this one."
-            )
+        tensor.check_headers()
+        paths |= {tensor.path_of(piece) for piece in tensor.pieces}
     return {
-        "folders": sorted({str(path.parent) for path in keys}),
-        "files": len(keys),
-        "bytes": sum(path.stat().st_size for path in keys),
+        "folders": sorted({str(path.parent) for path in paths}),
+        "files": len(paths),
+        "bytes": sum(path.stat().st_size for path in paths),
     }

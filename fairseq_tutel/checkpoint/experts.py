@@ -1,13 +1,11 @@
-"""Experts of all ranks in a checkpoint: gathered by global expert id to rank 0, or written by every rank.
+"""Saves the experts of all ranks by global expert ID: gathered on rank 0, or written by every rank.
 
 E experts (e local), P expert_parallel_size, s slices of an expert.
 
-`gather_to_first` runs tensor by tensor, a part at a time. Rank 0 keeps, in host memory until the next
-training step, one full copy of what it gathered: E / e times the local experts, and as much again for every
-optimizer state tensor of their shape (three times the experts with Adam).
-
-`save_in_shards` lets every rank write the part that it holds, replicas a share of it each: a file of a
-layer (`_write_layer`), whose form is in `shards`, in a folder of which `folders` knows the life.
+- `gather_to_first` gathers one tensor at a time in chunks. Rank 0 keeps the full tensors in host memory
+  until the next training step: E / e times the local experts, and as much again for each optimizer state
+  tensor of their shape (three times the experts with Adam).
+- `save_in_shards` writes a shard file per layer on each rank; EP replicas split the experts among them.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +22,11 @@ from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 
-# Of all ranks' parts that stand on rank 0's device at once.
+# Size of a chunk on rank 0's device, with the parts of all ranks.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
-# What a rank tells, by layer and tensor: the stack's shape and dtype, its cut, and the pieces that the rank
-# wrote, by expert and slice.
+# By layer and tensor: the stack's shape, dtype and slicing, and the pieces that a rank wrote, by expert and
+# slice.
 Pieces = dict[tuple[int, int], Piece]
 Written = dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype, Slice, Pieces]]
 States = Callable[[nn.Parameter], Mapping[str, Tensor]]
@@ -42,11 +40,14 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
 def gather_to_first(
     tensor: Tensor, topology: Topology, slicing: Slice | None = None
 ) -> Tensor | None:
-    """Put the expert group's parts of a parameter together; on rank 0, in host memory, else None.
+    """Return the expert group's parts of a parameter joined in host memory on rank 0, else None.
 
-    A tensor of a parameter's shape, such as a moment, is cut as the parameter is: give `slicing` then.
+    Only the expert group of rank 0 communicates; its ranks hold every expert once.
 
-    Only the expert group of rank 0 communicates: its ranks hold every expert once.
+    Args:
+        tensor: a parameter, or a tensor of its shape such as a moment.
+        topology: this rank's.
+        slicing: the parameter's slicing, for other tensors.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -67,7 +68,7 @@ def gather_to_first(
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
-    """Make the next `model.state_dict()` on rank 0 hold all experts. Collective."""
+    """Gather all experts for the next `model.state_dict()` on rank 0. Collective."""
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
@@ -80,16 +81,16 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Free what was kept for a checkpoint; a later state dict holds the local slice again."""
+    """Free the gathered experts; a later state dict holds the local ones again."""
     for experts in expert_modules(model):
         experts.save_as(None)
 
 
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
-    """Give every rank a full copy of all experts, so that it can run without the others. Collective.
+    """Gather all experts on every rank, which then runs alone. Collective.
 
     Returns:
-        The bytes that the copies take on each rank until `drop_everywhere`.
+        The bytes of the copies on each rank, until `drop_everywhere`.
     """
     if topology.expert_parallel_size == 1:
         return 0
@@ -105,7 +106,7 @@ def gather_everywhere(model: nn.Module, topology: Topology) -> int:
 
 
 def drop_everywhere(model: nn.Module) -> None:
-    """Return to one slice of the experts per rank."""
+    """Free the gathered experts on every rank."""
     for experts in expert_modules(model):
         experts.compute_with(OWN)
 
@@ -119,24 +120,22 @@ def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
 def save_in_shards(
     model: nn.Module, topology: Topology, states: States, save_dir: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Write all experts and their optimizer state into shard files beside a checkpoint. Collective.
+    """Write all experts and their optimizer state to shard files. Collective.
 
-    The next `model.state_dict()` says where they are. No expert travels: ranks tell each other what they
-    wrote.
+    The next `model.state_dict()` holds their records. Ranks exchange records, not experts.
 
     Args:
-        model: with expert stacks.
-        topology: of this rank.
-        states: the optimizer's tensors of a parameter of experts, stacked as it is; may be collective, and
-            is called for the same parameters in the same order on all ranks.
-        save_dir: where the checkpoint will stand, one folder for all ranks.
+        model: has expert stacks.
+        topology: this rank's.
+        states: returns the optimizer's stacked tensors of a parameter; may be collective, and is called in
+            the same order on all ranks.
+        save_dir: the checkpoint's folder, which all ranks share.
 
     Returns:
-        By (qualified name of the stack, tensor) the record to save in its place. A state's tensor is the
-        parameter's name, a dot and the state's.
+        The records by (qualified name of the stack, tensor); optimizer state is named PARAMETER.STATE.
 
     Raises:
-        ValueError: on all ranks, where one could not write.
+        ValueError: on all ranks, if one could not write.
     """
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)
@@ -144,7 +143,7 @@ def save_in_shards(
     _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
     tensors = _joined([written for written, *_ in everything])
     if any(names != len(tensors) for *_, names in everything):
-        raise ValueError(f"ranks wrote other tensors than they have: {_DIFFER}")
+        raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
     names = [
         f"{p.file} {p.key} {p.digest}"
         for _, _, _, pieces in tensors.values()
@@ -178,12 +177,12 @@ def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
-            raise OSError(f"{path}, which another rank wrote, is not there as it was written")
+            raise OSError(f"{path}, which another rank wrote, is missing or has another size")
     return folders.commit(folder, names)
 
 
 def _first_rank(action: Callable[[], Any]) -> Any:
-    """Return on all ranks what rank 0 did; its error is everybody's."""
+    """Run an action on rank 0; return its result, or raise its error, on all ranks."""
     try:
         return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
@@ -205,10 +204,10 @@ def _refuse_failure(folder: Path, errors: list[str | None]) -> None:
 def _write_own(
     model: nn.Module, topology: Topology, states: States, folder: Path
 ) -> tuple[Written, dict[str, int], str | None, int]:
-    """Write this rank's share, a file a layer.
+    """Write this rank's experts, one file per layer.
 
     Returns:
-        What was written; its files' sizes; why it was not, if so; how many tensors the ranks share.
+        The pieces; the sizes of the files; the error or None; the number of tensors of all layers.
     """
     written: Written = {}
     sizes: dict[str, int] = {}
@@ -221,11 +220,11 @@ def _write_own(
             slicing = stack.slice_of(name)
             tensors[name] = (parameter, slicing)
             for key, value in states(parameter).items():
-                # What has not the parameter's shape, such as a scale, is the same for all slices.
+                # A tensor of another shape, such as a scale, is the same for all slices.
                 cut = slicing if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
         names += len(tensors)
-        if failed is None:  # after an error no more is written, but others may wait in `states`
+        if failed is None:  # after an error only `states` is called, since it may be collective
             try:
                 share = _share(stack.part.num_local, topology, turn)
                 written |= _write_layer(layer, stack, tensors, share, folder, sizes)
@@ -269,12 +268,12 @@ def _write_layer(
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
-    """Return which of the local experts this rank writes: its replicas write the others.
+    """Return the local experts that this rank writes; its replicas write the others.
 
     Args:
         num_local: e.
-        topology: of this rank.
-        turn: of the layer. Where replicas are more than experts, those that write are others in the next.
+        topology: this rank's.
+        turn: number of the layer; with more replicas than experts, other replicas write the next layer.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n
@@ -282,7 +281,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
 
 
 def _joined(parts: list[Written]) -> Written:
-    """Put together what the ranks wrote."""
+    """Join the pieces of all ranks."""
     joined: Written = {}
     for part in parts:
         for key, (shape, dtype, slicing, pieces) in part.items():

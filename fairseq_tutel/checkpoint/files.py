@@ -168,10 +168,10 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
 
 
 def is_pipe(path: str) -> bool:
-    """Return whether a pipe, device or socket is at a path, which may never end."""
+    """Whether a path is a pipe, device or socket, which a reader could wait for without end."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # none is there, or no path has such a text
+    except (OSError, ValueError):  # there is none, or the text is no path
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 

@@ -1,9 +1,8 @@
-"""The folders of shards in --save-dir: begun under one name, committed under another, collected later.
+"""Creates, commits and deletes the folders of shards in --save-dir.
 
-SAVE_DIR/experts/writing-89abcdef is being written; SAVE_DIR/experts/0123456789abcdef is complete, and
-named by its content. A folder counts from the moment that a checkpoint's file names it, so the rename of
-that file is what commits a checkpoint. Between the two another process cannot tell it from one that nobody
-needs any more, so what is younger than an hour is left alone, but by the process that knows whose it is.
+SAVE_DIR/experts/writing-89abcdef is incomplete. SAVE_DIR/experts/0123456789abcdef is complete, and its name
+is a hash of its content. The rename of a checkpoint's file, which names the folder, commits it. Before
+that, other processes cannot recognize a folder in use, so they delete unnamed folders only after one hour.
 """
 
 import hashlib
@@ -24,32 +23,32 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# What this process committed, or saw a checkpoint name: once none does, nobody is about to.
+# Folders that this process committed or found in a checkpoint; it deletes them as soon as none names them.
 _known: set[Path] = set()
 
 
 def begin(save_dir: Path, prefix: str = WRITING) -> Path:
-    """Return a new folder to write into, of a name that was never there: a client's cache may be old."""
+    """Create a folder to write into; its name is new, since a network client's cache may be old."""
     folder = save_dir / PARENT / f"{prefix}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
     return folder
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Give what was written its name, and return that from the checkpoint's folder on.
+    """Rename a folder by its content; return its path relative to the checkpoint's folder.
 
     Args:
-        written: what `begin` returned.
-        digests: a text for every piece that was written; they make the name.
+        written: the result of `begin`.
+        digests: a text for every piece, hashed for the name.
     """
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
-    if folder.exists():  # saved before, for example at the end of an epoch without an update since
+    if folder.exists():  # saved before, for example at the end of an epoch without an update
         for file in written.iterdir():
-            os.replace(file, folder / file.name)  # which may be damaged there
+            os.replace(file, folder / file.name)  # the older file may be damaged
         written.rmdir()
     else:
-        os.utime(written)  # its age counts from here
+        os.utime(written)  # its age starts here
         os.rename(written, folder)
     _known.add(folder.resolve())
     sync(folder)
@@ -58,7 +57,7 @@ def commit(written: Path, digests: Iterable[str]) -> str:
 
 
 def sync(folder: Path) -> None:
-    """Bring a folder's names down to the disk."""
+    """Call fsync on a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -67,10 +66,10 @@ def sync(folder: Path) -> None:
 
 
 def collect(save_dir: Path) -> None:
-    """Remove folders that no checkpoint in `save_dir` names, and what was cut off while it was written.
+    """Delete folders that no checkpoint in `save_dir` names, and incomplete ones.
 
-    A checkpoint may have any name. Where one can not be read, or the folders are elsewhere, behind a link,
-    nothing is removed; nor is what is young and not known to this process.
+    A checkpoint may have any name. Nothing is deleted if one cannot be read, or if the folders are behind a
+    link. Young folders are deleted only if this process knows them.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
@@ -82,9 +81,9 @@ def collect(save_dir: Path) -> None:
     files = [f for f in save_dir.iterdir() if f.is_file() and f.suffix != ".tmp"]
     try:
         named = set().union(*map(mentions, files))
-    except Exception as error:  # of a damaged zip Python's reader raises whatever it stumbles over
+    except Exception as error:  # Python's reader raises many types for a damaged zip
         logger.warning(
-            "kept all folders of %s, since a checkpoint can not be read: %s", parent, error
+            "kept all folders of %s, since a checkpoint cannot be read: %s", parent, error
         )
         return
     for folder in folders:
@@ -96,29 +95,29 @@ def collect(save_dir: Path) -> None:
 
 
 def remove_cut_off(save_dir: Path, seconds: float) -> None:
-    """Remove what a training began to write and did not change for some time."""
+    """Delete incomplete folders without a change for some time."""
     for folder in (save_dir / PARENT).glob(f"{WRITING}-*"):
         if _age(folder) >= seconds:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _age(folder: Path) -> float:
-    """Return for how many seconds neither a folder nor a file in it was changed."""
+    """Return the seconds since the last change of a folder or a file in it."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except FileNotFoundError:  # changed just now
         return 0.0
 
 
-# By file, times and size: the names do not change while the file does not.
+# Cached by file, times and size.
 _mentions: dict[tuple[int, ...], set[str]] = {}
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the names of the folders that a checkpoint's file names; nothing in it is unpickled.
+    """Return the folders that a checkpoint names, without unpickling it.
 
     Raises:
-        ValueError: a file that is called .pt is none.
+        ValueError: a .pt file is corrupt.
     """
     status = path.stat()
     key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
@@ -132,7 +131,7 @@ def _read_mentions(path: Path) -> set[str]:
         start = file.read(2)
     if start != b"PK":
         if path.suffix == ".pt" and start[:1] != b"\x80":  # a pickle, from before torch wrote zips
-            raise ValueError(f"{path} is torn")
+            raise ValueError(f"{path} is corrupt")
         return set()
     with zipfile.ZipFile(path) as archive:
         pickled = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]

@@ -1,7 +1,7 @@
-"""A lease: one training writes into a folder, and a file there that it renews says which one.
+"""A lease file in a folder names the one training run that may write there, and is renewed by it.
 
-A writer that ended on this machine is known by its process; one of another machine by a lease that is no
-longer renewed. Clocks are not compared between machines: the times of files are those of the file system.
+A run that ended is detected by its process on this machine, and by its stale lease on another one. Clocks
+of machines are not compared: file times are those of the file system.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 NAME = "writer.lease"
 RENEW_SECONDS = 15.0
-# So long a living writer may not come to renew it, for a disk that hangs.
+# A writer may be unable to renew its lease for this long while a disk hangs.
 STALE_SECONDS = 120.0
 POLL_SECONDS = 0.5
-# Two that found the same lease left behind write theirs within this; the last one has it.
+# Two processes that replace the same stale lease do so within this time; the last one has it.
 SETTLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A process that writes.
+    """A writing process.
 
     Attributes:
-        host: its machine's name.
-        pid: its number there.
-        machine: what tells machines, their starts and their containers apart; empty where nothing does.
-        started: when it started there, in the system's own count.
-        token: of this lease.
+        host: name of its machine.
+        pid: process ID.
+        machine: identifies machine, boot and container; "" if unknown.
+        started: start time in the system's clock ticks.
+        token: identifies the lease.
     """
 
     host: str
@@ -51,21 +51,21 @@ class Writer:
         return f"process {self.pid} on {self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether it still runs; None where this machine cannot know."""
+        """Whether it still runs; None if that is unknown here."""
         if not self.machine or self.machine != _machine():
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # it is another user's
+        except PermissionError:  # another user's
             pass
         started = _started(self.pid)
         return started is None or started == self.started
 
 
 def this_process() -> Writer:
-    """Return the process that asks, with a new token."""
+    """Return this process with a new token."""
     pid = os.getpid()
     return Writer(
         socket.gethostname(), pid, _machine(), _started(pid) or "", token=secrets.token_hex(4)
@@ -77,12 +77,12 @@ def _machine() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return ""
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started, "" for one that has ended, None where that is not to be seen."""
+    """Return the start time of a process, "" if it has ended, None if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()
@@ -92,9 +92,9 @@ def _started(pid: int) -> str | None:
 
 
 def read(path: str) -> tuple[Writer | None, float]:
-    """Return who holds a lease, and when it was last renewed; None for nobody, or no lease of ours."""
+    """Return the holder of a lease, or None, and the time of the last renewal."""
     try:
-        # Opening it makes a network's file system look at its server.
+        # A network file system queries its server when a file is opened.
         content, renewed = content_and_time(path)
         writer = Writer(**parse_json(content))
         valid = type(writer.pid) is int and 0 < writer.pid < 2**31
@@ -108,10 +108,10 @@ def read(path: str) -> tuple[Writer | None, float]:
 
 
 def take(folder: str) -> "Lease":
-    """Take the lease of a folder, which is made; waits for as long as another's may still be renewed.
+    """Create a folder and take its lease; wait while the lease of another run may still be renewed.
 
     Raises:
-        ValueError: another training writes there.
+        ValueError: another training run writes there.
         OSError: the lease could not be written.
     """
     os.makedirs(folder, exist_ok=True)
@@ -120,7 +120,7 @@ def take(folder: str) -> "Lease":
         if _link(written, path):
             return Lease(path, own)
         now = os.stat(written).st_mtime
-    # No file of this process is there while it waits: it may be killed meanwhile.
+    # This process leaves no file while it waits, since it may be killed.
     after = _wait_until_gone(path, now)
     with _written(own, path) as written:
         os.replace(written, path)
@@ -133,7 +133,7 @@ def take(folder: str) -> "Lease":
 
 @contextlib.contextmanager
 def _written(writer: Writer, path: str) -> Iterator[str]:
-    """Give the block a file with a lease; a training removes those that a kill left (`is_temporary`)."""
+    """Yield a temporary file with a lease; training deletes those of killed processes (`is_temporary`)."""
     temporary = temporary_of(path)
     try:
         _write(writer, temporary)
@@ -149,7 +149,7 @@ def _write(writer: Writer, path: str) -> None:
 
 
 def _link(written: str, path: str) -> bool:
-    """Give a lease its name where there is none; False where there is one, or the disk knows no links."""
+    """Create a lease by a hard link; return False if one exists or links are not supported."""
     try:
         os.link(written, path)
     except OSError:
@@ -158,11 +158,11 @@ def _link(written: str, path: str) -> bool:
 
 
 def _wait_until_gone(path: str, now: float) -> Writer | None:
-    """Return the writer that left its lease behind; None where it was released, or is this process's.
+    """Return the writer of a stale lease; None if it was released or belongs to this process.
 
     Args:
-        path: of the lease.
-        now: by the file system's clock.
+        path: the lease.
+        now: time of the file system's clock.
 
     Raises:
         ValueError: a writer runs, or renews its lease.
@@ -182,7 +182,7 @@ def _wait_until_gone(path: str, now: float) -> Writer | None:
             return writer
         if first is None:
             logger.info(
-                "--save-dir has a lease of %s; waiting up to %.0f s to see whether it is renewed",
+                "--save-dir has a lease of %s; waiting up to %.0f s for a renewal",
                 writer,
                 STALE_SECONDS - silent,
             )
@@ -198,12 +198,12 @@ def _refusal(path: str, writer: Writer | None) -> str:
 
 
 class Lease:
-    """What this process holds, and renews beside its work until it is released.
+    """The lease of this process, renewed by a thread until it is released.
 
     Args:
-        path: of its file.
+        path: its file.
         own: this process.
-        after: the writer that ended without releasing it; None for none.
+        after: an earlier writer that ended without releasing it, or None.
     """
 
     def __init__(self, path: str, own: Writer, after: Writer | None = None) -> None:
@@ -213,16 +213,16 @@ class Lease:
         self._thread.start()
 
     def confirm(self) -> None:
-        """Look before a write whether the lease is still this process's.
+        """Check before a write that this process still has the lease.
 
         Raises:
-            ValueError: it was not renewed for so long that another training has taken it.
+            ValueError: another training run took it, since it was not renewed in time.
         """
         try:
             holder, _ = read(self.path)
-        except OSError:  # what is to be written will say so
+        except OSError:  # the write will raise it too
             return
-        if holder is None:  # somebody cleared the folder
+        if holder is None:  # the folder was cleared
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             with replacing(self.path) as written:
                 _write(self.own, written)
@@ -230,13 +230,13 @@ class Lease:
             raise ValueError(
                 f"--save-dir is {os.path.dirname(self.path)}, which {holder} has taken over, since this "
                 f"process did not run for {STALE_SECONDS:.0f} s; nothing more is written here: end one of "
-                "the two trainings."
+                "the two training runs."
             )
 
     def release(self) -> None:
-        """Let the next one write."""
+        """Stop the renewal and delete the lease."""
         self._ended.set()
-        self._thread.join(RENEW_SECONDS)  # a disk may hang
+        self._thread.join(RENEW_SECONDS)  # the disk may hang
         with contextlib.suppress(OSError):
             if read(self.path)[0] == self.own:
                 os.remove(self.path)

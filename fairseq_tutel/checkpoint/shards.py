@@ -136,6 +136,15 @@ class ShardedTensor:
         """Return the stack."""
         return self.read(0, self.shape[0])
 
+    def check_headers(self) -> None:
+        """Open the files and compare the pieces' shapes with the record.
+
+        Raises:
+            ValueError: a file is missing or corrupt.
+        """
+        for piece in self.pieces:
+            self._file(piece)
+
     def path_of(self, piece: Piece) -> Path:
         """Return the file of a piece."""
         return self.root / self.folder / piece.file
@@ -145,7 +154,7 @@ class ShardedTensor:
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
             stored, form = self._stored(pieces[0]), self.quantized
-            # No intermediate tensor: malloc would keep its memory.
+            # A temporary tensor would leave its block with malloc.
             out.copy_(stored) if form is None else form.dequantize(stored, out)
             return
         # The range may be one piece, part of one, or several.
@@ -156,12 +165,12 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _open(self, piece: Piece) -> Tensor:
-        """Return the weights of a piece."""
+        """Return a piece, dequantized."""
         stored, form = self._stored(piece), self.quantized
         return stored if form is None else form.dequantize(stored)
 
     def _stored(self, piece: Piece) -> Tensor:
-        """Return a piece as it is stored, mapped from its file, after comparing its digest."""
+        """Return the stored form of a piece, mapped from its file, and compare its digest."""
         tensor = self._file(piece).get_tensor(piece.key)
         if digest(tensor) != piece.digest:
             raise self._unlike(piece)

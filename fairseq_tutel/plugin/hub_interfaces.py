@@ -1,4 +1,4 @@
-"""Models in use from Python: fairseq's own hub interfaces, by what a model is."""
+"""Interfaces for models in Python, based on fairseq's hub interfaces, one for each kind of model."""
 
 import re
 import reprlib
@@ -27,20 +27,20 @@ TOO_LONG = re.compile(r"Size of sample #(\d+) is invalid \(=\(?(\d+).*max_positi
 
 
 def _refused(method: str) -> Callable[..., Any]:
-    """Return a method that says which others the model has."""
+    """Return a method whose error names the methods that the model has."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"{method} is not for {self.kind}; call {self.offers}.")
+        raise ValueError(f"{self.kind} has no {method}; call {self.offers}.")
 
     return refuse
 
 
 class Interface:
-    """What every interface has: where it has no such method of fairseq's, a sentence.
+    """Base class of all interfaces: methods of other kinds of models raise an error.
 
     Attributes:
-        kind: what the model is.
-        offers: what it can be asked.
+        kind: the kind of model.
+        offers: its methods.
     """
 
     kind, offers = "", ""
@@ -49,7 +49,7 @@ class Interface:
 
 
 class Words:
-    """Takes the place of bpe where there is none: text is words with spaces between."""
+    """Replaces bpe in models without one: text is words separated by spaces."""
 
     def encode(self, text: str) -> str:
         """Return the text."""
@@ -58,29 +58,29 @@ class Words:
     decode = encode
 
 
-class InUse:
-    """Goes before an interface: its threads take turns, since a store and some gates remember a call."""
+class Locked:
+    """Mixin with a lock for several threads, since an expert store and some gates keep state of a call."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.lock = threading.RLock()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copy and pickle, which fairseq's models in use fail in."""
-        raise TypeError("a model in use is not copied or pickled; open its checkpoint again.")
+        """Refuse copy and pickle, which fail in fairseq's models."""
+        raise TypeError("this model cannot be copied or pickled; open its checkpoint again.")
 
 
-class Generating(InUse):
-    """Goes before an interface that generates: what it cannot do, it says in one sentence."""
+class Generating(Locked):
+    """Mixin of interfaces that generate: checks arguments."""
 
     models: Any
 
     def sample(self, sentences: Any, *args: Any, **options: Any) -> Any:
-        """Return what fairseq's does."""
+        """Check the arguments and call fairseq's method."""
         return super().sample(_texts("sentences", sentences), *args, **options)  # type: ignore[misc]
 
     def score(self, sentences: Any, *args: Any, **options: Any) -> Any:
-        """Return what fairseq's does."""
+        """Check the arguments and call fairseq's method."""
         return super().score(_texts("sentences", sentences), *args, **options)  # type: ignore[misc]
 
     def generate(
@@ -89,70 +89,70 @@ class Generating(InUse):
         """Return fairseq's hypotheses of each sentence.
 
         Raises:
-            ValueError: an option that generations do not have, no beam, or a sentence that is too long.
+            ValueError: an option is unknown, the beam is invalid, or a sentence is too long.
         """
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
             raise ValueError(
-                f"{unknown[0]} is no option of a generation; leave it out, or look for its name in "
+                f"{unknown[0]} is no option of generation; leave it out, or find its name in "
                 "fairseq-generate's help, where it has dashes."
             )
         if not isinstance(beam, int) or beam < 1:
-            raise ValueError(f"beam is {beam!r}; give a number from 1 on.")
+            raise ValueError(f"beam is {beam!r}; give a number of at least 1.")
         if not len(tokens):
             return []
         with self.lock:
             for model in self.models:
-                # bart's attention keeps the largest beam that it saw.
+                # bart's attention keeps the largest beam so far.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             try:
                 return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
-            except Exception as error:  # stock's has no class of its own
+            except Exception as error:  # fairseq raises a plain Exception
                 found = TOO_LONG.match(str(error))
                 if found is None:
                     raise
                 raise ValueError(
                     f"sentence {found[1]} has {found[2]} tokens, and the model takes {found[3]}; give a "
-                    "shorter one, or skip_invalid_size_inputs=True, which leaves it out of the answers."
+                    "shorter one, or skip_invalid_size_inputs=True, which leaves it out of the results."
                 ) from error
 
 
 class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
-    """An encoder-decoder: `translate`, of one sentence or several, and fairseq's `generate`."""
+    """An encoder-decoder with `translate`, for one sentence or several, and fairseq's `generate`."""
 
     kind, offers = "a translation model", "translate"
-    score = Interface.score  # stock's knows no source
-    sample = Interface.sample  # stock's translates
+    score = Interface.score  # fairseq's ignores the source
+    sample = Interface.sample  # fairseq's translates
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
         generator = task.build_generator(self.models, cfg.generation)
-        self._unsaid = get_symbols_to_strip_from_output(generator)  # a language's token
+        self._stripped = get_symbols_to_strip_from_output(generator)  # a language's token
 
     def translate(
         self, sentences: Any, beam: int = 5, verbose: bool = False, **options: Any
     ) -> Any:
-        """Return the translation of each sentence, or of the one; `options` are those of `generate`."""
+        """Return the translation of one sentence or of each; `options` are those of `generate`."""
         if isinstance(sentences, str):
             return self.translate([sentences], beam, verbose, **options)[0]
         texts = _texts("sentences", sentences)
         return hub_utils.GeneratorHubInterface.sample(self, texts, beam, verbose, **options)
 
     def string(self, tokens: torch.Tensor) -> str:
-        """Return the words of tokens, as fairseq-generate prints them."""
-        return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._unsaid)
+        """Return tokens as text, as fairseq-generate prints them."""
+        return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._stripped)
 
 
 class LanguageModel(Generating, hub_utils.GeneratorHubInterface, Interface):
-    """A decoder: `sample` goes on from a text, `score` gives the log-probabilities of one."""
+    """A decoder: `sample` continues a text, `score` returns its log-probabilities."""
 
     kind, offers = "a language model", "sample or score"
     translate = Interface.translate
 
 
-class MaskedLanguageModel(InUse, RobertaHubInterface, Interface):
-    """An encoder of tokens: `fill_mask`, `extract_features`, `predict` of a classification head."""
+class MaskedLanguageModel(Locked, RobertaHubInterface, Interface):
+    """An encoder with `fill_mask`, `extract_features`, and `predict` for classification heads."""
 
     kind, offers = "a masked language model", "fill_mask, extract_features or predict"
     bpe: Any
@@ -162,15 +162,15 @@ class MaskedLanguageModel(InUse, RobertaHubInterface, Interface):
         self.bpe = self.bpe or Words()
 
     def fill_mask(self, masked_input: str, topk: int = 5) -> Any:
-        """Return the `topk` fillings of the text's one <mask>: (text, probability, what was filled in).
+        """Return the `topk` best words for the text's <mask>: (text, probability, word).
 
         Raises:
-            ValueError: it has none, or several, or is too long, or is no text.
+            ValueError: the text has no <mask> or several, or is too long.
         """
         if not isinstance(masked_input, str):
             raise ValueError(f"masked_input is {reprlib.repr(masked_input)}; give a text.")
         _refuse_masks(masked_input, masked_input.count("<mask>") == 1, "one <mask>")
-        # Stock's own loses the special symbols among the best, and with them which probability is whose.
+        # fairseq's method drops special symbols, and then assigns probabilities to the wrong words.
         dictionary = self.task.source_dictionary
         before, after = masked_input.split("<mask>")
         parts = (self.bpe.encode(part.strip()) for part in (before, after))
@@ -195,19 +195,19 @@ class MaskedLanguageModel(InUse, RobertaHubInterface, Interface):
         return found
 
     def extract_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what fairseq's does."""
+        """Check the arguments and call fairseq's method."""
         with self.lock:
             return super().extract_features(*args, **kwargs)
 
     def _text_of(self, symbol: str) -> tuple[str, bool]:
-        """Return what a symbol of the dictionary stands for, and whether a word begins with it."""
+        """Return the text of a dictionary symbol, and whether it is the start of a word."""
         text = self.bpe.decode(symbol)
         begins = isinstance(self.bpe, Words) or text[:1] == " " or symbol[:1] == "\u2581"
         return text.strip(), begins
 
 
 class Denoising(Generating, BARTHubInterface, Interface):
-    """An encoder-decoder that restores text: `fill_mask`, and fairseq's `sample` and `generate`."""
+    """An encoder-decoder that restores text, with `fill_mask`, and fairseq's `sample` and `generate`."""
 
     kind, offers = "a denoising model", "fill_mask or sample"
     bpe: Any
@@ -218,21 +218,21 @@ class Denoising(Generating, BARTHubInterface, Interface):
         self.bpe = self.bpe or Words()
 
     def generate(self, tokens: Any, *args: Any, **options: Any) -> Any:
-        """Return fairseq's hypotheses, of each length by itself: its batches count padding as text."""
+        """Return fairseq's hypotheses, in batches of one length, since fairseq treats padding as text."""
         if torch.is_tensor(tokens) and tokens.dim() == 1:
             return self.generate([tokens], *args, **options)[0]
         found: dict[int, Any] = {}
         for length in {len(each) for each in tokens}:
             places = [i for i, each in enumerate(tokens) if len(each) == length]
             some = super().generate([tokens[i] for i in places], *args, **options)
-            found |= zip(places, some, strict=False)  # those of one length are left out together
+            found |= zip(places, some, strict=False)  # a length is skipped as a whole
         return [found[i] for i in sorted(found)]
 
     def fill_mask(self, masked_inputs: Sequence[str], topk: int = 5, **options: Any) -> Any:
-        """Return the `topk` restored texts of each with <mask> in it, or of the one: (text, score).
+        """Return the `topk` restored texts, (text, score), of one text with <mask> or of each.
 
         Raises:
-            ValueError: one has none, or is no text.
+            ValueError: an input has no <mask>, or is no text.
         """
         if isinstance(masked_inputs, str):
             return self.fill_mask([masked_inputs], topk, **options)[0]
@@ -242,10 +242,10 @@ class Denoising(Generating, BARTHubInterface, Interface):
         return super().fill_mask(masked_inputs, topk, **options)
 
 
-class ImageClassification(InUse, nn.Module, Interface):
-    """A classifier of images, or an ensemble of them: `classify`."""
+class ImageClassification(Locked, nn.Module, Interface):
+    """An image classifier, or an ensemble of them, with `classify`."""
 
-    kind, offers = "a classifier of images", "classify"
+    kind, offers = "an image classifier", "classify"
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -254,18 +254,18 @@ class ImageClassification(InUse, nn.Module, Interface):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.parameters()).device
 
     def classify(self, images: Any, topk: int = 1) -> Any:
-        """Return the `topk` likeliest classes of each image, or of the one: (name, probability).
+        """Return the `topk` most probable classes, (name, probability), of one image or of each.
 
         Args:
             images: a file, or an array, uint8 [h, w] or [h, w, C]; or a sequence of these.
-            topk: how many.
+            topk: number of classes.
 
         Raises:
-            ValueError: one cannot be read, or has other channels than the model.
+            ValueError: an image cannot be read, or has other channels than the model.
         """
         shape = tuple(getattr(images, "shape", ()))
         is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] == self.task.channels)
@@ -273,7 +273,7 @@ class ImageClassification(InUse, nn.Module, Interface):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
-        # One after the other: they may be of any size, and as many as there are.
+        # One at a time, since sizes and the number of images vary.
         for image in images:
             x_1CHW = self._normalised(image)[None].to(like)
             with torch.no_grad(), self.lock:
@@ -309,7 +309,7 @@ class ImageClassification(InUse, nn.Module, Interface):
 
 
 def _only(models: Sequence[nn.Module], kind: str) -> nn.Module:
-    """Return the model of an interface of fairseq's that takes one, and would pass over others."""
+    """Return the only model; fairseq's interface would ignore others."""
     if len(models) > 1:
         raise ValueError(
             f"path names {len(models)} checkpoints, and {kind} cannot be an ensemble; give one of them."
@@ -318,10 +318,10 @@ def _only(models: Sequence[nn.Module], kind: str) -> nn.Module:
 
 
 def _texts(argument: str, given: Any) -> Any:
-    """Return one text as it is, or several as a list.
+    """Return one text unchanged, or several as a list.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: an item is no text.
     """
     if isinstance(given, str):
         return given
@@ -340,12 +340,12 @@ def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
 
 
 def interface_of(model: nn.Module, task: Any) -> Any:
-    """Return the class of the interface for a model of a task.
+    """Return the interface class for a model of a task.
 
     Raises:
         ValueError: there is none.
     """
-    # image_classification, whose folder stands below this one.
+    # The task image_classification, which this folder cannot import.
     if hasattr(type(task), "class_names"):
         return ImageClassification
     kinds = {
@@ -357,13 +357,13 @@ def interface_of(model: nn.Module, task: Any) -> Any:
         if isinstance(model, kind):
             return interface
     raise ValueError(
-        f"path names a {type(model).__name__} of the task {type(task).__name__}, of which there is no "
-        "interface; open it by fairseq's checkpoint_utils.load_model_ensemble_and_task."
+        f"path names a {type(model).__name__} of the task {type(task).__name__}, which have no "
+        "interface; open it with fairseq's checkpoint_utils.load_model_ensemble_and_task."
     )
 
 
 def _reads_text(task: Any) -> bool:
-    """Whether a task has words to read; those of speech have none."""
+    """Whether a task has text input; speech tasks do not."""
     try:
         return task.source_dictionary is not None
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""How a checkpoint is opened for use from Python: by fairseq's hub, with errors in one sentence."""
+"""Opens checkpoints with fairseq's hub, with errors in one sentence."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from fairseq_tutel.plugin.registration.stock_errors import sentence_of
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
-# What fairseq's hub calls what from_checkpoint has under another name.
+# Arguments of fairseq's hub that have another name in from_checkpoint.
 ELSEWHERE = {
     "cpu": "device",
     "checkpoint_file": "path",
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "data_name_or_path": "data",
     "archive_map": "path",
 }
-# Of a batch, as fairseq-generate has it; a training's may be less than a sentence.
+# Minimum size of a batch, as in fairseq-generate; that of a training run may be less than a sentence.
 MAX_TOKENS = 12000
 
 
@@ -43,34 +43,34 @@ def open_interface(
     options: Mapping[str, Any],
     known: Collection[str],
 ) -> Interface:
-    """Open checkpoints, an ensemble if there are several, and return the interface for them.
+    """Open checkpoints, several as an ensemble, and return their interface.
 
     Args:
         files: absolute paths.
         data: the folder of the dictionaries.
-        device: for the weights.
-        dtype: of the weights.
-        options: in place of what was saved.
-        known: what was saved.
+        device: device of the weights.
+        dtype: dtype of the weights.
+        options: replacements for saved options.
+        known: keys of the saved options.
 
     Raises:
-        ValueError: as of `hub.from_checkpoint`.
+        ValueError: see `hub.from_checkpoint`.
     """
     for key in options.keys() & ELSEWHERE:
-        raise ValueError(f"{key} is not for from_checkpoint; give {ELSEWHERE[key]}.")
+        raise ValueError(f"{key} is no argument of from_checkpoint; give {ELSEWHERE[key]}.")
     try:
         opened = hub_utils.from_pretrained(
             str(files[0].parent),
             os.pathsep.join(map(str, files)),
             str(data),
             cpu=device.type == "cpu",
-            # Heads of roberta and bart; a text of a denoising model is a sentence, whatever its blocks.
+            # Load the heads of roberta and bart, and read the texts of denoising models as sentences.
             **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **options},
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))
         _settle(cfg, options)
-        if not isinstance(task, InferenceMixin):  # of a dense model
+        if not isinstance(task, InferenceMixin):  # a dense model
             give_mixin(task)
         for model in models:
             model.to(device=device, dtype=dtype)
@@ -84,9 +84,9 @@ def open_interface(
 
 
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
-    """Let what was given win over what was saved, and over the files beside the checkpoint.
+    """Apply the given options of bpe and tokenizer.
 
-    Stock changes no kind of bpe where one was saved, and takes the files before what was given.
+    fairseq ignores another kind of bpe than the saved one, and prefers files next to the checkpoint.
     """
     with open_dict(cfg):
         for key in ENCODERS:
@@ -104,26 +104,26 @@ def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
 
 
 def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError | None:
-    """Return what to say of an error that stock says otherwise; None of others."""
+    """Return a ValueError with a better message for an error of fairseq, or None."""
     text = str(error)
     if type(error) is FileNotFoundError and not error.filename:
         return ValueError(f"user_dir is {text}, which does not exist; give another folder.")
     if isinstance(error, FileNotFoundError) and error.filename:
         return ValueError(
             f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
-            "folder with the dictionaries of the training."
+            "folder with the dictionaries of the training run."
         )
-    if type(error) is OSError and re.fullmatch("file .* not found", text):  # of a bpe
+    if type(error) is OSError and re.fullmatch("file .* not found", text):  # from a bpe
         return ValueError(
             f"{text}, which {files[0]} or an option names for bpe or tokenizer; give another file."
         )
     if isinstance(error, OSError) and "Model file not found" in text:
         return ValueError(f"path names {text.rpartition(': ')[2]}, which does not exist.")
-    # The language None is of a model of several.
+    # A model of several languages looks up the language None.
     if "infer language pair" in text or (isinstance(error, KeyError) and error.args == (None,)):
         return ValueError(
-            f"{data} does not tell the languages of {files[0]}; add source_lang=… and target_lang=…, or "
-            "give `data`, the folder of the training."
+            f"{data} does not contain the languages of {files[0]}; add source_lang=… and target_lang=…, or "
+            "give `data`, the folder of the training run."
         )
     missing = re.search(r"'(\w+)': '\?\?\?'", text)
     if isinstance(error, OmegaConfBaseException) and missing:
@@ -133,18 +133,18 @@ def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError
         return ValueError(f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}.")
     if isinstance(error, RuntimeError) and "size mismatch" in text:
         return ValueError(
-            f"the weights of {files[0]} are not of the size that the dictionaries in {data} ask for; give "
-            "`data`, the folder with those of the training."
+            f"the weights of {files[0]} do not fit the dictionaries in {data}; give `data`, the folder "
+            "with those of the training run."
         )
     if isinstance(error, RuntimeError) and "loading state_dict" in text:
         return ValueError(
-            f"{files[0]} has other layers than the options ask for; leave out those of the model's size."
+            f"the layers of {files[0]} do not fit the options; leave out those of the model's size."
         )
     return None
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_experts: bool) -> None:
-    """Refuse an option that nothing knows or that has no effect, which stock would pass over."""
+    """Refuse options that are unknown or have no effect; fairseq ignores them."""
     ours = {option.key for owner in ("task", "model") for option in options_of(owner)}
     for key in [] if has_experts else sorted(options.keys() & ours):
         if key.startswith("moe_"):
@@ -159,6 +159,6 @@ def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_expe
     unknown = sorted(options.keys() - known)
     if unknown:
         raise ValueError(
-            f"{unknown[0]} is no option of this model, its task or a run; leave it out, or look for its "
+            f"{unknown[0]} is no option of this model, its task or a run; leave it out, or find its "
             "name in docs/flags.md or fairseq's help, where it has dashes."
         )

@@ -70,13 +70,13 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     assert next(halves[0].models[0].parameters()).dtype == torch.bfloat16
     assert halves[0].translate(sources, **lengths) == halves[1].translate(sources, **lengths)
     for refused in (model.sample, model.score, model.fill_mask, model.classify):
-        with pytest.raises(ValueError, match=r"is not for a translation model; call translate\.$"):
+        with pytest.raises(ValueError, match=r"a translation model has no \w+; call translate\.$"):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
     for sentence, text, options in (
         ("sentence 0 has 1101 tokens, and the model takes 1024; give", "w1 " * 1100, {}),
-        ("lenpn is no option of a generation; leave", "w1", {"lenpn": 2}),
-        ("beam is 0; give a number from 1 on", "w1", {"beam": 0}),
+        ("lenpn is no option of generation; leave", "w1", {"lenpn": 2}),
+        ("beam is 0; give a number of at least 1", "w1", {"beam": 0}),
     ):
         with pytest.raises(ValueError, match=sentence):
             model.translate(text, **options)
@@ -104,7 +104,7 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     log_probs_LV[:, 1] = -torch.inf  # padding is never chosen
     assert torch.equal(log_probs_LV[2:-1].argmax(-1), tokens[2:-1])
     assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
-    with pytest.raises(ValueError, match=r"translate is not for a language model; call sample or"):
+    with pytest.raises(ValueError, match=r"a language model has no translate; call sample or"):
         model.translate("w1")
 
 
@@ -235,7 +235,7 @@ def test_a_model_without_an_interface_is_refused():
 
     task = mock.Mock(spec=["source_dictionary"], source_dictionary=None)  # as of speech
     with pytest.raises(
-        ValueError, match=r"path names a Linear of the task Mock, of which there is no"
+        ValueError, match=r"path names a Linear of the task Mock, which have no"
     ):
         interface_of(torch.nn.Linear(1, 1), task)
     for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
@@ -248,14 +248,14 @@ def test_a_model_without_an_interface_is_refused():
 REFUSED = {
     "which does not exist": {"path": "nowhere.pt"},
     "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
-    "is corrupt": {"path": "torn.pt"},
+    "is corrupt": {"path": "cut.pt"},
     "which is corrupt or no checkpoint": {"path": "text.pt"},
     "data is nowhere, which is no folder": {"data": "nowhere"},
-    "does not tell the languages of .*; add source_lang=": {"of": "mt", "data": "."},
+    "does not contain the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     r"dtype is torch\.int8; give one of torch\.float32": {"dtype": torch.int8},
     "bpe is letters; give one of bert, ": {"bpe": "letters"},
-    "checkpoint_file is not for from_checkpoint; give path": {"checkpoint_file": "a.pt"},
-    "device is far, which torch has not": {"device": "far"},
+    "checkpoint_file is no argument of from_checkpoint; give path": {"checkpoint_file": "a.pt"},
+    "device is far, which torch does not have": {"device": "far"},
     "beams is no option of this model": {"of": "mt", "beams": 5},
     "has 'moe_expert_stor', which is no option": {"moe_expert_stor": "on-demand"},
     "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
@@ -270,7 +270,7 @@ def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, mt, tmp_
         path = tmp_path / options.pop("path")
         whole = bytearray(lm.read_bytes())
         whole[len(whole) // 2] ^= 1
-        (tmp_path / "torn.pt").write_bytes(whole)
+        (tmp_path / "cut.pt").write_bytes(whole)
         (tmp_path / "text.pt").write_text("no checkpoint")
     if options.get("data") == ".":
         options["data"] = tmp_path

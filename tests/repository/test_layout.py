@@ -155,6 +155,7 @@ layer = ft.MoELayer(ft.MoEConfig(model_dim=4, hidden_dim=8, num_experts=2))
 y, output = layer(torch.ones(3, 4))
 (y.sum() + output.balance_loss).backward()
 assert "omegaconf" not in sys.modules
+assert not {"fairseq_tutel.convert", "fairseq_tutel.tools"} & sys.modules.keys()
 try:
     ft.from_checkpoint("model.pt")
 except ImportError as error:

@@ -389,7 +389,7 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     assert "holds no Swin" in of(same, ["master"])
     assert "does not exist" in of(same, ["master", "rank0", "rank1"])
 
-    assert "has experts.W_fc9, which ffn experts have not" in of(
+    assert "has experts.W_fc9, which ffn experts do not have" in of(
         lambda w: w.update({f"{block}experts.W_fc9": torch.ones(4, 3)})
     )
     assert "has stages.1.blocks.1.fc1.other" in of(
