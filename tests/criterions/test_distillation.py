@@ -71,12 +71,12 @@ def test_each_other_criterion_has_a_reason():
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
         ({"logits": "new"}, "give --distill-top-k, such as 16"),
-        ({"logits": "new", "top_k": 4}, "holds no teacher's answers; give --distill-teacher"),
+        ({"logits": "new", "top_k": 4}, "has no answers of a teacher; give --distill-teacher"),
         ({"logits": "new", "top_k": 4, "in_validation": True}, "give --distill-teacher too"),
         ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
         (
             {"criterion": "sentence_prediction", "regression_target": True},
-            "a number and no probabilities; drop it",
+            "numbers, not probabilities; drop it",
         ),
         ({"has_experts": False}, "the student has no experts; give cross_entropy"),
     ],
@@ -190,7 +190,7 @@ def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path)
 
 
 def test_a_dummy_batch_asks_with_the_others_and_writes_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(world, "told_by_all", lambda value, what: [value, True])
+    monkeypatch.setattr(world, "all_gather_object", lambda value, what: [value, True])
     asked(monkeypatch, tmp_path, is_dummy=True, teacher_parallel_size=2)
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["about.json"]
 
