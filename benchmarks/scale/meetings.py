@@ -22,15 +22,15 @@ def roll_calls(quick: bool) -> Iterator[Row]:
         def call(store: dist.Store, rank: int, world: int = world) -> bool:
             # As a thread of a process would; where a tree has no `_missing`, every rank looked for all.
             find = getattr(guard, "_missing", _every_rank_looks)
-            return find(store, rank, list(range(world)), guard.LONGEST_ROLL_CALL) == []
+            return find(store, rank, list(range(world)), guard.LONGEST_CHECK) == []
 
         found = swarm.run(world, call)
         yield _row(world, found) | {"accusers": found["wrong"]}
 
 
 def _every_rank_looks(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
-    store.set(f"{guard.ROLL}/{rank}", "here")
-    return guard.wait_for(store, guard.ROLL, ranks, seconds)
+    store.set(f"{guard.PRESENT}/{rank}", "here")
+    return guard.wait_for(store, guard.PRESENT, ranks, seconds)
 
 
 def restarts(quick: bool) -> Iterator[Row]:

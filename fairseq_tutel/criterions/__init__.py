@@ -1,11 +1,10 @@
-"""Criterions that train the experts' balance loss beside their own."""
+"""Criterions with the balance loss of experts, distillation, ensembles and images."""
 
 from fairseq_tutel.criterions import (  # noqa: F401
     cmcl,
     image_classification,
-    moe_cross_entropy,
     variants,
 )
 
 # isort: split
-from fairseq_tutel.criterions import distillation  # noqa: F401 - which goes before any of these
+from fairseq_tutel.criterions import distillation  # noqa: F401 - it wraps the others

@@ -1,7 +1,8 @@
-"""cmcl: members of an ensemble learn what they are best at, and are unsure of the rest.
+"""The criterion cmcl (confident multiple choice learning): ensemble members specialize on samples.
 
-Independent ensembles and multiple choice learning are settings of it. Samples are what the target counts:
-images, or tokens, of which padding is left out. M members, N samples, C classes.
+A member learns the samples that it predicts best, and a uniform distribution on the others. Independent
+ensembles and multiple choice learning are special cases. Samples are images, or tokens without padding.
+M members, N samples, C classes.
 """
 
 import math
@@ -13,19 +14,19 @@ from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
-from fairseq_tutel.criterions.taught_router import forward_and_teach
+from fairseq_tutel.criterions.taught_router import forward_with_router_loss
 from fairseq_tutel.ensemble.cmcl import confident_loss, random_labels
 from fairseq_tutel.ensemble.options import CMCLConfig
 from fairseq_tutel.options.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
-RIGHT = "right_member"  # what the keys begin with under which members' right answers are counted
+RIGHT = "right_member"  # prefix of the keys of members' correct predictions
 
 
 @register_criterion("cmcl", dataclass=CMCLOptions)
 class CMCLCriterion(FairseqCriterion):
-    """The confident loss, summed over members and samples; perplexity is that of the mean."""
+    """The confident loss, summed over members and samples; perplexity is that of the mean probabilities."""
 
     def __init__(self, task: Any, options: CMCLConfig) -> None:
         super().__init__(task)
@@ -33,7 +34,7 @@ class CMCLCriterion(FairseqCriterion):
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> "CMCLCriterion":
-        """Build it by its options."""
+        """Build it from its options."""
         options = read(CMCLConfig, cfg)
         refuse_bad_values(options)
         return cls(task, options)
@@ -41,22 +42,18 @@ class CMCLCriterion(FairseqCriterion):
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Return (loss, sample size, logging output).
-
-        Raises:
-            ValueError: the model is no ensemble, or one of fewer members than are to learn a sample.
-        """
+        """Return (loss, sample size, logging output)."""
         target_N = sample["target"].reshape(-1)
-        counts_N = target_N != self.padding_idx  # -100 where there are no words
-        overlap, lesson = self.options.cmcl_overlap, None
+        counts_N = target_N != self.padding_idx  # -100 for images
+        overlap, router = self.options.cmcl_overlap, None
         if self.options.cmcl_teach_router and model.training:
-            net_output, lesson = forward_and_teach(model, sample, counts_N)
+            net_output, router = forward_with_router_loss(model, sample, counts_N)
         else:
             net_output = model(**sample["net_input"])
         logits_MXC = _member_logits(net_output)
         self._refuse_model(is_ensemble=logits_MXC is not None)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]
-        if logits_MXC is None:  # one member, which learns all
+        if logits_MXC is None:  # one member, which learns all samples
             logits_MXC, overlap = logs_XC.unsqueeze(0), 1
         members, classes = logits_MXC.shape[0], logits_MXC.shape[-1]
         if overlap > members:
@@ -73,9 +70,9 @@ class CMCLCriterion(FairseqCriterion):
             counts_N,
         )
         log = _answers(logs_XC.reshape(-1, classes), logits_MNC, target_N, counts_N)
-        if lesson is not None:
-            loss = loss + self.options.cmcl_teach_router * lesson.loss
-            log |= {"router_loss": lesson.loss.detach(), "right_router": lesson.right}
+        if router is not None:
+            loss = loss + self.options.cmcl_teach_router * router.loss
+            log |= {"router_loss": router.loss.detach(), "right_router": router.right}
         log |= {
             "loss": loss.detach(),
             "ntokens": sample["ntokens"],
@@ -88,17 +85,17 @@ class CMCLCriterion(FairseqCriterion):
         teaches_router = self.options.cmcl_teach_router > 0
         if teaches_router and is_ensemble:
             raise ValueError(
-                "--cmcl-teach-router is for one model with experts, and the model is an ensemble; drop it."
+                "--cmcl-teach-router is for one model with experts, but the model is an ensemble; drop it."
             )
         if not teaches_router and not is_ensemble:
             raise ValueError(
-                "--criterion cmcl teaches the members of an ensemble, and the model is none; choose --arch "
-                "ensemble_of, or --criterion cross_entropy."
+                "--criterion cmcl trains members of an ensemble, but the model is not an ensemble; choose "
+                "--arch ensemble_of, or --criterion cross_entropy."
             )
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log what was summed: losses in bits, shares in percent."""
+        """Log summed values: losses in bits, rates in percent."""
         found = {key for log in logging_outputs for key in log}
         total = {
             key: float(sum(log.get(key, 0) for log in logging_outputs))
@@ -126,12 +123,12 @@ class CMCLCriterion(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """Say that they can."""
+        """Return True."""
         return True
 
 
 def _member_logits(net_output: Any) -> Tensor | None:
-    """Return the members' logits, or None of a model that is no ensemble."""
+    """Return the members' logits; None if the model is not an ensemble."""
     extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
     return extra.get("member_logits") if isinstance(extra, dict) else None
 
@@ -140,7 +137,7 @@ def _member_logits(net_output: Any) -> Tensor | None:
 def _answers(
     logs_NC: Tensor, logits_MNC: Tensor, target_N: Tensor, counts_N: Tensor
 ) -> dict[str, Any]:
-    """Return how often the mean, any member, and each member is right, and the loss of the mean."""
+    """Return how often the mean, any member, and each member is correct, and the loss of the mean."""
     right_MN = (logits_MNC.argmax(dim=2) == target_N) & counts_N
     at_target_N = logs_NC.gather(1, target_N.masked_fill(~counts_N, 0).unsqueeze(1)).squeeze(1)
     return {

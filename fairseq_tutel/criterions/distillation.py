@@ -1,7 +1,7 @@
-"""moe_distillation: another criterion's loss, and T² KL(teacher || student) until --distill-until.
+"""moe_distillation: another criterion's loss plus T² KL(teacher || student) until --distill-until.
 
-Which criterion is --distill-criterion's word; the class that trains is that one with `DistillationMixin`
-before it. N tokens of a micro-batch, padding included, V words.
+--distill-criterion names the other criterion. The class that trains is that one with `DistillationMixin`.
+N tokens of a micro-batch, padding included, V words.
 """
 
 import dataclasses
@@ -33,9 +33,8 @@ from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
-# Criterions of one call of the model, which gives a table of scores with a row for each target, and of a
-# loss that is a sum over these rows; docs/distillation.md says why not others. With their twins, where they
-# are registered.
+# Criterions that call the model once for a table of scores with a row per target, and whose loss is a sum
+# over these rows; docs/distillation.md has the reasons against others. Their MoE variants are included.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
@@ -51,28 +50,31 @@ WRAPPED = tuple(n for s in STOCK for n in (s, f"moe_{s}") if n in CRITERION_REGI
 
 
 class DistillationMixin:
-    """Goes before a criterion that calls the model once, for scores of its targets: adds the KL term."""
+    """Precedes a criterion that calls the model once, for scores of its targets: adds the KL term."""
 
     distillation: DistillationConfig
     task: Any
     padding_idx: int
     training: bool
-    _source: "_Source | None" = None
+    _source: "_Source | None" = None  # no module, so that its parameters are not trained or saved
     _update, _is_dummy = 0, False
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Build the criterion that is wrapped, and look whether there is a teacher."""
+        """Build the wrapped criterion, and check the teacher."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
-        criterion.distillation = read(DistillationConfig, cfg)
-        if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
-            give_mixin(task)  # a stock task tells its criterion of no update
-            # No module of the criterion's, whose parameters would be trained and saved.
-            criterion._source = _Source(criterion.distillation, task)
+        criterion.distill_by(read(DistillationConfig, cfg), task)
         return criterion
 
+    def distill_by(self, options: DistillationConfig, task: Any) -> None:
+        """Set the options and the source of answers; `__init__` is fairseq's."""
+        self.distillation = options
+        if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
+            give_mixin(task)  # a stock task does not call `begin_step`
+            self._source = _Source(options, task)
+
     def begin_step(self, update_num: int, is_dummy: bool) -> None:
-        """Take the number of updates before this one, and whether the micro-batch keeps ranks in step."""
+        """Set the number of earlier updates, and whether the micro-batch only keeps ranks in step."""
         self._update, self._is_dummy = update_num, is_dummy
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +83,8 @@ class DistillationMixin:
         if options.distill_until and self._update >= options.distill_until and self._source:
             logger.info("distillation ended after %d updates", options.distill_until)
             self._source = None
-        asks = self.training or options.distill_in_validation
-        if self._source is None or not asks:
+        distills = self.training or options.distill_in_validation
+        if self._source is None or not distills:
             return super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         calls: list[tuple] = []
         hook = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
@@ -104,8 +106,8 @@ class DistillationMixin:
         return loss, sample_size, log
 
     def _counting(self, target: Tensor) -> Tensor:
-        """Return which places of a target count, [...] bool: not padding, nor a prefix that is left out."""
-        if hasattr(self, "classification_head_name"):  # classes, one of which has padding's number
+        """Return which positions of a target count, [...] bool: all but padding and an ignored prefix."""
+        if hasattr(self, "classification_head_name"):  # one of the classes has padding's number
             return torch.ones_like(target, dtype=torch.bool)
         counts = target != self.padding_idx
         counts[..., : getattr(self, "ignore_prefix_size", 0)] = False
@@ -128,12 +130,12 @@ class _Call:
 
     Attributes:
         sample: the batch.
-        counts: [...] bool, which places of its target are trained.
-        words: of the call.
-        named: likewise.
-        scores_NV: what it gave, of every position or of those with a target alone.
-        padding: the word that fills a sentence up.
-        dummy: whether the micro-batch keeps ranks in step.
+        counts: [...] bool, which positions of its target are trained.
+        words: positional arguments of the call.
+        named: keyword arguments.
+        scores_NV: its output, for every position or only for those with a target.
+        padding: the padding word.
+        dummy: the micro-batch only keeps ranks in step.
     """
 
     sample: Any
@@ -152,11 +154,7 @@ class _Call:
         return self.counts.new_ones(len(self.scores_NV))
 
     def texts(self) -> list[tuple[int, bytes, int]]:
-        """Return of each sentence its id in the data set, its fingerprint, and its tokens.
-
-        Raises:
-            ValueError: the batch is of no text that has an id.
-        """
+        """Return ID in the data set, fingerprint, and number of tokens of each sentence."""
         ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
         if ids is None or source is None or self.counts.dim() != 2:
             raise ValueError(
@@ -171,7 +169,7 @@ class _Call:
 
 
 class _Source:
-    """Where answers come from: a folder, a teacher, or a folder that the teacher fills."""
+    """The source of a teacher's answers: a folder, a teacher, or a folder that the teacher fills."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task = options, task
@@ -188,14 +186,14 @@ class _Source:
         self.teacher = Teacher(options, task) if options.distill_teacher else None
         if self.teacher is None and options.distill_in_validation:
             raise ValueError(
-                "--distill-in-validation asks the teacher, and --distill-logits has answers to the "
+                "--distill-in-validation needs the teacher, and --distill-logits has answers to the "
                 "training set alone; give --distill-teacher too, or leave it out."
             )
         if options.distill_logits:
             self.store = self._folder()
 
     def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
-        """Return the teacher's scores [N, V], or its answers; None for a dummy batch, which needs none."""
+        """Return the teacher's scores [N, V], or its answers; None for a dummy batch."""
         in_step = self.teacher is not None and self.teacher.needs_all_ranks
         if call.dummy and not in_step:
             return None
@@ -211,13 +209,13 @@ class _Source:
             sample = texts[found.index(None)][0]
             raise ValueError(
                 f"--distill-logits is {self.options.distill_logits}, which has no answers to sample "
-                f"{sample}; give --distill-teacher too, to have them written."
+                f"{sample}; give --distill-teacher, too, to write them."
             )
-        scores_NV = self._asked(self.teacher, call)
+        scores_NV = self._scores(self.teacher, call)
         if not self.options.distill_top_k:
             return scores_NV
         top_k, scored = self.options.distill_top_k, scores_NV.shape[1]
-        if store is not None and top_k > scored:  # a record has K
+        if store is not None and top_k > scored:  # a record has K entries
             raise ValueError(
                 f"--distill-top-k is {top_k} of {scored} words or classes; give no more than these."
             )
@@ -229,7 +227,7 @@ class _Source:
                     store.write(sample, text, own)
         return answers
 
-    def _asked(self, teacher: Teacher, call: _Call) -> Tensor:
+    def _scores(self, teacher: Teacher, call: _Call) -> Tensor:
         scores_NV = teacher.scores(call.words, call.named, call.scores_NV.device, call.dummy)
         if scores_NV.shape != call.scores_NV.shape:
             raise ValueError(
@@ -259,7 +257,7 @@ def _split(answers: Answers, counts_N: Tensor, tokens: list[int]) -> list[Answer
 
 
 def _put(found: list[Answers], call: _Call) -> Answers:
-    """Return the answers of sentences in the places of their tokens."""
+    """Return the answers of sentences at the positions of their tokens."""
     counts_N = call.counts_N
     words, logs = (
         torch.cat(parts).to(counts_N.device)
@@ -271,8 +269,8 @@ def _put(found: list[Answers], call: _Call) -> Answers:
     return Answers(words_NK, logs_NK)
 
 
-# Of the name of what they wrap: fairseq goes on with a training by a criterion of the same name alone, and
-# after --distill-until it is the same one.
+# With the wrapped class's name: fairseq resumes only with a criterion of the same name, which is used again
+# after --distill-until.
 _WITH_MIXIN = {
     name: type(
         CRITERION_REGISTRY[name].__name__,
@@ -282,7 +280,7 @@ _WITH_MIXIN = {
     for name in WRAPPED
 }
 DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
-# The flags of every criterion that may be wrapped, those of the twins first.
+# The flags of every criterion that may be wrapped, MoE variants first.
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],
@@ -296,15 +294,11 @@ _Options = dataclasses.make_dataclass(
 
 @register_criterion("moe_distillation", dataclass=_Options)
 class MoEDistillationCriterion(FairseqCriterion):
-    """The name; what is built is the class of --distill-criterion with `DistillationMixin` before it."""
+    """Builds the class of --distill-criterion with `DistillationMixin` before it."""
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Build the criterion that --distill-criterion names.
-
-        Raises:
-            ValueError: a bad option, no such criterion, or no teacher.
-        """
+        """Build the criterion that --distill-criterion names."""
         refuse_bad_values(read(DistillationConfig, cfg))
         name = plain(cfg.distill_criterion)
         if name not in _WITH_MIXIN:
@@ -313,8 +307,8 @@ class MoEDistillationCriterion(FairseqCriterion):
             )
         if "sentence" in name and cfg.regression_target:
             raise ValueError(
-                "--regression-target is set, by which a model gives a number and no probabilities; drop it "
-                "or --criterion moe_distillation."
+                "--regression-target is set, with which a model returns numbers, not probabilities; drop "
+                "it or --criterion moe_distillation."
             )
         if name.startswith("moe_") and not getattr(task, "_has_experts", False):
             raise ValueError(

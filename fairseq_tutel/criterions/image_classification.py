@@ -1,4 +1,4 @@
-"""The criterion image_classification: cross entropy over classes, of mixed images of two; accuracies.
+"""The criterion image_classification: cross entropy over the classes of plain and mixed images, accuracies.
 
 B images, C classes.
 """
@@ -27,7 +27,7 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Cross entropy of a batch of the task image_classification, summed over its images."""
 
-    takes_mixed = True  # what the task asks of a criterion before it mixes images
+    takes_mixed = True  # the task mixes images only for criterions with this attribute
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)
@@ -40,7 +40,7 @@ class ImageClassificationCriterion(FairseqCriterion):
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Return (loss, images, logging output); of a mixed image the shares weigh both targets' losses."""
+        """Return (loss, images, logging output); the loss of a mixed image is a weighted mean."""
         net_output = model(**sample["net_input"])
         logprobs_BC, target_B = (
             model.get_normalized_probs(net_output, log_probs=True),
@@ -48,8 +48,8 @@ class ImageClassificationCriterion(FairseqCriterion):
         )
         if logprobs_BC.ndim != 2:
             raise ValueError(
-                f"--criterion image_classification scores images, and the model's output is "
-                f"{list(logprobs_BC.shape)}, of words; choose cross_entropy."
+                f"--criterion image_classification is for images, and the model's output has shape "
+                f"{list(logprobs_BC.shape)}, as for words; choose cross_entropy."
             )
         loss_B, nll_B = self._losses(logprobs_BC, target_B)
         if "mixed" in sample:
@@ -96,5 +96,5 @@ class ImageClassificationCriterion(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """Whether ranks may add up what they log."""
+        """Whether ranks may sum their logging outputs."""
         return True

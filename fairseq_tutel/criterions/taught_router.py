@@ -1,11 +1,11 @@
-"""--cmcl-teach-router: the gate of a model's last MoE layer is taught by which expert was right.
+"""--cmcl-teach-router: trains the gate of the last MoE layer to choose the expert with the smallest loss.
 
-After the forward, the model runs once more for each expert, without gradients, and every token goes to
-that expert of that layer alone, with the weight that its own experts had together. All else is as in the
-forward: masks, since random numbers are drawn again from the same state, and the routing of the layers
-before. The expert of a token's smallest loss is the winner, and the gate learns to name it, by its logits
-on the input that it saw, detached: what comes before the gate learns nothing from it. Layers take these
-forwards for recomputes, so nothing is counted or logged. Every rank makes as many, for a dummy batch too.
+After the forward pass, the model runs once more for each expert, without gradients. Every token then goes
+to that expert of the last layer alone, with the sum of its experts' weights. Masks are the same, since
+random numbers are drawn from the same state, and so is the routing of earlier layers. For each token the
+target is the expert with the smallest loss. The gate's input is detached, so that only the gate learns.
+Layers treat these forward passes as recomputations, which are not counted or logged. Every rank runs the
+same number of them, also for a dummy batch.
 
 T tokens of the layer (time, batch), N of the target (batch, time), D model_dim, E experts, C words.
 """
@@ -29,30 +29,27 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a micro-batch taught the gate.
+class RouterLoss:
+    """The loss of the gate in one micro-batch.
 
     Attributes:
-        loss: [] sum over tokens of the cross entropy of the gate's logits and the winners; differentiable.
-        right: [] int64, tokens at which the gate's first choice won.
+        loss: [] sum over tokens of the cross entropy between the gate's logits and the best experts.
+        right: [] int64, number of tokens whose first choice is the best expert.
     """
 
     loss: Tensor
     right: Tensor
 
 
-def forward_and_teach(
+def forward_with_router_loss(
     model: nn.Module, sample: dict[str, Any], counts_N: Tensor
-) -> tuple[Any, Lesson]:
-    """Return the model's output for a micro-batch of its training, and the lesson for its gate.
+) -> tuple[Any, RouterLoss]:
+    """Return the model's output for a micro-batch, and the loss of its last gate.
 
     Args:
-        model: with MoE layers, in training.
-        sample: fairseq's, with net_input and target [batch, time].
+        model: with MoE layers, in training mode.
+        sample: with net_input and target [batch, time].
         counts_N: [batch * time] bool, False for padding.
-
-    Raises:
-        ValueError: the last layer's gate cannot learn, or its tokens are not those of the target.
     """
     layer = _last_layer(model)
     watcher, before = _Watcher(), _random_state()
@@ -62,16 +59,16 @@ def forward_and_teach(
     if target.dim() != 2 or tuple(watcher.call.shape) != tuple(target.shape[::-1]):
         raise ValueError(
             f"--cmcl-teach-router is set, and the last MoE layer's tokens {tuple(watcher.call.shape)} are "
-            f"not those of the target {tuple(target.shape[::-1])} (time, batch), of which each has a loss; "
+            f"not those of the target {tuple(target.shape[::-1])} (time, batch), which have the losses; "
             "drop it."
         )
     inner: Any = model
-    while hasattr(inner, "module"):  # a data-parallel wrapper, which has nothing to reduce here
+    while hasattr(inner, "module"):  # a data-parallel wrapper; there are no gradients to reduce
         inner = inner.module
     losses = []
     for expert in range(layer.config.num_experts):
         with torch.no_grad(), _drawing_from(before), _routed_by(layer, _Forced(expert)):
-            # Not by a call, whose hook would begin another micro-batch.
+            # `forward` runs no hook, which would start another micro-batch.
             losses.append(_losses_of(inner, inner.forward(**sample["net_input"]), target))
     # The layer has time first.
     winner_T = torch.stack(losses).argmin(dim=0).t().reshape(-1)
@@ -79,11 +76,11 @@ def forward_and_teach(
     logits_TE = _gate_logits(layer, watcher)
     errors_T = F.cross_entropy(logits_TE, winner_T, reduction="none")
     right_T = (logits_TE.argmax(dim=1) == winner_T) & counts_T
-    return net_output, Lesson(errors_T.masked_fill(~counts_T, 0.0).sum(), right_T.sum())
+    return net_output, RouterLoss(errors_T.masked_fill(~counts_T, 0.0).sum(), right_T.sum())
 
 
 class _Watcher:
-    """Routes as the layer itself, and keeps what it was given."""
+    """Routes like the layer, and keeps its inputs."""
 
     x_TD: Tensor
     call: Call
@@ -94,7 +91,7 @@ class _Watcher:
 
 
 class _Forced:
-    """Routes every token to one expert; the layer's own routing is made, too, for what it draws."""
+    """Routes every token to one expert; also runs the layer's routing, which draws random numbers."""
 
     def __init__(self, expert: int) -> None:
         self._expert = expert
@@ -106,7 +103,7 @@ class _Forced:
             scores_TE=own.probs_TE,
             probs_TE=own.probs_TE,
             expert_ids_TK=torch.full_like(own.expert_ids_TK[:, :1], self._expert),
-            # A token whose experts were all full has a right one, too.
+            # A token whose assignments were all dropped has a best expert, too.
             weights_TK=total_T1.masked_fill(total_T1 == 0, 1.0),
         )
         return placed(chosen, Capacity(), Rules(), call.micro_batch(layer.training), own.gate)
@@ -116,22 +113,22 @@ def _last_layer(model: nn.Module) -> MoEFeedForward:
     layers = moe_layers(model)
     if not layers:
         raise ValueError(
-            "--cmcl-teach-router teaches the gate of a MoE layer, and the model has none; choose an "
+            "--cmcl-teach-router trains the gate of an MoE layer, and the model has none; choose an "
             "architecture whose name begins with moe_, or drop it."
         )
     layer = layers[-1]
     if layer.router is not None:
         raise ValueError(
-            "--cmcl-teach-router and --moe-pregate are both given, and a pre-gated layer's gate sees the "
+            "--cmcl-teach-router and --moe-pregate are both given, and a pre-gated layer's gate reads the "
             "input of another; drop one of them."
         )
     if isinstance(layer.gate_at(layer.config.gate_index)[0], HashGate):
-        raise ValueError("--cmcl-teach-router is set, and a hash gate learns nothing; drop it.")
+        raise ValueError("--cmcl-teach-router is set, and a hash gate has no parameters; drop it.")
     return layer
 
 
 def _gate_logits(layer: MoEFeedForward, watcher: _Watcher) -> Tensor:
-    """Return the gate's logits on what it saw, without noise, in fp32 at least."""
+    """Return the gate's logits on its input, without noise, in fp32 at least."""
     gate, config, _ = layer.gate_at(layer.config.gate_index)
     seen_TD = gate_input(watcher.x_TD, config, training=False)
     logits_TE = gate_logits(gate, seen_TD, watcher.call, config)
@@ -160,7 +157,7 @@ def _random_state() -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _drawing_from(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Draw random numbers from this state within, and go on afterwards as if nothing had been drawn."""
+    """Draw random numbers from this state in the block, and restore the previous state afterwards."""
     after = _random_state()
     _set_random_state(state)
     try:

@@ -1,4 +1,4 @@
-"""A teacher: a checkpoint that is opened beside a training, and asked as the student is called."""
+"""A teacher: a checkpoint that is opened during training, and called with the student's arguments."""
 
 import ast
 import contextlib
@@ -27,19 +27,16 @@ from fairseq_tutel.plugin.run_state import RUN, config_of
 logger = logging.getLogger(__name__)
 
 FLAG = "--distill-teacher"
-# Where an embedding stands, and whose words it has.
+# Sides with an embedding, and their dictionaries.
 EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
 
 
 class Teacher:
-    """A model in evaluation that is no part of the training: no module of the criterion, no checkpoint's.
+    """A model in eval mode that is not trained: neither the criterion nor checkpoints contain it.
 
     Args:
-        options: that name it.
+        options: of distillation.
         task: the student's.
-
-    Raises:
-        ValueError: there is no such file, or not the end of one, or the overrides are none.
     """
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
@@ -56,22 +53,19 @@ class Teacher:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether ranks share its experts, so that all of them must ask equally often."""
+        """Whether ranks share its experts, so that all of them must call it equally often."""
         return self.options.distill_teacher_parallel_size > 1
 
     def scores(
         self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool
     ) -> Tensor:
-        """Return the teacher's scores [N, V] for a call of the student's, without gradients.
+        """Return the teacher's scores [N, V] for a call of the student, without gradients.
 
         Args:
-            words: of the student's call.
-            named: likewise.
+            words: positional arguments of the student's call.
+            named: its keyword arguments.
             device: of the student.
-            dummy: whether the batch keeps ranks in step.
-
-        Raises:
-            ValueError: it is no teacher for this student.
+            dummy: the batch only keeps ranks in step.
         """
         if self._model is None:
             self._model = self._opened(device)
@@ -83,7 +77,7 @@ class Teacher:
 
         for context in contexts_of(moe_layers(model)):
             context.begin_step(is_dummy=dummy)
-        with torch.no_grad(), self._refusing("can not be asked as the student is"):
+        with torch.no_grad(), self._refusing("does not accept the student's input"):
             output = model(*tree_map(fitting, words), **tree_map(fitting, named))
             return scores_of(model, output)
 
@@ -91,13 +85,13 @@ class Teacher:
         path = self.options.distill_teacher
         state = checkpoint_utils.load_checkpoint_to_cpu(path, self.overrides)
         refuse_others(path, state, self.task)
-        state.pop("task_state", None)  # the student's task has one of its own
+        state.pop("task_state", None)  # the student's task has its own
         task = self._task_of()
-        # What is drawn while it is built is not the training's.
+        # The training's random numbers do not change.
         with (
             torch.random.fork_rng(),
             RUN.having(opens_teacher=True),
-            self._refusing("can not be opened with this data"),
+            self._refusing("cannot be opened with this data"),
         ):
             (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
         model.requires_grad_(False)
@@ -107,7 +101,7 @@ class Teacher:
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """Turn what a model raises that does not fit into one sentence, and name our own flag."""
+        """Turn errors of an unsuitable teacher into one sentence with its own flag."""
         own = f"{FLAG}-parallel-size"
         try:
             yield
@@ -123,7 +117,7 @@ class Teacher:
             ) from error
 
     def _task_of(self) -> Any:
-        """Return a copy of the student's task, with the teacher's overrides, for it to be built with."""
+        """Return a copy of the student's task with the teacher's overrides, to build it."""
         task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
         of_task = {option.key for option in options_of("task")}
         values = {key: value for key, value in self.overrides.items() if key in of_task}
@@ -138,11 +132,7 @@ class Teacher:
 
 
 def _read(options: DistillationConfig) -> dict[str, Any]:
-    """Return --distill-teacher-overrides.
-
-    Raises:
-        ValueError: it is no dictionary.
-    """
+    """Parse --distill-teacher-overrides."""
     try:
         found = ast.literal_eval(options.distill_teacher_overrides)
     except (SyntaxError, ValueError):
@@ -158,15 +148,12 @@ def _read(options: DistillationConfig) -> dict[str, Any]:
 def refuse_others(path: str, state: Any, task: Any) -> None:
     """Refuse a checkpoint of another task or another dictionary than the student's.
 
-    Of a teacher's words the file tells how many; which they are, its data folder, if it is still there.
+    The file has the number of a teacher's words; its data folder, if it still exists, has the words.
 
     Args:
         path: of the checkpoint.
-        state: what is in it.
+        state: its content.
         task: the student's.
-
-    Raises:
-        ValueError: naming the two.
     """
     of_teacher, of_student = state["cfg"]["task"], config_of(task)
     names = [_name(cfg).removeprefix("moe_") for cfg in (of_teacher, of_student)]
@@ -200,7 +187,7 @@ def _name(cfg: Any) -> str:
 
 
 def _dictionary_of(cfg: Any, side: str) -> Path | None:
-    """Return the file of a side's words in the data folder of a task's configuration; None for none."""
+    """Return a side's dictionary file in the data folder of a task's configuration, if it exists."""
     folder = Path(str(getattr(cfg, "data", None) or "").partition(os.pathsep)[0])
     language = getattr(cfg, "source_lang" if side == "encoder" else "target_lang", None)
     file = folder / (f"dict.{language}.txt" if language else "dict.txt")
@@ -208,12 +195,7 @@ def _dictionary_of(cfg: Any, side: str) -> Path | None:
 
 
 def scores_of(model: Any, output: Any) -> Tensor:
-    """Return a model's scores [N, V], whose softmax are its probabilities.
-
-    Args:
-        model: whose output it is.
-        output: of a call.
-    """
+    """Return scores [N, V] from a model's output; their softmax are its probabilities."""
     while hasattr(model, "module"):
         model = model.module
     first = output if torch.is_tensor(output) else output[0]
@@ -221,7 +203,7 @@ def scores_of(model: Any, output: Any) -> Tensor:
     adaptive = getattr(getattr(model, "decoder", None), "adaptive_softmax", None)
     if adaptive is None:
         return first
-    # fairseq's own table has no gradient, and of a token's words those of its target's cluster alone.
+    # fairseq's own table has no gradient, and only the words of the target's cluster.
     log = partial(torch.log_softmax, dim=1, dtype=torch.float32)
     tails = [log(tail(first)) for tail in adaptive.tail]
     head, *priors = log(adaptive.head(first)).split([adaptive.cutoff[0], *[1] * len(tails)], dim=1)

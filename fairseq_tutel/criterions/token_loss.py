@@ -1,13 +1,14 @@
 """Label-smoothed cross entropy of logits, without a table of log-probabilities.
 
-Rows are taken some at a time, in fp32 at least; nothing is kept for backward but the logits. fairseq's own
-path keeps a fp32 table beside them, and fills two more in backward.
+Chunks of rows are processed in fp32 at least; only the logits are saved for backward. fairseq also saves an
+fp32 table, and fills two more in backward.
 N rows, V words.
 """
 
 from typing import Any
 
 import torch
+from fairseq.models import FairseqDecoder
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
@@ -25,7 +26,7 @@ def token_loss(
         logits_NV: [N, V], any float dtype.
         target_N: [N] int64.
         smoothing: s, from 0 to below 1.
-        ignored: a target that does not count.
+        ignored: target of rows that are not counted.
 
     Returns:
         loss: [] differentiable, in fp32 at least.
@@ -53,17 +54,17 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        ctx.shares = _shares(smoothing, logits_NV.shape[1])
-        of_target, of_each = ctx.shares
+        ctx.weights = _weights(smoothing, logits_NV.shape[1])
+        of_target, of_each = ctx.weights
         ctx.mark_non_differentiable(nll)
-        # Not one tensor twice: fairseq adds to the loss.
+        # Two tensors: fairseq adds to the loss in place.
         return of_target * nll + of_each * spread, nll
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, at_target_N, counts_N = ctx.saved_tensors
-        of_target, of_each = ctx.shares
+        of_target, of_each = ctx.weights
         dlogits_NV = torch.empty_like(logits_NV)
         scales_N = torch.where(counts_N, dloss, 0.0)
         of_all = of_target + of_each * logits_NV.shape[1]
@@ -83,7 +84,43 @@ class _TokenLoss(torch.autograd.Function):
         return dlogits_NV, None, None, None
 
 
-def _shares(smoothing: float, words: int) -> tuple[float, float]:
-    """Return how much the target's and every word's log-probability count."""
+def _weights(smoothing: float, words: int) -> tuple[float, float]:
+    """Return the weights of the target's and of every word's log-probability."""
     of_each = smoothing / (words - 1) if smoothing else 0.0
     return 1 - smoothing - of_each, of_each
+
+
+class TokenLossMixin:
+    """Precedes a stock criterion on logits: the same loss, without tables of log-probabilities."""
+
+    eps = 0.0  # cross_entropy has no smoothing
+    ignore_prefix_size = 0
+    padding_idx: int
+
+    def compute_loss(
+        self, model: Any, net_output: Any, sample: Any, reduce: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return (loss, nll loss), summed; fairseq's own if the model does not normalize plain logits."""
+        if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
+            return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
+        target = model.get_targets(sample, net_output)
+        logits = net_output[0]
+        return token_loss(
+            logits.reshape(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
+        )
+
+
+def _normalizes_logits(model: Any) -> bool:
+    """Whether log-probabilities are the plain log-softmax of the first output."""
+    while hasattr(model, "module"):
+        model = model.module
+    decoder = getattr(model, "decoder", None)
+    return (
+        isinstance(decoder, FairseqDecoder)
+        and getattr(decoder, "adaptive_softmax", None) is None
+        and all(
+            getattr(type(part), name).__module__.startswith("fairseq.models.")
+            for part in (model, decoder)
+            for name in ("get_normalized_probs", "get_normalized_probs_scriptable")
+        )
+    )

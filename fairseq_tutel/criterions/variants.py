@@ -1,25 +1,42 @@
-"""A moe_ variant, with the balance loss, of every fairseq criterion without a class of its own here."""
+"""A moe_ variant, with the balance loss, of every fairseq criterion."""
 
 import dataclasses
+import math
 from typing import Any
 
+from fairseq import utils
 from fairseq.criterions import (
     CRITERION_DATACLASS_REGISTRY,
     CRITERION_REGISTRY,
     register_criterion,
 )
 from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.logging import metrics
 
+from fairseq_tutel.criterions.expert_log import reduce_expert_log
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
+from fairseq_tutel.criterions.token_loss import TokenLossMixin
 from fairseq_tutel.plugin.registration.flags import GateLossOptions
 from fairseq_tutel.plugin.registration.variants import variant_of
 
-# The first passes a substitute of the model to another criterion, which may be a variant. The task of the
-# second requires its name. The third needs Megatron.
-WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
-# These treat any key that ends with _loss as their own.
-TAKE_ANY_LOSS = ("speech_dlm_criterion",)
+class _PerplexityMixin(GateLossMixin):
+    """Precedes a criterion whose perplexity is of nll_loss, not of the loss with the balance loss."""
+
+    predicted = "ntokens"  # key of the number of tokens in nll_loss
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log loss (with the balance loss), nll_loss and ppl, in bits, and the expert metrics."""
+        loss, nll, tokens, sample_size = (
+            sum(log.get(key, 0) for log in logging_outputs)
+            for key in ("loss", "nll_loss", cls.predicted, "sample_size")
+        )
+        bits = 1 / math.log(2)
+        metrics.log_scalar("loss", loss / sample_size * bits, sample_size, round=3)
+        metrics.log_scalar("nll_loss", nll / tokens * bits, tokens, round=3)
+        metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
+        reduce_expert_log(logging_outputs)
 
 
 class _FlagsMixin(GateLossMixin):
@@ -32,21 +49,33 @@ class _FlagsMixin(GateLossMixin):
         gen_parser_from_dataclass(parser, GateLossOptions())
 
 
+# Criterions with more than the balance loss: mixins, and attributes of the variant.
+SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
+    "cross_entropy": ((_PerplexityMixin, TokenLossMixin), {}),
+    "label_smoothed_cross_entropy": ((GateLossMixin, TokenLossMixin), {}),
+    "masked_lm": ((_PerplexityMixin,), {"predicted": "sample_size"}),
+    # It treats any key that ends with _loss as its own.
+    "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
+}
+# The first passes a substitute of the model to another criterion, which may be a variant. The task of the
+# second requires its name. The third needs Megatron.
+WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
+
+
 def _register_variants() -> None:
     for name, stock in list(CRITERION_REGISTRY.items()):
         if (
-            issubclass(stock, GateLossMixin)
+            name.startswith("moe_")
             or f"moe_{name}" in CRITERION_REGISTRY
             or name in WITHOUT_VARIANT
         ):
             continue
         options = CRITERION_DATACLASS_REGISTRY.get(name)
+        mixins, attributes = SPECIAL.get(name, ((GateLossMixin if options else _FlagsMixin,), {}))
         if options is not None:
-            options = dataclasses.make_dataclass(
-                f"MoE{options.__name__}", [], bases=(GateLossOptions, options)
-            )
-        mixin, keeps_loss = GateLossMixin if options else _FlagsMixin, name not in TAKE_ANY_LOSS
-        variant = variant_of(stock, mixin, module=__name__, keeps_loss=keeps_loss)
+            options = variant_of(options, GateLossOptions, module=__name__)
+            options = dataclasses.dataclass(options)
+        variant = variant_of(stock, *mixins, module=__name__, **attributes)
         register_criterion(f"moe_{name}", dataclass=options)(variant)
 
 

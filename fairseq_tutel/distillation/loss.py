@@ -1,7 +1,7 @@
 """T² KL(teacher || student) of tables of scores, without a table of probabilities.
 
-Rows are taken some at a time, in fp32 at least; nothing is kept for backward but the two tables, or of the
-teacher its likeliest words. N rows, V words, K words of a teacher's answer, T the temperature.
+Chunks of rows are processed in fp32 at least. For backward only the two tables are saved, or the teacher's
+top words. N rows, V words, K words of a teacher's answer, T temperature.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from fairseq_tutel.kernels.slabs import slabs
 
 @dataclass(frozen=True)
 class Answers:
-    """A teacher's likeliest words; the rest of its probability is that of one word more.
+    """A teacher's most probable words; the remaining probability is one additional word's.
 
     Attributes:
-        words_NK: their ids, int64.
-        logs_NK: the logarithms of their probabilities under T, fp32 at least.
+        words_NK: their IDs, int64.
+        logs_NK: log-probabilities under T, fp32 at least.
     """
 
     words_NK: Tensor
@@ -29,10 +29,10 @@ class Answers:
 
 
 def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
-    """Return the K likeliest words of each row, without a gradient; all V where K is more.
+    """Return the min(K, V) most probable words of each row, without a gradient.
 
     Args:
-        scores_NV: a teacher's logits, or logarithms of probabilities, of any float dtype.
+        scores_NV: a teacher's logits or log-probabilities, any float dtype.
         top_k: K.
         temperature: T.
     """
@@ -50,17 +50,17 @@ def distillation_loss(
 ) -> Tensor:
     """Return T² * sum over rows of KL(p || q), p = softmax(teacher / T), q = softmax(scores / T).
 
-    Of `Answers` the words are K + 1: those named, and one whose probability is what these leave of 1, in
-    the teacher and in the student. With K = V there is none left, and it is the same number.
+    With `Answers` there are K + 1 words: the named ones, and one with the remaining probability, in the
+    teacher and in the student. With K = V the result is the same as with logits.
 
     Args:
         scores_NV: [N, V] the student's logits, any float dtype.
-        teacher: [N, V] its logits, or its answers under the same T.
+        teacher: [N, V] logits, or answers under the same T.
         counts_N: [N] bool, which rows are tokens.
         temperature: T.
 
     Returns:
-        [] in fp32 at least, differentiable by the student's scores alone.
+        [] in fp32 at least, differentiable by the student's scores only.
 
     Source: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
     """
@@ -103,7 +103,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         scores_NV, given, words_NK, counts_N = ctx.saved_tensors
         dscores_NV = torch.empty_like(scores_NV)
-        # T² of the loss, 1 / T of the scores.
+        # T² from the loss, 1 / T from the scores.
         scales_N = torch.where(counts_N, dloss * ctx.temperature, 0.0)
         for rows, q_nV in _logs(scores_NV, ctx.temperature):
             d_nV = q_nV.exp_()
@@ -113,12 +113,12 @@ class _Distillation(torch.autograd.Function):
                 p_nK, words_nK = given[rows], words_NK[rows]
                 named_nK = d_nV.gather(1, words_nK)
                 d_nV.scatter_(1, words_nK, 0.0)
-                # A word of the rest has its share of the rest's q - p.
+                # The remaining words share the remainder's q - p.
                 least = torch.finfo(d_nV.dtype).tiny
                 rest_n = _rest(p_nK) / d_nV.sum(dim=1).clamp_min(least)
                 d_nV *= (1 - rest_n).unsqueeze(1)
                 d_nV.scatter_(1, words_nK, (named_nK - p_nK.exp()).to(d_nV.dtype))
-            # What is no token may hold anything.
+            # Rows of padding may contain NaN.
             d_nV.masked_fill_(~counts_N[rows].unsqueeze(1), 0.0)
             dscores_NV[rows] = d_nV.mul_(scales_N[rows].unsqueeze(1))
         return dscores_NV, None, None, None, None
@@ -129,7 +129,7 @@ def _rest(logs_nK: Tensor) -> Tensor:
 
 
 def _logs(scores_NV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some rows and the logarithms of their probabilities, which are the caller's."""
+    """Yield chunks of rows with their log-probabilities, which the caller may overwrite."""
     for rows in slabs(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature)
 

@@ -1,9 +1,10 @@
-"""A teacher's answers in a folder: each of a sample of the data set, by its id, its tokens' in order.
+"""A folder with a teacher's answers: one record per sample of the data set, by its ID, in order of tokens.
 
-Every process that writes appends to a file of its own, one whole record in one call, so that trainings may
-fill a folder together and what is cut off is the end of a file. A record says of which text it is, and has
-a check sum; a file's records are found by their heads alone, and read when their sample comes. Of several
-to one sample any whole one is read. What the answers are of stands in about.json.
+- Every writing process appends to its own file, one record per call. Runs may fill a folder together, and
+  only the end of a file can be truncated.
+- A record has a fingerprint of its text and a checksum. Records are found by their heads, and read when
+  their sample is needed. If a sample has several, any whole one is read.
+- about.json describes teacher and options.
 
 n tokens of a sample, K words of an answer.
 """
@@ -32,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 ABOUT, SUFFIX, VERSION = "about.json", ".answers", 2
 MAGIC = b"ftKL"
-# Magic, sample, n, fingerprint of its text, check sum of these and of the answers.
+# Magic, sample, n, fingerprint of its text, checksum of these and of the answers.
 HEAD = struct.Struct("<4sqI16sI")
 NUMBERS = (np.dtype("<i4"), np.dtype("<f4"))
 FLAG = "--distill-logits"
 
 
 def fingerprint(*texts: Tensor) -> bytes:
-    """Return what tells a sample's tokens from others."""
+    """Return a digest of a sample's tokens."""
     digest = hashlib.blake2b(digest_size=16)
     for text in texts:
         wide, kind = (text.double(), "<f8") if text.is_floating_point() else (text, "<i8")
@@ -48,7 +49,9 @@ def fingerprint(*texts: Tensor) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Record:
+    """The position of a record's answers in a file, with the values of its head."""
+
     path: Path
     start: int
     tokens: int
@@ -56,7 +59,7 @@ class _Place:
     check: int
 
     def content(self, sample: int, top_k: int) -> bytes | None:
-        """Return the bytes of the answers; None where they, or their head, are damaged."""
+        """Return the bytes of the answers; None if they, or their head, are corrupt."""
         try:
             with self.path.open("rb") as file:
                 content = os.pread(file.fileno(), 8 * self.tokens * top_k, self.start)
@@ -70,33 +73,27 @@ def _check(sample: int, tokens: int, text: bytes, content: bytes) -> int:
 
 
 class StoredLogits:
-    """The answers of a folder, which is made where there is a teacher to fill it.
+    """The answers in a folder, which is created if a teacher will fill it.
 
     Args:
-        folder: of them.
-        facts: what they are of, by what it is called in messages; the teacher is None where there is none.
+        folder: its path.
+        facts: properties of the answers, by name in messages; the teacher is None without one.
         top_k: K.
-
-    Raises:
-        ValueError: the folder's are of something else, or it has none and there is no teacher.
     """
 
     def __init__(self, folder: str, facts: Mapping[str, Any], top_k: int) -> None:
         self.folder, self.top_k = Path(folder), top_k
         self._own: IO[bytes] | None = None
-        self._places: dict[int, list[_Place]] = {}
+        self._records: dict[int, list[_Record]] = {}
         self._scanned: dict[Path, int] = {}
         self._refuse_others({"version": VERSION, **facts})
 
     def read(self, sample: int, text: bytes) -> Answers | None:
-        """Return the answers to a sample, [n, K]; None where there are no whole ones.
+        """Return the answers to a sample, [n, K]; None if there are no whole ones.
 
         Args:
-            sample: its id in the data set.
+            sample: its ID in the data set.
             text: the fingerprint of its tokens.
-
-        Raises:
-            ValueError: they are to other tokens.
         """
         found = self._whole(sample)
         if found is None:
@@ -104,12 +101,12 @@ class StoredLogits:
             found = self._whole(sample)
         if found is None:
             return None
-        place, content = found
-        if place.text != text:
+        record, content = found
+        if record.text != text:
             raise ValueError(
-                f"{FLAG} is {self.folder}, whose answers to sample {sample} are to another text: they are "
-                "of another data set, of other --tokens-per-sample or --ignore-prefix-size, or of a task "
-                "that draws its text anew in every epoch; give another folder, or leave it out."
+                f"{FLAG} is {self.folder}, whose answers to sample {sample} are for another text: of "
+                "another data set, other --tokens-per-sample or --ignore-prefix-size, or a task that draws "
+                "its text in every epoch; give another folder, or leave it out."
             )
         half = len(content) // 2
         words, logs = (
@@ -118,21 +115,17 @@ class StoredLogits:
         )
         return Answers(words.long(), logs)
 
-    def _whole(self, sample: int) -> tuple[_Place, bytes] | None:
-        places = self._places.get(sample, [])
-        while places:
-            content = places[-1].content(sample, self.top_k)
+    def _whole(self, sample: int) -> tuple[_Record, bytes] | None:
+        records = self._records.get(sample, [])
+        while records:
+            content = records[-1].content(sample, self.top_k)
             if content is not None:
-                return places[-1], content
-            logger.warning("%s: the answers to sample %d are damaged", places.pop().path, sample)
+                return records[-1], content
+            logger.warning("%s: the answers to sample %d are damaged", records.pop().path, sample)
         return None
 
     def write(self, sample: int, text: bytes, answers: Answers) -> None:
-        """Append the answers to a sample; `read` of any process finds them from then on.
-
-        Raises:
-            ValueError: they could not be written, for example on a full disk.
-        """
+        """Append the answers to a sample; `read` in any process finds them then."""
         parts = (answers.words_NK.cpu(), answers.logs_NK.float().cpu())
         content = b"".join(
             part.numpy().astype(kind).tobytes() for part, kind in zip(parts, NUMBERS, strict=True)
@@ -149,7 +142,7 @@ class StoredLogits:
             raise ValueError(
                 f"{FLAG} is {self.folder}, which can not be written: {error.strerror}."
             ) from error
-        if not whole:  # nothing may follow it in this file
+        if not whole:  # no record may follow it in this file
             raise ValueError(
                 f"{FLAG} is {self.folder}, which can not be written: the disk is full."
             )
@@ -159,8 +152,8 @@ class StoredLogits:
         if not path.exists():
             if facts["the teacher"] is None:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, which holds no teacher's answers; give --distill-teacher to "
-                    "have them written."
+                    f"{FLAG} is {self.folder}, which has no answers of a teacher; give --distill-teacher "
+                    "to write them."
                 )
             self._begin(path, facts)
         try:
@@ -175,12 +168,12 @@ class StoredLogits:
         for what, value in facts.items():
             if value is not None and found.get(what) != value:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, whose answers are of other facts than this run's: {what} "
+                    f"{FLAG} is {self.folder}, whose answers differ from this run: {what} "
                     f"was {found.get(what)} and is {value}; give another folder."
                 )
 
     def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write what the folder is of; of several that do so at once the first one's stays."""
+        """Write the facts; if several processes do so at once, the first one's remain."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             written = Path(temporary_of(str(path)))
@@ -197,7 +190,7 @@ class StoredLogits:
             ) from error
 
     def _look(self) -> None:
-        """Find the records that were appended since the last look, to any file."""
+        """Find records that were appended to any file since the last call."""
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             start, end = self._scanned.get(path, 0), path.stat().st_size
             if start + HEAD.size > end or not path.is_file():
@@ -207,9 +200,9 @@ class StoredLogits:
                     head = os.pread(file.fileno(), HEAD.size, start)
                     magic, sample, tokens, text, check = HEAD.unpack(head)
                     size = HEAD.size + 8 * tokens * self.top_k
-                    if magic != MAGIC or start + size > end:  # cut off, or still being written
+                    if magic != MAGIC or start + size > end:  # truncated, or still being written
                         break
-                    place = _Place(path, start + HEAD.size, tokens, text, check)
-                    self._places.setdefault(sample, []).append(place)
+                    record = _Record(path, start + HEAD.size, tokens, text, check)
+                    self._records.setdefault(sample, []).append(record)
                     start += size
             self._scanned[path] = start

@@ -1,7 +1,7 @@
-"""Confident multiple choice learning: some members learn a sample, the others are to be unsure of it.
+"""Confident multiple choice learning: K members learn a sample, the others a uniform distribution on it.
 
-Two tables of numbers are in memory, the members' logits and, in backward, their gradients; what is between
-them is made of one member at a time, in fp32 at least. Nothing is kept for backward but logits and labels.
+The largest tensors are the members' logits and, in backward, their gradients. Intermediate values are
+computed for one member at a time, in fp32 at least. Only logits and labels are saved for backward.
 M members, N samples (images, tokens), C classes (words), K members that learn a sample.
 
 Source: Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; the assignment of the exact
@@ -18,7 +18,7 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def scores(logits_MNC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every member's cross entropy of every sample, and its divergence from knowing nothing.
+    """Return every member's cross entropy on every sample, and its divergence from uniform predictions.
 
     CE = -log P(target); KL(U || P) = -log C - mean over the classes of log P.
 
@@ -27,8 +27,7 @@ def scores(logits_MNC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         target_N: [N] int64.
 
     Returns:
-        ce_MN: [M, N] in nats, fp32 at least; no gradient, likewise
-        kl_MN: [M, N].
+        ce_MN and kl_MN: [M, N] in nats, fp32 at least, without gradients.
     """
     with torch.no_grad():
         columns = [_scores_of_one(logits_NC, target_N) for logits_NC in logits_MNC]
@@ -44,14 +43,14 @@ def _scores_of_one(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]
 
 
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
-    """Return who learns which sample, [M, N] bool: the K members of the smallest CE - beta KL.
+    """Return which members learn which sample, [M, N] bool: the K members with the smallest CE - beta KL.
 
-    No other choice of K members has a smaller confident loss, since all members' KL together do not depend
-    on it. Among equals the lower member is taken.
+    This choice minimizes the confident loss, since the sum of all members' KL does not depend on it. Ties
+    go to the lower member.
 
     Args:
-        ce_MN: see `scores`, as the next.
-        kl_MN: [M, N].
+        ce_MN: see `scores`.
+        kl_MN: see `scores`.
         overlap: K, from 1 to M.
         beta: weight of KL.
     """
@@ -74,19 +73,19 @@ def confident_loss(
     labels_MN: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, who learned what): the sum over samples of their members' losses.
+    """Return the sum over samples and members of their losses, and which members learn which sample.
 
-    Of a member that learns a sample its cross entropy, of another beta * KL(U || P) or, with labels,
-    beta * CE at its label: of labels that are drawn evenly the mean is KL + log C, and its gradient KL's.
-    With K = M all learn all, as independent members; with beta 0 it is multiple choice learning.
+    The loss of a member that learns a sample is its cross entropy. That of another is beta * KL(U || P) or,
+    with labels, beta * CE at its label: the mean over uniform labels is KL + log C, with KL's gradient.
+    With K = M members are independent; with beta 0 it is multiple choice learning.
 
     Args:
         logits_MNC: [M, N, C], any float dtype.
         target_N: [N] int64.
         overlap: K, from 1 to M.
-        beta: weight of what those lose that do not learn.
-        labels_MN: [M, N] int64, what `random_labels` gives; None for the exact loss.
-        counts_N: [N] bool, False for samples that are left out; None where all count.
+        beta: weight of the losses of members that do not learn a sample.
+        labels_MN: [M, N] int64 from `random_labels`; None for the exact loss.
+        counts_N: [N] bool, False for ignored samples; None if all count.
 
     Returns:
         loss: [] in nats, differentiable, in fp32 at least.
@@ -144,7 +143,7 @@ class _ConfidentLoss(torch.autograd.Function):
 
 
 def mean_log_probs(logits_MXC: Tensor) -> Tensor:
-    """Return the logarithm of the mean of the members' probabilities, [..., C], in fp32 at least.
+    """Return the log of the mean of the members' probabilities, [..., C], in fp32 at least.
 
     Args:
         logits_MXC: [M, ..., C], any float dtype.
@@ -170,7 +169,7 @@ class _MeanLogProbs(torch.autograd.Function):
         dlogits_MXC = torch.empty_like(logits_MXC)
         for m, logits_XC in enumerate(logits_MXC):
             logs_XC = torch.log_softmax(logits_XC, dim=-1, dtype=dmean_XC.dtype)
-            # A class that all members exclude has no share in anything: exp(-inf + inf).
+            # A class with probability 0 for all members gives exp(-inf + inf).
             share_XC = (logs_XC - mean_XC).exp().nan_to_num(nan=0.0) / logits_MXC.shape[0]
             d_XC = dmean_XC * share_XC
             dlogits_MXC[m] = d_XC - logs_XC.exp() * d_XC.sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Members of an ensemble give each other their features: each pauses at one layer until all are there.
+"""Feature sharing between members of an ensemble: each forward pauses at one layer until all are there.
 
 M members.
 """
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Tensor]:
     """Return h_m + the sum over the others m' of sigma * h_m', for every member m.
 
-    sigma is elementwise Bernoulli(keep) while training, drawn for every pair, and its mean in evaluation.
-    (The authors' code draws it in evaluation, too, which makes an output another one each time.)
+    sigma is elementwise Bernoulli(keep) in training, drawn for every pair, and its mean in evaluation.
+    (The authors' code draws it in evaluation, too, so that outputs vary.)
 
     Args:
         features_M: M tensors of one shape.
         keep: probability of a 1.
-        training: the members' mode.
+        training: the members are in training mode.
 
     Source: Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
@@ -43,21 +43,18 @@ def run_and_share(
     layers: Sequence[nn.Module],
     share: Callable[[list[Tensor]], list[Tensor]],
 ) -> list[Any]:
-    """Run all members until their layer has its output, let `share` mix these, and run them to their end.
+    """Run all members until their layer has its output, mix these by `share`, and run them to their end.
 
-    A forward has to stop in its midst, so each runs in a thread of its own; but one at a time, in order:
-    what members draw or send is the same each time.
+    Each forward runs in its own thread, since it must pause. Threads run one at a time in a fixed order, so
+    that random numbers and communication are reproducible.
 
     Args:
         members: the forward of each.
-        layers: the module of each where it pauses; its output is a tensor, or begins with one.
-        share: of the M tensors.
+        layers: the module of each where it pauses; its output is a tensor, or a sequence with one first.
+        share: mixes the M tensors.
 
     Returns:
-        What each member returned.
-
-    Raises:
-        ValueError: a forward went past its layer, or through it twice.
+        The outputs of the members.
     """
     runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
     try:
@@ -73,55 +70,55 @@ class _GivenUpError(Exception):
 
 
 class _Run:
-    """A forward that pauses where its layer has its output."""
+    """A forward in a thread that pauses after one layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer = forward, layer
-        self._said: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._told: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self._features: SimpleQueue[Tensor | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(_modes(),), daemon=True)
 
     def until_pause(self) -> Tensor:
-        """Begin; return the layer's output."""
+        """Start; return the layer's output."""
         self._thread.start()
-        said, value = self._said.get()
-        if said == "failed":
+        event, value = self._events.get()
+        if event == "failed":
             raise value
-        if said == "ended":
+        if event == "ended":
             raise ValueError(
-                "a member's forward did not come through the layer whose output is to be shared; name one "
-                "in --ensemble-share-after that every forward calls."
+                "a member's forward did not call the layer whose output is shared; name one in "
+                "--ensemble-share-after that every forward calls."
             )
         return value
 
     def to_end(self, feature: Tensor) -> Any:
-        """Go on with this as the layer's output; return what the forward returns."""
-        self._told.put(feature)
-        said, value = self._said.get()
-        if said == "failed":
+        """Continue with this as the layer's output; return the forward's result."""
+        self._features.put(feature)
+        event, value = self._events.get()
+        if event == "failed":
             raise value
-        if said == "paused":
+        if event == "paused":
             raise ValueError(
-                "a member's forward calls the layer whose output is to be shared more than once; name "
+                "a member's forward calls the layer whose output is shared more than once; name "
                 "another in --ensemble-share-after."
             )
         return value
 
     def give_up(self) -> None:
-        """End the thread, wherever it is."""
+        """End the thread in any state."""
         if self._thread.is_alive():
-            self._told.put(None)
+            self._features.put(None)
             self._thread.join()
 
     def _work(self, set_modes: Callable[[], contextlib.AbstractContextManager]) -> None:
         handle = self._layer.register_forward_hook(self._pause)
         try:
             with set_modes():
-                self._said.put(("ended", self._forward()))
+                self._events.put(("ended", self._forward()))
         except _GivenUpError:
             pass
         except BaseException as error:
-            self._said.put(("failed", error))
+            self._events.put(("failed", error))
         finally:
             handle.remove()
 
@@ -129,18 +126,18 @@ class _Run:
         feature = output[0] if isinstance(output, tuple | list) else output
         if not torch.is_tensor(feature):
             raise ValueError(
-                f"the layer whose output is to be shared returns {type(feature).__name__}, no tensor; name "
+                f"the layer whose output is shared returns {type(feature).__name__}, no tensor; name "
                 "another in --ensemble-share-after."
             )
-        self._said.put(("paused", feature))
-        told = self._told.get()
-        if told is None:
+        self._events.put(("paused", feature))
+        mixed = self._features.get()
+        if mixed is None:
             raise _GivenUpError
-        return told if torch.is_tensor(output) else (told, *output[1:])
+        return mixed if torch.is_tensor(output) else (mixed, *output[1:])
 
 
 def _modes() -> Callable[[], contextlib.AbstractContextManager]:
-    """Return what sets, in another thread, the modes that torch keeps for each."""
+    """Return a context manager that sets this thread's torch modes in another thread."""
     grad = torch.is_grad_enabled()
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]

@@ -1,7 +1,7 @@
-"""MoE twins of fairseq's transformer models.
+"""MoE variants of fairseq's models, ensembles and Swin V2.
 
-fairseq imports this folder by itself when it is given the package's directory as `--user-dir`, so
-the import must lead to the full registration.
+With the package's directory as `--user-dir`, fairseq imports this folder itself, so that the import must
+register everything.
 """
 
 from fairseq_tutel.plugin import register

@@ -1,10 +1,9 @@
-"""ensemble_of: several models of one registered architecture as one, whose probabilities are their mean.
+"""ensemble_of: an ensemble of models of one registered architecture, with their mean probabilities.
 
-Each member is as its architecture builds it, under `members.0.`, `members.1.`, … in the state dict. They
-are built one after the other, so each draws other weights than those before it, and the first draws those
-that it would alone. They run one after the other, too: one batched forward of all (torch.func's
-functional_call and vmap over stacked weights) took from 1.2 to 3.1 times as long on a CPU, forward and
-backward of 5 members, from a network of 32 hidden units to transformers.
+Members are in the state dict under `members.0.`, `members.1.`, …. They are built in order, so that each
+draws other weights, and the first draws those of a single model. They run in order, too: a batched forward
+(torch.func's functional_call and vmap over stacked weights) took from 1.2 to 3.1 times as long on a CPU,
+for forward and backward of 5 members, from a network of 32 hidden units to transformers.
 
 M members, C classes.
 """
@@ -47,7 +46,7 @@ EnsembleOptions = made("EnsembleOptions", options_in(EnsembleConfig))
 
 @register_model(NAME)
 class EnsembleModel(BaseFairseqModel):
-    """M members, called with the same arguments.
+    """M members that get the same input.
 
     Args:
         members: models that return logits, as a tensor or first in a tuple.
@@ -67,7 +66,7 @@ class EnsembleModel(BaseFairseqModel):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the ensemble's flags and those of the members' architecture, which stock does not tell."""
+        """Add the ensemble's flags and those of the members' architecture, read from sys.argv."""
         gen_parser_from_dataclass(parser, EnsembleOptions(), delete_default=True)
         words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         words.add_argument("--arch", "-a")
@@ -82,30 +81,26 @@ class EnsembleModel(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "EnsembleModel":
-        """Build the members, each with experts of its own where they have some.
-
-        Raises:
-            ValueError: what members cannot be, or cannot be trained by.
-        """
+        """Build the members, each with its own experts, if any."""
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
         training, seed = is_training(task, args), _seed(task)
         members = []
         for m in range(config.ensemble_size):
-            with _told_once(is_first=m == 0):
+            with _logging_once(is_first=m == 0):
                 member = build_model(_member_options(args, task), task)
             for layer in moe_layers(member):
                 layer.become_member(m, seed if training else None)
             members.append(member)
         if getattr(task, "moe_tuner", None) is not None:
             raise ValueError(
-                "--moe-adaptive measures the layers of one model, and --arch ensemble_of trains several at "
-                "once; set it to off."
+                "--moe-adaptive measures the layers of one model, and --arch ensemble_of trains several "
+                "models; set it to off."
             )
         if any(isinstance(module, AdaptiveSoftmax) for module in members[0].modules()):
             raise ValueError(
-                "--adaptive-softmax-cutoff is given, whose output is no probability of every word, whose "
-                "mean --arch ensemble_of takes; drop it."
+                "--adaptive-softmax-cutoff is given, which computes no probability of every word, as "
+                "--arch ensemble_of needs; drop it."
             )
         return cls(members, config)
 
@@ -120,7 +115,7 @@ class EnsembleModel(BaseFairseqModel):
         else:
             outputs = [run() for run in runs]
         logits_MXC = torch.stack([self._logits_of(output) for output in outputs])
-        del outputs  # which are as large
+        del outputs  # as large as the logits
         return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
 
     def get_normalized_probs(
@@ -135,15 +130,11 @@ class EnsembleModel(BaseFairseqModel):
 
     @property
     def supported_targets(self) -> Any:
-        """What a language modeling task asks its model for."""
+        """The targets that a language modeling task passes to its model."""
         return self.members[0].supported_targets
 
     def max_decoder_positions(self) -> int:
-        """Refuse to generate, for which this is asked first.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse generation, which calls this first."""
         raise ValueError(
             "--arch ensemble_of scores, but does not generate; make its members with `python -m "
             "fairseq_tutel convert members`, and give fairseq-generate --path A.pt:B.pt:…, whose "
@@ -173,31 +164,27 @@ class EnsembleModel(BaseFairseqModel):
             hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above
         ):
             raise ValueError(
-                f"--ensemble-share-after is {name}, which is made again in the backward, since activations "
-                "are checkpointed, when there are no other members; name a whole layer, or drop one."
+                f"--ensemble-share-after is {name}, which activation checkpointing recomputes "
+                "without the other members; name a whole layer, or drop one."
             )
 
 
 def _class_of(arch: str) -> Any:
-    """Return the model class of the members' architecture.
-
-    Raises:
-        ValueError: it is none, or the ensemble itself.
-    """
+    """Return the model class of the members' architecture."""
     if not arch:
         raise ValueError(
-            "--arch ensemble_of is of members of one architecture; name it in --ensemble-arch."
+            "--arch ensemble_of needs the architecture of its members; name it in --ensemble-arch."
         )
     if arch not in ARCH_MODEL_REGISTRY or arch == NAME:
         raise ValueError(
-            f"--ensemble-arch is {arch}, which is no architecture that members can have; give one that "
-            "--arch takes."
+            f"--ensemble-arch is {arch}, which members cannot have; give another architecture that "
+            "--arch accepts."
         )
     return ARCH_MODEL_REGISTRY[arch]
 
 
 def _member_options(args: Any, task: Any) -> Any:
-    """Return a member's configuration, of the kind that its architecture is built from."""
+    """Return a member's configuration: a namespace or its dataclass, as its architecture expects."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
     flat: Any = (
@@ -210,7 +197,7 @@ def _member_options(args: Any, task: Any) -> Any:
     known = {item.name for item in fields(options)}
     member = OmegaConf.merge(options(), {key: given[key] for key in given.keys() & known})
     member._name = arch
-    # What it takes from other parts of the run's configuration, as ${task.tokens_per_sample}.
+    # Its interpolations refer to the run's configuration, as ${task.tokens_per_sample}.
     root = args._get_root() if OmegaConf.is_config(args) else root_of(task)
     member.__dict__["_parent"] = (
         root if root is not None else OmegaConf.create({"task": config_of(task)})
@@ -226,8 +213,8 @@ def _seed(task: Any) -> int:
 
 
 @contextmanager
-def _told_once(is_first: bool) -> Iterator[None]:
-    """Keep what all members log alike to one of them; warnings stay."""
+def _logging_once(is_first: bool) -> Iterator[None]:
+    """Suppress info messages of all members but the first."""
     before = logging.root.manager.disable
     logging.disable(before if is_first else max(before, logging.INFO))
     try:
@@ -238,7 +225,7 @@ def _told_once(is_first: bool) -> Iterator[None]:
 
 @register_model_architecture(NAME, NAME)
 def architecture(args: Any) -> None:
-    """Fill in what is not given: of the ensemble, and of its members by their own architecture."""
+    """Set options that are not given, of the ensemble and, by their architecture, of its members."""
     fill_in(args, EnsembleOptions)
     _class_of(args.ensemble_arch)
     ARCH_CONFIG_REGISTRY[args.ensemble_arch](args)

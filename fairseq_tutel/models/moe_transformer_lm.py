@@ -24,12 +24,12 @@ class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelCo
 
 @register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
 class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
-    """TransformerLanguageModel whose every --moe-freq-th layer has experts for an FFN."""
+    """TransformerLanguageModel with experts in every --moe-freq-th layer."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
         """Build the stock model, then replace the chosen FFNs."""
-        _say_what_hydra_leaves_out(args)
+        _warn_of_hydra(args)
         _fill_in(args)
         stock_args = _with_scales(args)
         refuse_options(args)
@@ -38,8 +38,8 @@ class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
         return model
 
 
-def _say_what_hydra_leaves_out(args: Any) -> None:
-    """Warn where an architecture's name brings none of its sizes, as for stock's language models."""
+def _warn_of_hydra(args: Any) -> None:
+    """Warn if an architecture's name sets no sizes, as for fairseq's language models under hydra."""
     name = getattr(args, "_name", None)
     if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
         logger.warning(
@@ -51,7 +51,7 @@ def _say_what_hydra_leaves_out(args: Any) -> None:
 
 
 def _fill_in(args: Any) -> None:
-    """Add the dataclass's defaults that a hydra file with an architecture's name does not bring."""
+    """Add the dataclass's defaults that a hydra file with an architecture's name lacks."""
     if not OmegaConf.is_config(args):
         return
     with open_dict(args):
@@ -62,10 +62,10 @@ def _fill_in(args: Any) -> None:
 
 
 def _with_scales(args: Any) -> Any:
-    """Return args in a form that keeps --scale-fc and its like.
+    """Return args in a form that keeps --scale-fc and similar options.
 
-    Stock's TransformerConfig.from_namespace copies unknown options from a Namespace but loses them,
-    silently, from the configuration object that fairseq-train passes.
+    fairseq's TransformerConfig.from_namespace copies unknown options from a Namespace, but drops those of
+    the configuration that fairseq-train passes.
     """
     scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
     if not OmegaConf.is_config(args) or not any(args[key] for key in scales):

@@ -1,6 +1,6 @@
-"""swin_v2 and swin_v2_moe: Swin V2 as a model of fairseq, dense and with experts, in their sizes.
+"""swin_v2 and swin_v2_moe: Swin V2 as a fairseq model, dense and with experts, in several sizes.
 
-A task says what they read: `task.channels` and `task.num_classes`.
+The task has `channels` and `num_classes`.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
-# Of experts, what the released model does, but for their second bias, which it lacks: here it begins at 0.
+# Settings of the released model's experts. Their second bias, which it lacks, starts at 0.
 EXPERTS = {"activation": "gelu", "init_std": 0.005}
 RELEASED = {
     "swin_form": "moe",
@@ -29,9 +29,9 @@ RELEASED = {
     "moe_balance_loss": "load_importance_tutel:1",
     "swin_init_std": 0.005,
 }
-# As RELEASED, but for small images, whose published results began with these.
+# Differences from RELEASED for small images, used for the published results.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
-# What is the encoder's or the decoder's alone is not for stages.
+# Options of encoder or decoder do not apply to stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
 SIZES: dict[str, dict[str, Any]] = {
     "": {},
@@ -54,11 +54,11 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
     _keeps_head = False
 
     def keep_head(self) -> None:
-        """Let what is loaded from now on leave the head as it was drawn."""
+        """Do not load a head from later state dicts."""
         self._keeps_head = True
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Bring a checkpoint's weights up to date, in place."""
+        """Update a checkpoint's weights, in place."""
         if self._keeps_head:
             head = f"{name}.head" if name else "head"
             state_dict.update(self.head.state_dict(prefix=f"{head}."))
@@ -66,7 +66,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build the model that the options and the task's images ask for."""
+        """Build the model for the options and the task's images."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
         if not hasattr(task, "channels"):
@@ -89,8 +89,8 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         refuse_bad_values(own)
         if cfg.moe_pregate and cfg.swin_checkpoint_activations:
             raise ValueError(
-                f"--moe-pregate is {cfg.moe_pregate} and --swin-checkpoint-activations is set, which makes "
-                "a block again in the backward without the earlier one whose input its gate sees; drop one."
+                f"--moe-pregate is {cfg.moe_pregate} and --swin-checkpoint-activations is set, which "
+                "recomputes a block without the earlier one whose input its gate reads; drop one."
             )
         model = super().build_model(cfg, task)
         model.expert_stages = own.expert_stages
@@ -101,14 +101,14 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         return model
 
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
-        """Return the stages that may have experts, as `named_stacks` asks for them."""
+        """Return the stages that may have experts, for `named_stacks`."""
         numbered = list(enumerate(self.stages))
         for i, stage in numbered[max(0, len(numbered) - self.expert_stages) :]:
             yield f"stage {i + 1}", f"stages.{i}.blocks", stage.get_submodule("blocks")
 
 
 def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:
-    """Register a size as a model of its own, so that its name brings its options under hydra, too."""
+    """Register a size as a separate model, so that its name sets its options under hydra, too."""
     options = [replace(o, default=defaults.get(o.key, o.default)) for o in options]
     title = "".join(part.title() for part in name.split("_"))
     cls = type(title, (model,), {"__doc__": model.__doc__, "__module__": __name__})

@@ -144,11 +144,7 @@ class FineTunedMixin(MoEModelMixin):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build the stock model around the pretrained one.
-
-        Raises:
-            ValueError: that one has no experts.
-        """
+        """Build the stock model around the pretrained one."""
         with open_dict(cfg):
             cfg.setdefault("autoregressive", False)  # fairseq's hubert_ctc reads it, but lacks it
         token = _is_within.set(True)

@@ -66,7 +66,7 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 
 
 def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
-    """Refuse options of a training run that do not work with partitions.
+    """Refuse options that do not work with partitions.
 
     Args:
         root: the FairseqConfig.

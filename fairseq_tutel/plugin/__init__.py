@@ -6,7 +6,7 @@ The folders follow a run's life cycle:
 - install.py with feed_forward.py, context.py, announce.py: a stock model gets experts;
 - training/: checks, start, the task, resuming, saving;
 - opening/: a checkpoint is loaded for use, offloaded, or shared by several ranks;
-- run_state.py: what they share.
+- run_state.py: shared state.
 """
 
 import importlib

@@ -154,7 +154,7 @@ def announce_exchange(layers: Sequence[MoELayer]) -> None:
 def announce_no_effect(
     layers: Sequence[MoELayer], model_cfg: Any, task_cfg: Any, local: int, half: bool
 ) -> None:
-    """Warn of options of a training run without effect; the criterion, built later, warns of its own.
+    """Warn of options without effect in training; the criterion, built later, warns of its own.
 
     Args:
         layers: of the model.

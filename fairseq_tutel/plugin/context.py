@@ -17,7 +17,7 @@ class Context:
 
     Args:
         trains: the model is trained, not opened for use.
-        gather: loads all experts on this rank, for generation within a training run whose ranks share them.
+        gather: loads all experts on this rank, for generation during training, if ranks share them.
         wait_for_turn: returns when all ranks agree on a layer's call, where ranks call at their own pace.
 
     Attributes:

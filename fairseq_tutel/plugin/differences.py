@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 def end(error: ValueError) -> NoReturn:
-    """Exit a training run whose checkpoint cannot be loaded; fairseq would blame the architecture."""
+    """Exit training whose checkpoint cannot be loaded; fairseq would blame the architecture."""
     sys.exit(f"error: {error}")
 
 
 def end_where_it_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
-    """Exit a training run whose checkpoint is of another model; fairseq does not name the difference."""
+    """Exit training whose checkpoint is of another model; fairseq does not name the difference."""
     own = _below(state_dict, prefix)
     difference = _difference_of_experts(model, own) or _difference(model, own)
     if difference:

@@ -90,7 +90,7 @@ class MoEModelMixin:
         super().add_args(parser)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load; exit a training run with the experts' message: fairseq would blame the architecture."""
+        """Load; exit training with the experts' message: fairseq would blame the architecture."""
         try:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
@@ -117,9 +117,6 @@ def install_experts(
             model inside another one.
         freqs: --moe-freq of each side.
         of_sides: fields of the MoEConfig of a side's layers that depend on the kind of model.
-
-    Raises:
-        ValueError: a bad option, or a run that cannot work; the message names option and fix.
     """
     installation = _Installation(model, cfg, task)
     installation.choose(freqs)

@@ -29,11 +29,11 @@ class RunState:
     Attributes:
         cfg: FairseqConfig of the main function that runs.
         topology: process groups of the model that was built last; teachers are excluded.
-        checkpoint: path that a training run resumes from.
+        checkpoint: path that training resumes from.
         lease: of --save-dir, on the rank that writes there.
         is_saving: a checkpoint of all ranks is being written.
         command: a command that uses models on several ranks.
-        opens_teacher: a model is being opened whose calls follow a training run's steps.
+        opens_teacher: a model is being opened that is called in step with training.
         stores: expert stores of open models.
         at_exit: functions to call before the last error line.
     """

@@ -1,6 +1,8 @@
-"""Who the ranks are, how they meet, and what they are told when one is missing.
+"""The ranks of a job: rendezvous, process groups, agreement on options, failure detection.
 
-`guard`: why one rank's death ends the job, and with which sentence; begin there. `world`: which rank this
-is, and what ranks tell each other. `agreement`: whether they were started alike. `rendezvous`: how they
-find each other. `groups`: which of them exchange tokens, and which experts each holds.
+- `guard`: errors of collectives, which name missing ranks; start here.
+- `world`: this rank, the number of ranks, and collectives of Python objects.
+- `agreement`: compares all ranks' options.
+- `rendezvous`: creates the default group within a time-out.
+- `groups`: the ranks that exchange tokens, and the experts that each holds.
 """

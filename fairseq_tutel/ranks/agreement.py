@@ -1,7 +1,7 @@
-"""Agreement: ranks that were started differently are told so before their first collective.
+"""Compares options and environment of all ranks before their first collective.
 
-Every rank writes its facts and their digest to the store by which ranks find each other. Rank 0
-compares W digests, reads the facts behind each different one once, and writes a verdict that all read.
+Every rank writes its facts and their digest to the rendezvous store. Rank 0 compares W digests, reads the
+facts of each different one once, and writes a verdict that all ranks read.
 """
 
 import hashlib
@@ -27,30 +27,29 @@ from fairseq_tutel.ranks.guard import (
     watched,
 )
 
-# Where no time-out is set: as long as torch waits for ranks that start.
+# Without a time-out: as long as torch's rendezvous waits.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Ranks hear of a failure from rank 0, which is to give up before them and end after them.
+# Ranks read of a failure from rank 0, which must give up before them and end after them.
 MARGIN = timedelta(seconds=10)
 SHOWN_FACTS = 3
 SHOWN_CHARACTERS = 80
 NOTHING = object()
 
-# Every rank makes the same calls, so that these numbers are the same; a new default group starts anew.
+# Numbers of calls, the same on all ranks; a new default group starts at 0.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compare the facts of all ranks; return where they are the same. No collective.
+    """Compare the facts of all ranks, and return if they are the same. No collective.
 
-    Every rank must call it, as often as the others. One rank, or none, agrees with itself.
+    Every rank must call it equally often. With one rank it does nothing.
 
     Args:
-        facts: by the name that the user knows each by, such as an option; values that JSON can hold,
-            else their str().
+        facts: by a name for users, such as an option; values that are no JSON are compared as str().
 
     Raises:
-        ValueError: ranks differ; one sentence, the same on every rank, names option, values and fix.
-        CommunicationError: a rank did not come within the time-out of `guard.set_timeout`.
+        ValueError: ranks differ; the same message on every rank names option, values and fix.
+        CommunicationError: a rank did not arrive within the time-out of `guard.set_timeout`.
     """
     if world.size() == 1:
         return
@@ -70,7 +69,7 @@ def agree(facts: Mapping[str, Any]) -> None:
         if sentence and rank > 0:
             store.set(f"{prefix}/read/{rank}", "read")
         elif sentence:
-            # Others can not read the verdict once the process that keeps the store has ended.
+            # Others cannot read the verdict after the process with the store has ended.
             came = [r for r in range(1, dist.get_world_size()) if r not in late]
             wait_for(store, f"{prefix}/read", came, MARGIN.total_seconds())
     if late:
@@ -80,7 +79,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[int], str]:
-    """Return (ranks that did not come, what is wrong); nothing of both where all agree."""
+    """Return (missing ranks, error message); both are empty if all agree."""
     ranks = range(dist.get_world_size())
     start = time.monotonic()
     try:
@@ -105,7 +104,7 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
 
 
 def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
-    """Name what differs; a party is (ranks, the facts that they share)."""
+    """Name the differences; a party is (ranks, their common facts)."""
     names = sorted({name for _, facts in parties for name in facts})
     differing = []
     for name in names:
@@ -135,13 +134,13 @@ def _text(value: Any) -> str:
 
 
 def _alike(texts: Sequence[str]) -> int:
-    """Return with how many characters all texts begin alike."""
+    """Return the length of the texts' common prefix."""
     columns = zip(*texts, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def _shown(text: str, alike: int) -> str:
-    """Return a text's part in which it differs from others, which begin with as many characters alike."""
+    """Return the part of a text after a long common prefix, at most SHOWN_CHARACTERS."""
     if alike > SHOWN_CHARACTERS // 2:
         text = "…" + text[alike - SHOWN_CHARACTERS // 4 :]
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

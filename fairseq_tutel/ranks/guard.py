@@ -1,14 +1,13 @@
-"""Guard: one rank's death ends the job; a collective that fails says where, in what, and who is missing.
+"""Turns failures of collectives into errors that name the rank, the operation and missing ranks.
 
-torch's own error names a socket at most. After one, every rank that met it answers a roll call over the
-store by which the ranks found each other, and names those that did not answer. Where torch would wait for
-that store for ever, a watch ends the process.
+torch's error names a socket at most. After one, every rank that got it runs a health check over the
+rendezvous store, and names the ranks that did not answer. Where torch would wait for that store for ever, a
+timer ends the process.
 
-The way of it: a rank ends, or does not come within `set_timeout` (--moe-comm-timeout, by `plugin.startup`;
-groups take it in `groups`); torch raises in a collective of the others, which `guarded` surrounds in
-`comm.collectives` and `world`, and for fairseq's own in `plugin.registration.wrapped` and
-`plugin.training.task`; the CommunicationError passes through all else, and the process ends by it. Nobody
-catches one. Ranks that meet are watched in `rendezvous`, those that compare their options in `agreement`.
+A rank's failure ends the job: it ends, or does not arrive within `set_timeout` (--moe-comm-timeout). torch
+raises an error in a collective of the others, inside `guarded`: in `comm.collectives` and `world`, and for
+fairseq's collectives in `plugin.registration.commands` and `plugin.training.task`. No code catches the
+CommunicationError, so that the process ends. `rendezvous` and `agreement` watch ranks that start.
 """
 
 import contextlib
@@ -27,38 +26,34 @@ from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
-# Or the time-out, where that is shorter.
-LONGEST_ROLL_CALL = 3.0
-# What may come on top: a store that hangs is given up, and the rank that keeps it leaves last.
+# Seconds of a health check, or the time-out if that is shorter.
+LONGEST_CHECK = 3.0
+# Additional seconds: for a store that hangs, and for rank 0, which keeps the store, to end last.
 GRACE_SECONDS = 1.0
-# What an operation at start may take beyond the time-out: the margin of an agreement, and a roll call.
+# Seconds of an operation at start beyond the time-out: an agreement's margin and a health check.
 WATCH_SECONDS = 16.0
 LONGEST_SECONDS = 365 * 24 * 3600
-ROLL = "fairseq_tutel/roll_call"
-# gloo raises plain RuntimeErrors; these name its source file. The last is a file store's.
+PRESENT = "fairseq_tutel/health_check"
+# Texts in gloo's RuntimeErrors, which have no class of their own. The last is of a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed; the message names the rank, the operation and who is missing."""
+    """A collective failed; the message names the rank, the operation and missing ranks."""
 
 
 _timeout: list[timedelta] = []
 
 
 def is_time(seconds: Any) -> bool:
-    """Whether this can be a time-out: whole seconds, at most a year, or 0 for torch's own."""
+    """Whether this is a valid time-out: whole seconds, at most a year, or 0 for torch's default."""
     return type(seconds) is int and 0 <= seconds <= LONGEST_SECONDS
 
 
 def set_timeout(seconds: int) -> None:
-    """Set how long a collective of groups that are made from now on may wait for a rank.
+    """Set the time-out in seconds of each collective of groups that are created from now on.
 
-    Args:
-        seconds: of each collective; 0 leaves torch's own, 30 minutes (10 under NCCL).
-
-    Raises:
-        ValueError: no whole number from 0 to a year's.
+    0 keeps torch's default, 30 minutes (10 under NCCL).
     """
     if not is_time(seconds):
         raise ValueError(
@@ -69,29 +64,29 @@ def set_timeout(seconds: int) -> None:
 
 
 def timeout_of_groups() -> timedelta | None:
-    """Return what `set_timeout` set, as new_group's `timeout`; None for torch's own."""
+    """Return the time-out of `set_timeout` for new_group; None for torch's default."""
     return _timeout[0] if _timeout else None
 
 
 def limit(group: dist.ProcessGroup | None) -> None:
-    """Give a group that exists (None: the default one) the time-out that `set_timeout` set."""
+    """Set the time-out of an existing group (None: the default one) to that of `set_timeout`."""
     if _timeout:
         distributed_c10d._set_pg_timeout(_timeout[0], group)
 
 
-class guarded:  # noqa: N801 - reads as a sentence at its use
-    """`with guarded("the exchange of …", group): collective`: a failure names who is missing.
+class guarded:  # noqa: N801 - a context manager
+    """`with guarded("the exchange of …", group): collective`: a failure names missing ranks.
 
-    Costs a microsecond where nothing fails. Errors that are not of communication pass unchanged, and so
-    does what an inner guard has explained.
+    It costs a microsecond without a failure. Other errors, and those that an inner guard has explained, are
+    not changed.
 
     Args:
-        operation: ends the sentence "rank 1 could not finish …".
-        group: whose ranks are called; None for all.
-        timed: say how long it took; not where much else is done within.
+        operation: the end of the sentence "rank 1 could not finish …".
+        group: the ranks that are checked; None for all.
+        timed: include the duration in the message; False if the block also does other work.
 
     Raises:
-        CommunicationError: the collective failed for want of another rank.
+        CommunicationError: the collective failed because of another rank.
     """
 
     __slots__ = ("group", "operation", "start", "timed")
@@ -115,14 +110,14 @@ class guarded:  # noqa: N801 - reads as a sentence at its use
 
 @contextlib.contextmanager
 def watched(operation: str, rank: int | None = None) -> Iterator[None]:
-    """End this process where torch waits in the block for a store for ever, with a sentence.
+    """End this process with one sentence if torch waits for a store in the block for ever.
 
-    A store's client has a time-out for what others did not write yet, and none for a store whose process
-    is stopped. No exception reaches a thread that waits in there.
+    A store's client has a time-out for missing keys, but none for a store whose process is stopped. No
+    exception reaches a thread that waits there.
 
     Args:
-        operation: as `guarded` takes it.
-        rank: of this process, where it is in no group yet.
+        operation: as for `guarded`.
+        rank: of this process, if it is in no group yet.
     """
     timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
     seconds = timeout.total_seconds() + WATCH_SECONDS
@@ -144,14 +139,14 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether torch raised this for want of another rank, and no guard has explained it yet."""
+    """Whether torch raised this because of another rank, and no guard has explained it yet."""
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return False
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in MARKS)
 
 
 def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks without a key `prefix/rank` in the store, by halving: few requests for many."""
+    """Return the ranks without a key `prefix/rank` in the store; bisection needs few requests."""
     if not ranks or store.check([f"{prefix}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -169,12 +164,12 @@ def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: floa
         if left <= 0:
             return absent(store, prefix, ranks)
         time.sleep(min(pause, left))
-        pause *= 2  # thousands of ranks may ask
+        pause *= 2  # thousands of ranks may poll
     return []
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0-2, 5" for several, which are in ascending order."""
+    """Return "rank 3", or "ranks 0-2, 5" for several, in ascending order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -186,17 +181,17 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def how_to_wait_longer(seconds: float) -> str:
-    """Say what to do where ranks waited so long for a slow one; 0 for as long as torch lets them."""
+    """Return the advice for a slow rank; `seconds` is the time-out, 0 for torch's default."""
     if seconds:
         return f"raise --moe-comm-timeout (now {seconds:g})"
     return "give --moe-comm-timeout beyond torch's own limits"
 
 
 def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the store by which ranks find each other is the launcher's, and not rank 0's.
+    """Whether the launcher has the rendezvous store, not rank 0.
 
-    The launcher may then start ranks again beside it, also where it allows no restart after a failure:
-    torchrun starts all ranks again when a node joins.
+    The launcher may then restart ranks with the same store, even if it allows no restart after a failure:
+    torchrun restarts all ranks when a node joins.
     """
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -212,29 +207,29 @@ def _no_store() -> str:
 def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     rank = dist.get_rank()
     members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
-    wait = min(_timeout[0].total_seconds() if _timeout else LONGEST_ROLL_CALL, LONGEST_ROLL_CALL)
+    wait = min(_timeout[0].total_seconds() if _timeout else LONGEST_CHECK, LONGEST_CHECK)
     start = f"rank {rank} {what}: "
-    # A launcher that sees a rank end may end this one before the roll is called.
-    logger.error("%scalling the roll for up to %g s", start, wait)
-    missing = _call_the_roll(rank, sorted(members), wait)
+    # A launcher may end this rank before the health check ends.
+    logger.error("%shealth check of all ranks for up to %g s", start, wait)
+    missing = _check_health(rank, sorted(members), wait)
     longer = how_to_wait_longer(_timeout[0].total_seconds() if _timeout else 0)
     if missing is None:
         return start + _no_store()
     if not missing:
         return (
-            f"{start}{name_ranks(sorted(members))} all answered a roll call, so a connection broke or "
+            f"{start}{name_ranks(sorted(members))} all answered a health check, so a connection broke or "
             f"one of them was late; look for the first error in their logs, or {longer} where one is "
             "only slow."
         )
     name = name_ranks(missing)
     return (
-        f"{start}{name} did not answer a roll call of {wait:g} s; look at the log of {name} "
+        f"{start}{name} did not answer a health check of {wait:g} s; look at the log of {name} "
         f"for what ended or stopped it, or {longer} where it is only slow."
     )
 
 
-def _call_the_roll(rank: int, ranks: list[int], seconds: float) -> list[int] | None:
-    """Answer and wait for the others; return who did not answer, or None without a store."""
+def _check_health(rank: int, ranks: list[int], seconds: float) -> list[int] | None:
+    """Answer and wait for the others; return missing ranks, or None without a store."""
     missing: list[list[int]] = []
 
     def call() -> None:
@@ -242,30 +237,30 @@ def _call_the_roll(rank: int, ranks: list[int], seconds: float) -> list[int] | N
             store = distributed_c10d._get_default_store()
             missing.append(_missing(store, rank, ranks, seconds))
 
-    # A stopped process that keeps the store would hold its callers for ever.
+    # Calls of a store whose process is stopped never return.
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds + GRACE_SECONDS)
     if rank == 0:
-        time.sleep(GRACE_SECONDS)  # others may be about to read from this process
+        time.sleep(GRACE_SECONDS)  # others may still read from this process
     return missing[0] if missing else None
 
 
 def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
-    """Answer, wait, and return who did not answer.
+    """Answer, wait, and return missing ranks.
 
-    The first rank that comes looks for all and tells the others, which look for those alone that it
-    missed: a store must not be asked for W keys by W ranks. Where the first has ended before it told, one
-    other looks. A failed job is not gone on with, so that the keys of one roll call serve.
+    The first rank checks all and publishes missing ones, which the others check again: W ranks must not
+    request W keys each. If the first rank ends before it publishes, a second one checks. A failed job does
+    not continue, so that one set of keys suffices.
 
     Raises:
-        DistStoreError: nobody told.
+        DistStoreError: no rank published.
     """
-    deadline, answers = time.monotonic() + seconds, f"{ROLL}/of/{hash(tuple(ranks))}"
-    store.set(f"{ROLL}/{rank}", "here")
+    deadline, answers = time.monotonic() + seconds, f"{PRESENT}/of/{hash(tuple(ranks))}"
+    store.set(f"{PRESENT}/{rank}", "here")
 
     def look() -> list[int]:
-        missing = wait_for(store, ROLL, ranks, max(0.0, deadline - time.monotonic()))
+        missing = wait_for(store, PRESENT, ranks, max(0.0, deadline - time.monotonic()))
         store.set(f"{answers}/missing", json.dumps(missing))
         return missing
 
@@ -278,4 +273,4 @@ def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> 
             return look()
         store.wait([f"{answers}/missing"], timedelta(seconds=GRACE_SECONDS / 2))
     doubtful = json.loads(store.get(f"{answers}/missing"))
-    return wait_for(store, ROLL, doubtful, max(0.0, deadline - time.monotonic()))
+    return wait_for(store, PRESENT, doubtful, max(0.0, deadline - time.monotonic()))

@@ -1,10 +1,10 @@
-"""Rendezvous: ranks find each other within the time-out, also where torchrun starts them again.
+"""Rendezvous within the time-out, also after torchrun restarts ranks.
 
-torch waits half an hour for a rank that died before it came, and names nobody: `meeting` does.
+torch waits half an hour for a rank that failed before it, without naming it; `meeting` has a time-out.
 
-torchrun keeps one store as long as it lives. Ranks of a later start find the addresses of dead ones in it,
-and end at once (pytorch/pytorch issue 167288). Under `METHOD` rank 0 draws a name for each start, under
-which all of it happens, and learns from each rank's answer that it was not an earlier one that asked.
+torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ones in it, and fail
+at once (pytorch/pytorch issue 167288). Under `METHOD` rank 0 draws a random name for each start, which
+prefixes all keys. Each rank's confirmation shows that the request was not left by an earlier start.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ from fairseq_tutel.ranks.guard import (
     watched,
 )
 
-# Where torch keeps what `init_process_group` waits for without a `timeout`.
+# torch's variables with the default time-outs of `init_process_group`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 SCHEME = "restarted"
-# For init_process_group, instead of env://.
+# URL for init_process_group, in place of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
-# How long rank 0 waits for an answer to be taken before it looks who has asked anew.
+# Seconds that rank 0 waits for confirmations before it checks for new requests.
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return L from torchrun, OpenMPI or Slurm, or 0 where none of them says it.
+    """Return L from the environment of torchrun, OpenMPI or Slurm, or 0.
 
     Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0.
     """
@@ -58,23 +58,23 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of this process's GPU among those that it sees, which may be its own alone."""
+    """Return the index of this process's GPU among visible ones, which may be only its own."""
     return int(environment.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 
 @contextlib.contextmanager
 def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], None]]:
-    """Let ranks meet in the block, which makes the default group and then calls what it is given.
+    """Explain errors of the rendezvous in the block, which calls the yielded function after it.
 
-    Until then groups wait `seconds`, and an error is explained; what comes later is left alone.
+    Until then the default time-out of groups is `seconds`.
 
     Args:
         rank: of this process.
         world_size: W.
-        seconds: how long ranks wait for each other; 0 for as long as torch does.
+        seconds: the time-out; 0 for torch's default.
 
     Raises:
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not arrive.
     """
     start, waiting = time.perf_counter(), [True]
     with contextlib.ExitStack() as until_met:
@@ -98,26 +98,30 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the part of a store that this start of the ranks has to itself. Every rank calls it.
+    """Return the part of a store for this start of the ranks. Every rank calls it.
 
     Args:
-        store: in which earlier starts may have left anything.
+        store: may contain keys of earlier starts.
         rank: of this process.
-        world_size: W, of this start.
-        timeout: how long to wait for the others.
+        world_size: W.
+        timeout: for the other ranks.
 
     Raises:
-        DistStoreError: a rank did not come.
+        DistStoreError: a rank did not arrive.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    name = _welcome(store, world_size, deadline) if rank == 0 else _ask(store, rank, deadline)
+    name = (
+        _publish_name(store, world_size, deadline)
+        if rank == 0
+        else _request_name(store, rank, deadline)
+    )
     return PrefixStore(f"{PREFIX}/{name}", store)
 
 
-def _welcome(store: Store, world_size: int, deadline: float) -> str:
-    """Tell every rank the name of this start, until each has it."""
+def _publish_name(store: Store, world_size: int, deadline: float) -> str:
+    """Send every rank the name of this start, until each has confirmed it."""
     name, waiting = uuid.uuid4().hex, list(range(1, world_size))
-    told: dict[int, str] = {}
+    answered: dict[int, str] = {}
     pause = SHORTEST_SECONDS
     if waiting and not _wait(store, [f"{PREFIX}/asker/{rank}" for rank in waiting], deadline):
         waiting = absent(store, f"{PREFIX}/asker", waiting)
@@ -125,10 +129,10 @@ def _welcome(store: Store, world_size: int, deadline: float) -> str:
     while waiting:
         for rank in waiting:
             asker = store.get(f"{PREFIX}/asker/{rank}").decode()
-            if told.get(rank) != asker:
-                told[rank] = asker
+            if answered.get(rank) != asker:
+                answered[rank] = asker
                 store.set(f"{PREFIX}/answer/{asker}", name)
-        # An answer to an earlier start's asker is not taken: whoever is to take it will ask again.
+        # An earlier start's request is never confirmed; the rank of this start overwrites it.
         taken = [f"{PREFIX}/taken/{name}/{rank}" for rank in waiting]
         if _wait(store, taken, min(deadline, time.monotonic() + pause)):
             break
@@ -136,13 +140,13 @@ def _welcome(store: Store, world_size: int, deadline: float) -> str:
         if time.monotonic() > deadline:
             raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
         pause = min(2 * pause, LONGEST_SECONDS)
-    for rank in range(1, world_size):  # so that the next start need not look for newer ones
+    for rank in range(1, world_size):  # the next start finds no old requests
         store.delete_key(f"{PREFIX}/asker/{rank}")
     return name
 
 
-def _ask(store: Store, rank: int, deadline: float) -> str:
-    """Return the name that rank 0 gave to this very process."""
+def _request_name(store: Store, rank: int, deadline: float) -> str:
+    """Return the name that rank 0 sends to this process."""
     me = uuid.uuid4().hex
     store.set(f"{PREFIX}/asker/{rank}", me)
     if not _wait(store, [f"{PREFIX}/answer/{me}"], deadline):
@@ -153,7 +157,7 @@ def _ask(store: Store, rank: int, deadline: float) -> str:
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> bool:
-    """Wait until all keys are there, without asking again and again; whether they came in time."""
+    """Wait for all keys without polling; return whether they were set in time."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except DistStoreError:
@@ -164,11 +168,11 @@ def _wait(store: Store, keys: list[str], deadline: float) -> bool:
 def _rendezvous(
     url: str, timeout: timedelta = constants.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Meet as env:// does, in a part of the store that no earlier start has written to."""
+    """Do what env:// does, in a part of the store without keys of earlier starts."""
     of_torch = "env" + url.removeprefix(SCHEME)
     store, rank, world_size = next(rendezvous(of_torch, timeout=timeout, **options))
     yield fresh(store, rank, world_size, timeout), rank, world_size
-    raise RuntimeError(f"ranks that met by {METHOD} cannot meet again without a launcher")
+    raise RuntimeError(f"a second rendezvous by {METHOD} needs a launcher")
 
 
 register_rendezvous_handler(SCHEME, _rendezvous)

@@ -70,9 +70,6 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
     Args:
         action: its result can be pickled.
         operation: for the error message of `guarded`.
-
-    Raises:
-        ValueError: the function raised a ValueError or OSError on rank 0; same message.
     """
     work = Work(action) if is_first() else None
     ended = False

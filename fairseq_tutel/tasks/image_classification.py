@@ -48,10 +48,10 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
 
 @register_task("image_classification", dataclass=ImageClassificationConfig)
 class ImageClassificationTask(InferenceMixin, FairseqTask):
-    """Tell the class of an image.
+    """Classify images.
 
-    What the model depends on, classes and the shape of images, is read off the training set and saved with
-    a checkpoint: it is opened where other data, or none, is.
+    Classes and the shape of images are read from the training set and saved in checkpoints, so that a
+    checkpoint can be opened without this data.
     """
 
     def __init__(self, cfg: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         refuse_bad_values(self.image_config)
         self._opened = cache(open_images)
         self._augmented: ImageDataset | None = None  # the training set
-        self.state.add_factory("images", self._look_at_training_set)
+        self.state.add_factory("images", self._read_training_set)
 
     @property
     def class_names(self) -> list[str]:
@@ -69,20 +69,16 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return len(self.class_names)
 
     @property
     def channels(self) -> int:
-        """Channels of an image, as a model gets it."""
+        """Channels of the model's input."""
         return self.state.images["shape"][0]
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build a model of images.
-
-        Raises:
-            ValueError: it is one of words, which would miss a dictionary somewhere.
-        """
+        """Build a model of images; refuse models of words, which need a dictionary."""
         name = getattr(cfg, "ensemble_arch", "") or cfg._name
         kind = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name, object))
         if issubclass(kind, FairseqLanguageModel | FairseqEncoderDecoderModel):
@@ -96,33 +92,25 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return model
 
     def _compare_classes(self, model: Any) -> None:
-        """Let a model's head begin anew where it is finetuned on other classes than it was trained on.
-
-        Raises:
-            ValueError: a training goes on, with other classes.
-        """
+        """Keep a new head in finetuning on other classes; refuse to resume with other classes."""
         flag, path = flag_and_path(root_of(self).checkpoint)
         other = different_class(_classes_in(path), self.class_names)
         if other is None:
             return
         number, before, now = other
-        said = f"class {number} of {path} is {before}, and of {self.cfg.data} it is {now}"
+        difference = f"class {number} of {path} is {before}, and of {self.cfg.data} it is {now}"
         if flag != "--finetune-from-model":
             raise ValueError(
-                f"{said}; give the data that its training had, or --finetune-from-model for a new head."
+                f"{difference}; give the data of that run, or --finetune-from-model for a new head."
             )
         models = [module for module in model.modules() if hasattr(module, "keep_head")]
         for each in models:  # of an ensemble, its members
             each.keep_head()
         if models and world.is_first():
-            logger.warning("%s: the head begins anew", said)
+            logger.warning("%s: the head is initialized", difference)
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
-        """Open a split; `combine` is what the Trainer asks for of the training set.
-
-        Raises:
-            ValueError: it is not there, or none that fits the classes and channels.
-        """
+        """Open a split; the Trainer sets `combine` for the training set."""
         root = root_of(self)
         trains = root is not None and combine and split == root.dataset.train_subset
         images, shape = self._opened(self.cfg.data, split), tuple(self.state.images["shape"])
@@ -132,41 +120,37 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             self._augmented = dataset_of(root.common.seed)
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator.
+        """Return the stock iterator, with augmentation for training only.
 
-        Where the training set is validated, too, both have its name: only who trains gives one argument.
+        The training set may also be validated under the same name; only training passes one argument.
         """
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion.
-
-        Raises:
-            ValueError: images are mixed, and it looks at one class of each.
-        """
+        """Build the criterion; refuse mixed images for one that uses a single class per image."""
         criterion = super().build_criterion(cfg, *args, **kwargs)
         if self.image_config.mixes and not getattr(criterion, "takes_mixed", False):
             raise ValueError(
                 "--image-mixup and --image-cutmix give images two classes, and "
-                f"{type(criterion).__name__} learns one of them; choose --criterion image_classification, "
+                f"{type(criterion).__name__} uses one of them; choose --criterion image_classification, "
                 "or drop them."
             )
         return criterion
 
     def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take a step; the sentence of an image that cannot be read ends the training."""
+        """Run a step; an unreadable image ends the run."""
         _refuse_unreadable(sample)
         return super().train_step(sample, *args, **kwargs)
 
     def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at a batch, likewise."""
+        """Run a validation step; an unreadable image ends the run."""
         _refuse_unreadable(sample)
         return super().valid_step(sample, *args, **kwargs)
 
-    def _look_at_training_set(self) -> dict[str, Any]:
-        """Return names of classes and (C, H, W) by the options and the first image that can be read."""
+    def _read_training_set(self) -> dict[str, Any]:
+        """Return names of classes and (C, H, W) by the options and the first readable image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         channels, pixels = _first(images, config)
@@ -175,7 +159,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
 
 
 def _first(images: Images, config: ImageConfig) -> tuple[int, torch.Tensor]:
-    """Return the channels, by the option or as they are, and the pixels of the first readable image."""
+    """Return channels, by the option or the image, and pixels of the first readable image."""
     for i in range(len(images)):
         try:
             channels = config.channels or images.channels(i)
@@ -187,14 +171,14 @@ def _first(images: Images, config: ImageConfig) -> tuple[int, torch.Tensor]:
 
 
 def _classes_in(path: str) -> list[str]:
-    """Return the names of a checkpoint's classes; none where it does not say, or cannot be read."""
+    """Return the names of a checkpoint's classes; none if it has none, or cannot be read."""
     try:
         return mapped(path)["task_state"]["images"]["classes"]
-    except Exception:  # of many kinds; who loads it will say what it is
+    except Exception:  # many kinds; loading it will report the error
         return []
 
 
 def _refuse_unreadable(sample: Any) -> None:
-    # Raised here and not where it is found: a worker's error would come with the worker's traceback.
+    # Raised here, since a worker's error would include the worker's traceback.
     if "refused" in sample:
         raise ValueError(sample["refused"])

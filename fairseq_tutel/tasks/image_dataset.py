@@ -1,4 +1,4 @@
-"""fairseq's data set of images: which of them make a batch in which epoch, and what a batch holds.
+"""A fairseq data set of images: the order and the batches of each epoch.
 
 B images of a batch, C channels, H and W of an image, N images of the set.
 """
@@ -25,20 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class ImageDataset(FairseqDataset):
-    """Images of one split with their labels, decoded as they are asked for.
+    """Images of one split with their labels, decoded on access.
 
-    In training an index names an epoch, too: it is epoch * N + image. So what an item is depends on its
-    index alone, in whatever process it is made, and stays so when another epoch begins.
+    In training an index includes the epoch: epoch * N + image. An item depends on its index alone, in any
+    process, also after the next epoch has started.
 
     Args:
-        images: that are read.
+        images: the source.
         classes: names of the classes, in the order of their numbers.
-        shape: (C, H, W) of what a model gets.
-        config: what is done to images.
-        seed: --seed of a training on them; None where they are only looked at, which nothing is random in.
-
-    Raises:
-        ValueError: a class or a number of channels that the model does not have; padding as wide as images.
+        shape: (C, H, W) of the model's input.
+        config: of augmentation and reading.
+        seed: --seed in training; None for evaluation, which is not random.
     """
 
     def __init__(
@@ -53,12 +50,12 @@ class ImageDataset(FairseqDataset):
         self.labels_N = labels_among(images, classes)
         if seed is not None and config.crop_padding >= min(shape[1:]):
             raise ValueError(
-                f"--image-crop-padding is {config.crop_padding}, which leaves nothing of an image of "
-                f"{shape[1]} x {shape[2]} pixels where it is cut out; give at most {min(shape[1:]) - 1}."
+                f"--image-crop-padding is {config.crop_padding}, which crops images of "
+                f"{shape[1]} x {shape[2]} pixels to padding alone; give at most {min(shape[1:]) - 1}."
             )
         self.mean, self.std = normalisation(config, shape[0])
         self._epoch = 0
-        # Which images could not be read, known to all workers: each is named once.
+        # Unreadable images, shared by all workers, so that each is logged once.
         self._left_out_N = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     @property
@@ -67,17 +64,17 @@ class ImageDataset(FairseqDataset):
         return self.seed is None
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the epoch whose order and changes come next."""
+        """Set the epoch of the next order and augmentation."""
         self._epoch = 0 if self.seed is None else epoch
 
     def __len__(self) -> int:
         return len(self.images)
 
     def ordered_indices(self) -> np.ndarray:
-        """Return the indices of the epoch, shuffled: stock shuffles at most the batches.
+        """Return the shuffled indices of the epoch; fairseq shuffles at most the batches.
 
-        A validation set has the same order in every epoch. Folders list images by class; metrics of experts
-        are averages over batches, and those of a batch of one class would describe that class.
+        The order of a validation set is fixed, but shuffled, too: folders list images by class, and expert
+        metrics, which are averages over batches, would describe batches of one class.
         """
         if self.seed is None:
             return order_of(0, 0, len(self))
@@ -90,10 +87,7 @@ class ImageDataset(FairseqDataset):
         max_sentences: int | None = None,
         required_batch_size_multiple: int = 1,
     ) -> list[list[int]]:
-        """Return batches of --batch-size images, or --max-tokens, all but the last of them full.
-
-        Stock rounds sizes down to a multiple, which helps where lengths differ.
-        """
+        """Return batches of --batch-size images, or --max-tokens, without rounding to a multiple."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
         if size < 1:
             raise ValueError(
@@ -104,11 +98,11 @@ class ImageDataset(FairseqDataset):
     def filter_indices_by_size(
         self, indices: np.ndarray, max_sizes: Any
     ) -> tuple[np.ndarray, list]:
-        """Return all: no image is longer than a model can take."""
+        """Return all: images have no length."""
         return indices, []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an image with its label, or why it cannot be had."""
+        """Return an image with its label, or the reason why it is unreadable."""
         epoch, i = divmod(int(index), len(self))
         channels, height, width = self.shape
         try:
@@ -133,11 +127,10 @@ class ImageDataset(FairseqDataset):
             nsentences, ntokens: B.
             net_input: images, [B, C, H, W] float32, normalised.
             target: [B] int64, classes.
-            mixed: where images are mixed, target [B] int64 of the other one, and share [B] of the image
-                itself.
+            mixed: if images are mixed, target [B] int64 of the second image, and share [B] of the first.
 
-            Of no samples it is empty, which fairseq fills up; with an image that cannot be read it is
-            {"refused": a sentence}, unless such are left out.
+            Without samples it is empty, a dummy batch for fairseq. With an unreadable image it is
+            {"refused": a sentence}, unless such images are left out.
         """
         kept = [sample for sample in samples if "image" in sample]
         if len(kept) < len(samples):
@@ -146,7 +139,7 @@ class ImageDataset(FairseqDataset):
                 return {"refused": refusal(bad[0]["unreadable"])}
             for sample in bad:
                 self._leave_out(sample)
-            # A batch without any would have no loss to divide; the ranks stay in step with another one.
+            # An empty batch would have no loss; another image keeps the ranks in step.
             kept = kept or [self._next_readable(bad[-1]["index"])]
         if not kept:
             return {}

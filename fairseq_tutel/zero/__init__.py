@@ -1,4 +1,5 @@
-"""What ranks with the same parameters keep a part of each (ZeRO), and what of it is in host memory.
+"""ZeRO: ranks with the same parameters each keep a part of the optimizer state, optionally in host memory.
 
-`partition`: who owns what. `reduce`: gradients there, weights back. `state`: what an optimizer sees of it.
+`partition`: the owner of each element. `reduce`: collectives of gradients and weights. `state`: the
+optimizer's view.
 """

@@ -1,8 +1,8 @@
-"""ZeRO's partition: every rank of a group keeps the optimizer's state of an equal run of elements.
+"""ZeRO's partitions: each rank of a group keeps the optimizer state of an equal range of elements.
 
-n elements of a parameter, G ranks of its group, m = ceil(n / G) elements of a rank, M of a bucket's rank.
-A dense parameter's group is all W ranks, an expert's are its replicas. Parameters of one group and dtype
-share buckets, whose collectives are one each: stacked [G, M], row g is what rank g keeps.
+A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank; a bucket has M.
+The group of a dense parameter is all W ranks, that of an expert its replicas. Parameters of one group and
+dtype share buckets with one collective each: stacked [G, M], row g belongs to rank g.
 
 Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
@@ -20,20 +20,20 @@ from fairseq_tutel.planning.memory import partition_length
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
-# Of a group of so many ranks at most. A ring's collective takes a turn for each rank, however little every
-# message holds, so that a larger group has larger buckets, to so many times.
+# BUCKET_BYTES are for groups of at most BUCKET_RANKS. A ring's collective takes one step per rank, however
+# small its messages are, so that larger groups have larger buckets, up to MOST_TIMES.
 BUCKET_RANKS, MOST_TIMES = 64, 8
 
 
 @dataclass(frozen=True)
 class Share:
-    """How a parameter is shared.
+    """The group of ranks among which a parameter's state is sharded.
 
     Attributes:
-        size: G; 1 where its state is whole on every rank.
-        index: which of the G this rank is.
-        group: these ranks; None for all of the job.
-        divisor: of the sum of their gradients.
+        size: G; 1 if every rank has the whole state.
+        index: of this rank in the group.
+        group: None for all ranks.
+        divisor: of the sum of gradients.
     """
 
     size: int = 1
@@ -43,7 +43,7 @@ class Share:
 
 
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
-    """Return how a parameter is shared: an expert among its replicas, any other among all ranks."""
+    """Return a parameter's group: the replicas of an expert, all ranks for others."""
     world = topology.world_size
     divisor = world**0.5 if getattr(parameter, "root_scaled", False) else world
     if is_expert(parameter):
@@ -53,26 +53,26 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
-    """Return this rank's elements [m] of a contiguous tensor, the last ranks' without padding; a view."""
+    """Return a view of this rank's elements [m] of a contiguous tensor, without padding."""
     length = partition_length(tensor.numel(), share.size)
     return tensor.view(-1)[share.index * length :][:length]
 
 
 class Partition:
-    """A parameter and what this rank owns of it.
+    """A parameter and this rank's elements of it.
 
-    `own` is what an optimizer updates: the parameter's memory where that is fp32 (or fp64), an fp32 master
-    where it is half, and in any case a copy in host memory under `offload`.
+    The optimizer updates `own`: a view of an fp32 (or fp64) parameter, an fp32 master of a half one, or
+    with `offload` a copy in host memory.
     """
 
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
         self.length = partition_length(parameter.numel(), share.size)
         self.start = 0  # in its bucket
-        # A view needs it; parameters that are not are rare.
+        # A view needs contiguous memory; other parameters are rare.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
-        # What an optimizer computes in: fp32, or fp64 for fp64.
+        # The optimizer's dtype: fp32, or fp64 for fp64.
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.is_master = wide != parameter.dtype
         self.is_view = not self.is_master and not offload
@@ -82,17 +82,17 @@ class Partition:
 
     @property
     def is_padded(self) -> bool:
-        """Whether what the ranks own is more than the parameter."""
+        """Whether the partition is larger than the parameter."""
         return self.length * self.share.size > self.parameter.numel()
 
 
 class Bucket:
-    """Partitions that travel together.
+    """Partitions that share collectives.
 
     Attributes:
-        share: of them all.
-        gradient: [M], this rank's reduced gradients in the parameters' dtype; None before, and always
-            where G is 1: there they stay at their parameters.
+        share: their common one.
+        gradient: [M], this rank's reduced gradients in the parameters' dtype; None before reduction, and if
+            G is 1, where parameters keep their gradients.
     """
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
@@ -105,16 +105,16 @@ class Bucket:
 
     @property
     def first(self) -> nn.Parameter:
-        """A parameter of the bucket's dtype and device."""
+        """The first parameter, with the bucket's dtype and device."""
         return self.partitions[0].parameter
 
     @property
     def is_one_tensor(self) -> bool:
-        """Whether the bucket is one parameter as it lies in memory."""
+        """Whether the bucket is one parameter without padding."""
         return len(self.partitions) == 1 and not self.partitions[0].is_padded
 
     def take_gradients(self) -> Tensor:
-        """Return the parameters' gradients stacked, [G * M], and free them; zeros for those without."""
+        """Return the parameters' stacked gradients [G * M], zeros for missing ones, and free them."""
         grads = [partition.parameter.grad for partition in self.partitions]
         for partition in self.partitions:
             partition.parameter.grad = None
@@ -136,13 +136,13 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def free_gradients(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         self.gradient = None
         for partition in self.partitions:
             partition.parameter.grad = partition.own.grad = None
 
     def own_weights(self) -> Tensor:
-        """Return what is owned [M] in the parameters' dtype on their device."""
+        """Return this rank's elements [M] in the parameters' dtype on their device."""
         device = self.partitions[0].own.device
         pinned = device.type == "cpu" and self.first.is_cuda
         own = torch.zeros(self.length, dtype=self.first.dtype, device=device, pin_memory=pinned)
@@ -151,7 +151,7 @@ class Bucket:
         return own.to(self.first.device, non_blocking=True)
 
     def give_weights(self, stacked: Tensor) -> None:
-        """Write weights [G * M] to the parameters."""
+        """Copy weights [G * M] to the parameters."""
         stacked = stacked.view(self.share.size, self.length)
         for partition in self.partitions:
             for row, run in _rows(partition, stacked, partition.parameter.data.view(-1)):
@@ -159,7 +159,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return where a partition lies in [G, M], and what of the flat parameter that is; two at most."""
+    """Yield pairs of a partition's range in [G, M] and its range in the flat parameter; two at most."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)
@@ -174,19 +174,19 @@ def partitions_of(
     offload: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[Partition], list[Bucket]]:
-    """Cut parameters into partitions.
+    """Partition parameters.
 
     Args:
         parameters: in the same order on all ranks.
-        topology: where this rank is.
-        cut: False leaves all whole, for offload alone.
-        offload: keep what is owned in host memory.
-        bucket_bytes: of a bucket's parameters, about, in a group of at most BUCKET_RANKS; a parameter with
-            more has a bucket of its own.
+        topology: of this rank.
+        cut: False keeps all whole, for offload only.
+        offload: keep this rank's elements in host memory.
+        bucket_bytes: approximate size of a bucket in a group of at most BUCKET_RANKS; larger parameters
+            have their own.
 
     Returns:
-        The partitions in the order of the parameters, and the buckets in that in which a backward is likely
-        to finish them.
+        The partitions in the order of the parameters, and the buckets in the order in which a backward pass
+        probably completes them.
     """
     partitions = [
         Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters

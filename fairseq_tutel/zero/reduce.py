@@ -1,6 +1,6 @@
-"""What crosses ranks under ZeRO: gradients to their owners, updated weights back, state to be saved.
+"""ZeRO's collectives: gradients to their owners, updated weights to all ranks, state for checkpoints.
 
-Gradients leave after the last backward (stage 1), or during each (stage 2).
+Gradients are reduced after the last backward pass (stage 1), or during each (stage 2).
 """
 
 import weakref
@@ -22,10 +22,10 @@ from fairseq_tutel.zero.partition import Bucket, Partition
 
 
 def reduce_gradients(bucket: Bucket) -> Started:
-    """Send the gradients of a bucket to their owners and free them; what arrives is added to its own."""
+    """Reduce a bucket's gradients to their owners and free them; the result is added to the bucket's."""
     share = bucket.share
     stacked = bucket.take_gradients()
-    # Before the sum, as data parallel does: scaled fp16 gradients must not pass its largest number.
+    # Divide before the sum, as data parallel does: scaled fp16 gradients must not overflow.
     stacked.div_(share.divisor)
     reduced = stacked.new_empty(bucket.length)
     what = "the reduce-scatter of gradients"
@@ -39,7 +39,7 @@ def reduce_gradients(bucket: Bucket) -> Started:
 
 @torch.no_grad()
 def gather_weights(bucket: Bucket) -> Started | None:
-    """Bring every rank's updated weights to all; None where nothing has to travel."""
+    """Gather every rank's updated weights on all; None if no communication is needed."""
     share = bucket.share
     if share.size == 1:
         if not bucket.partitions[0].is_view:
@@ -59,11 +59,11 @@ def gather_weights(bucket: Bucket) -> Started | None:
 
 @torch.no_grad()
 def whole_of(value: Tensor, partition: Partition) -> Tensor:
-    """Return a state tensor of what is owned as one of the whole parameter. Collective over its group."""
+    """Gather a state tensor of all of a parameter's owners. Collective over its group."""
     share, parameter = partition.share, partition.parameter
     if share.size == 1:
         return value.view(parameter.shape)
-    # A backend of GPUs sees no host memory.
+    # A GPU backend cannot read host memory.
     own = value.new_zeros(partition.length, device=parameter.device)
     own[: value.numel()].copy_(value)
     whole = all_gather(own, "the all-gather of the optimizer's state", share.group)
@@ -71,23 +71,23 @@ def whole_of(value: Tensor, partition: Partition) -> Tensor:
 
 
 class GradientReducer:
-    """Brings the gradients of buckets to their owners.
+    """Reduces the gradients of buckets to their owners.
 
-    In a backward (`eager`) a bucket leaves when all its gradients are there and all buckets before it have
-    left, so that all ranks call the same collectives, whatever parameters some of them did not use. None
-    is waited for before the backward has ended on this rank: another rank may send its own only then.
+    During a backward pass (`eager`) a bucket is sent when all its gradients exist and all earlier buckets
+    are sent, so that all ranks call the same collectives, even if some do not use all parameters. Results
+    are awaited at the end of the backward pass: another rank may send its buckets only then.
 
     Args:
-        buckets: of one rank (G = 1) or more.
+        buckets: with G >= 1.
         world_size: W.
-        eager: reduce during each backward (stage 2).
+        eager: reduce during each backward pass (stage 2).
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
         self.world_size, self.eager = world_size, eager
         self.alone = [bucket for bucket in buckets if bucket.share.size == 1]
         self.shared = [bucket for bucket in buckets if bucket.share.size > 1]
-        self.on_the_way: list[Started] = []
+        self.pending: list[Started] = []
         self.reset()
         if eager:
             for number, bucket in enumerate(self.shared):
@@ -95,22 +95,22 @@ class GradientReducer:
                     _set_hook(partition.parameter, self, number)
 
     def reset(self) -> None:
-        """Forget what the last update did."""
-        self.sent = 0  # buckets of this backward
+        """Reset for the next update."""
+        self.sent = 0  # buckets in this backward pass
         self.here: list[set[int]] = [set() for _ in self.shared]
         self.backwards = 0
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Take note that a parameter of bucket `number` has its gradient; send what is complete.
+        """Record that a parameter of bucket `number` has its gradient; send complete buckets.
 
         Raises:
-            RuntimeError: its bucket has left.
+            RuntimeError: its bucket was sent before.
         """
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} gets its gradient in several parts, as one "
-                "that several checkpointed layers share, or this backward did not go through the "
+                "that several checkpointed layers share, or this backward pass did not use the "
                 "optimizer; give --moe-zero-stage 1."
             )
         self.here[number].add(id(parameter))
@@ -118,17 +118,17 @@ class GradientReducer:
             self._send()
 
     def finish_backward(self) -> None:
-        """Reduce what a backward left, on the ranks that did not use all parameters. Collective."""
+        """Reduce remaining gradients, of ranks that did not use all parameters. Collective."""
         if not self.eager:
             return
         while self.sent < len(self.shared):
             self._send()
-        self._finish(self.on_the_way)
+        self._finish(self.pending)
         self.backwards += 1
         self.sent, self.here = 0, [set() for _ in self.shared]
 
     def reduce(self) -> None:
-        """Make all gradients ready for a step, once an update. Collective."""
+        """Complete all gradients for a step, once per update. Collective."""
         if self.is_reduced:
             return
         self.is_reduced = True
@@ -136,10 +136,10 @@ class GradientReducer:
             self.finish_backward()
         elif not self.eager:
             for bucket in self.shared:
-                self.on_the_way.append(reduce_gradients(bucket))
-                # Two at once: the next is stacked while one is on the way.
-                self._finish(self.on_the_way[:-1])
-            self._finish(self.on_the_way)
+                self.pending.append(reduce_gradients(bucket))
+                # Two at once: the next is stacked during the transfer of one.
+                self._finish(self.pending[:-1])
+            self._finish(self.pending)
         if self.world_size > 1:
             for bucket in self.alone:
                 _divide(bucket)
@@ -148,20 +148,20 @@ class GradientReducer:
         return len(self.here[number]) == len(self.shared[number].partitions)
 
     def _send(self) -> None:
-        self._finish([each for each in self.on_the_way if each.is_done()])
-        self.on_the_way.append(reduce_gradients(self.shared[self.sent]))
+        self._finish([each for each in self.pending if each.is_done()])
+        self.pending.append(reduce_gradients(self.shared[self.sent]))
         self.sent += 1
 
     def _finish(self, several: Sequence[Started]) -> None:
         for started in list(several):
             started.wait()
-            self.on_the_way.remove(started)
+            self.pending.remove(started)
 
 
 def partitioned_grad_norm(buckets: Sequence[Bucket], topology: Topology) -> Tensor:
-    """Return the L2 norm of all ranks' reduced gradients, of which each rank holds its own.
+    """Return the L2 norm of all ranks' reduced gradients, with the same bits on all ranks. Collective.
 
-    Every rank gets the same bits, and a NaN or infinity on one rank reaches all. Collective.
+    A NaN or infinity on one rank reaches all.
     """
     grads: list[Tensor | None] = []
     for bucket in buckets:
@@ -181,14 +181,14 @@ def _divide(bucket: Bucket) -> None:
 
 
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
-    """Tell a reducer of a parameter's gradients, instead of the one that was told before.
+    """Notify a reducer of a parameter's gradients, in place of the previous one.
 
-    fairseq builds its optimizer anew when it loads a checkpoint; the first one must not answer any more.
+    fairseq builds another optimizer when it loads a checkpoint; the first one must not be notified.
     """
-    told = weakref.ref(reducer)
+    reference = weakref.ref(reducer)
 
     def hook(parameter: nn.Parameter) -> None:
-        if (found := told()) is not None:
+        if (found := reference()) is not None:
             found.arrived(parameter, number)
 
     former = getattr(parameter, "zero_hook", None)

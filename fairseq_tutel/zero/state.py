@@ -1,8 +1,7 @@
-"""ZeRO's state: an optimizer's view of a model whose parameters are partitioned, or offloaded.
+"""The state of partitioned or offloaded parameters, between a model and an ordinary optimizer.
 
-The optimizer holds what this rank owns of each parameter, in fp32, and knows nothing of ranks. In an
-update: backwards, each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`;
-`zero_grad`.
+The optimizer has this rank's elements of each parameter, in fp32. An update consists of backward passes,
+each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`; `zero_grad`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +21,19 @@ from fairseq_tutel.zero.reduce import (
     whole_of,
 )
 
-# Beside the moments in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
+# Key in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
 MASTER = "fp32_master"
 
 
 class ZeroState:
-    """The partitions of a model's parameters and all that happens to them.
+    """The partitions of a model's parameters, and their updates.
 
     Args:
         parameters: of the model, in the same order on all ranks.
-        topology: where this rank is.
-        stage: 0: whole on every rank, gradients are reduced by somebody else; 1: cut, gradients reduced
-            after the last backward; 2: reduced during every backward.
-        offload: keep what is owned, and with it the optimizer's moments, in host memory.
+        topology: of this rank.
+        stage: 0: whole on every rank, and gradients are reduced elsewhere; 1: sharded, gradients are
+            reduced after the last backward pass; 2: they are reduced during every backward pass.
+        offload: keep this rank's elements, and the optimizer's moments, in host memory.
         bucket_bytes: see `partitions_of`.
     """
 
@@ -56,37 +55,37 @@ class ZeroState:
 
     @property
     def are_apart(self) -> bool:
-        """Whether some state is on other ranks."""
+        """Whether other ranks have some of the state."""
         return any(bucket.share.size > 1 for bucket in self.buckets)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         for bucket in self.buckets:
             bucket.free_gradients()
         self.reducer.reset()
         self.factor = 1.0
 
     def finish_backward(self) -> None:
-        """After each backward. Collective under stage 2."""
+        """Finish a backward pass. Collective under stage 2."""
         self.reducer.finish_backward()
 
     def reduce(self) -> None:
-        """After the last backward of an update, under stage 1 and 2; again it does nothing. Collective."""
+        """Reduce gradients after an update's last backward pass (stages 1, 2); idempotent. Collective."""
         self.reducer.reduce()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the gradients, when they are widened to fp32: scaled half ones must not vanish."""
+        """Multiply the gradients when they are converted to fp32: scaled half ones must not underflow."""
         self.factor = self.factor * factor
 
     def norm(self) -> Tensor:
-        """Return the one L2 norm of all gradients, the same bits on all ranks. Collective."""
+        """Return the L2 norm of all gradients, with the same bits on all ranks. Collective."""
         if self.stage == 0:
             parameters = [partition.parameter for partition in self.partitions]
             return global_grad_norm(parameters, self.topology) * self.factor
         return partitioned_grad_norm(self.buckets, self.topology) * self.factor
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a norm of at most `max_norm` where that is above 0; return the norm."""
+        """Scale the gradients to a norm of at most `max_norm`, if that is positive; return the norm."""
         norm = self.norm()
         if max_norm > 0:
             self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -94,19 +93,19 @@ class ZeroState:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
-        """Update all that is owned, bucket by bucket, and give the weights to all ranks. Collective.
+        """Update this rank's elements bucket by bucket, and gather the weights on all ranks. Collective.
 
-        Only one bucket's gradients are fp32 at a time, and its weights travel while the next is updated.
+        Only one bucket's gradients are fp32 at a time. Its weights are sent while the next one is updated.
 
         Args:
             optimizer: of `parameters`; elementwise.
-            update: calls its `step`, which sees those of one bucket alone.
+            update: calls its `step` for the parameters of one bucket.
         """
         groups = optimizer.param_groups
-        # What an optimizer counts there (a step, the last rate) counts updates, not buckets.
+        # Values in groups (a step, the last rate) must change once per update, not per bucket.
         before = [dict(group) for group in groups]
         members = [{id(own) for own in values["params"]} for values in before]
-        on_the_way: Started | None = None
+        pending: Started | None = None
         try:
             for bucket in self.buckets:
                 owned = _widen_gradients(bucket, self.factor)
@@ -115,23 +114,23 @@ class ZeroState:
                     group.update(values, params=[own for own in owned if id(own) in ids])
                 update()
                 bucket.free_gradients()
-                former, on_the_way = on_the_way, gather_weights(bucket)
+                former, pending = pending, gather_weights(bucket)
                 if former is not None:
                     former.wait()
-            if on_the_way is not None:
-                on_the_way.wait()
+            if pending is not None:
+                pending.wait()
         finally:
             for group, values in zip(groups, before, strict=True):
                 group["params"] = values["params"]
 
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of what is owned as one of its parameter, with its fp32 master if it has one.
+        """Return a parameter's whole state from this rank's part, with its fp32 master if it has one.
 
-        Collective over the ranks that share the parameter, where these are several.
+        Collective over the ranks that share the parameter.
 
         Args:
             index: of the parameter.
-            state: in the optimizer.
+            state: of this rank, in the optimizer.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:
@@ -143,15 +142,11 @@ class ZeroState:
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a parameter's state, which may come from any other run.
-
-        Raises:
-            ValueError: a tensor is a part already.
-        """
+        """Return this rank's part of a parameter's whole state, which any run may have saved."""
         partition, own = self.partitions[index], _without_fp16_stats(state)
         shape = partition.parameter.shape
         for key, value in own.items():
-            # A count of steps may be a tensor, and so may a parameter without dimensions.
+            # The number of steps may be a tensor; a parameter may have no dimensions.
             if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
                 continue
             if value.shape != shape:
@@ -161,14 +156,14 @@ class ZeroState:
                     "file."
                 )
             if key == MASTER and not partition.is_master:
-                # Of a half run: this one's weights go on from there on all ranks, which have read it too.
+                # From a half run: the weights continue from the master on all ranks, which all read it.
                 partition.parameter.copy_(value)
             own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Give what is owned of a bucket its gradients, in its own dtype and memory, times a factor."""
+    """Set the gradients of a bucket's elements, in their dtype and memory, times a factor."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
@@ -176,7 +171,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
 
     def widened(grad: Tensor) -> Tensor:
         if grad.is_cuda and device.type == "cpu":
-            # In the narrow dtype; page-locked memory is twice as fast to copy to.
+            # Copied before conversion, to page-locked memory, which is twice as fast.
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 
@@ -187,14 +182,14 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
     for partition, grad in zip(bucket.partitions, grads, strict=True):
         if grad is None and partition.is_master:
-            # As fairseq's own masters have it; fp32 parameters that were not used are passed over.
+            # As for fairseq's masters; unused fp32 parameters are skipped.
             grad = torch.zeros_like(partition.own)
         partition.own.grad = grad
     return owned
 
 
 def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose moments are wide, also where a run with --fp16-adam-stats wrote it."""
+    """Return a state with fp32 moments, also from a run with --fp16-adam-stats."""
     scales = {key: state[key + "_scale"] for key in state if key + "_scale" in state}
     wide = {key: state[key].float() * scale for key, scale in scales.items()}
     return {

@@ -96,10 +96,10 @@ def test_what_it_refuses():
         ValueError, match="--cmcl-overlap is 4, and --ensemble-size is 3; give at most 3"
     ):
         criterion()(Given(), sample)
-    with pytest.raises(ValueError, match="the model is none; choose --arch ensemble_of"):
+    with pytest.raises(ValueError, match="the model is not an ensemble; choose --arch ensemble_of"):
         criterion()(NoEnsemble(), sample)
     with pytest.raises(
-        ValueError, match="for one model with experts, and the model is an ensemble"
+        ValueError, match="for one model with experts, but the model is an ensemble"
     ):
         criterion(cmcl_teach_router=0.1)(Given().eval(), sample)
     with pytest.raises(ValueError, match="--cmcl-overlap is 0; give a whole number, at least 1"):

@@ -12,8 +12,8 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.models import FairseqDecoder, FairseqLanguageModel
 
-from fairseq_tutel.criterions import moe_cross_entropy
-from fairseq_tutel.criterions.moe_cross_entropy import (
+from fairseq_tutel.criterions import token_loss
+from fairseq_tutel.criterions.variants import (
     MoECrossEntropyCriterion,
     MoELabelSmoothedCrossEntropyCriterion,
 )
@@ -59,10 +59,8 @@ class Adaptive:
 @pytest.fixture
 def calls(monkeypatch):
     """Return a list that grows with every use of our own way."""
-    found, true = [], moe_cross_entropy.token_loss
-    monkeypatch.setattr(
-        moe_cross_entropy, "token_loss", lambda *args: found.append(1) or true(*args)
-    )
+    found, true = [], token_loss.token_loss
+    monkeypatch.setattr(token_loss, "token_loss", lambda *args: found.append(1) or true(*args))
     return found
 
 

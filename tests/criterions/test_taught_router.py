@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from fairseq.logging import metrics
 
 from fairseq_tutel.criterions.cmcl import CMCLCriterion
-from fairseq_tutel.criterions.taught_router import forward_and_teach
+from fairseq_tutel.criterions.taught_router import forward_with_router_loss
 from fairseq_tutel.ensemble.options import CMCLConfig
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
@@ -98,7 +98,7 @@ def test_the_gate_learns_who_won_and_nothing_else_changes(options):
     handle.remove()
 
     torch.manual_seed(5)
-    (output, _), lesson = forward_and_teach(model, sample, counts.reshape(-1))
+    (output, _), lesson = forward_with_router_loss(model, sample, counts.reshape(-1))
     assert torch.equal(output, plain)
     assert torch.equal(torch.get_rng_state(), expected_state)
     assert torch.equal(layer.record.tally.assigned_KE, tally)
@@ -135,12 +135,12 @@ def test_the_criterion_adds_it_in_training_alone():
 @pytest.mark.parametrize(
     "options, words",
     (
-        ({"moe_gate_type": "hash"}, "a hash gate learns nothing; drop it"),
-        ({"moe_pregate": 1}, "a pre-gated layer's gate sees the input of another"),
+        ({"moe_gate_type": "hash"}, "a hash gate has no parameters; drop it"),
+        ({"moe_pregate": 1}, "a pre-gated layer's gate reads the input of another"),
     ),
 )
 def test_who_cannot_learn(options, words):
     model, _ = built(**options)
     sample = sample_of()
     with pytest.raises(ValueError, match=words):
-        forward_and_teach(model.train(), sample, (sample["target"] != PAD).reshape(-1))
+        forward_with_router_loss(model.train(), sample, (sample["target"] != PAD).reshape(-1))

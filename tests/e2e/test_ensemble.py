@@ -183,7 +183,7 @@ def test_hydra_takes_a_member_s_keys(lm_data, tmp_path):
 @pytest.mark.parametrize(
     "extra, words",
     {
-        ("--ensemble-arch", "nothing"): "--ensemble-arch is nothing, which is no architecture",
+        ("--ensemble-arch", "nothing"): "--ensemble-arch is nothing, which members cannot have",
         ("--ensemble-share-after", "decoder.layers.7"): "a member has no such layer; choose one of",
     }.items(),
 )

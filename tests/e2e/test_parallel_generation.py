@@ -184,7 +184,7 @@ def test_a_failing_rank_ends_the_command(mt, mt_data):
     assert 0 not in run.exit_codes
     assert "a broken sample" in run.logs[1].splitlines()[-1]
     assert "rank 0 could not finish the agreement on the next layer" in run.logs[0]
-    assert "rank 1 did not answer a roll call" in run.logs[0], tail(run.logs[0])
+    assert "rank 1 did not answer a health check" in run.logs[0], tail(run.logs[0])
 
 
 @pytest.mark.long

@@ -33,13 +33,13 @@ def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
         error = _last_error(run.logs[rank])
         assert f"CommunicationError: rank {rank} could not finish " in error, tail(run.logs[rank])
         assert (
-            f"rank 1 did not answer a roll call of {TIMEOUT_S} s; look at the log of rank 1"
+            f"rank 1 did not answer a health check of {TIMEOUT_S} s; look at the log of rank 1"
             in error
         )
         # What torchrun leaves time for, which ends the others itself.
         assert (
             "gave up after" in run.logs[rank]
-            and ": calling the roll for up to 3 s" in run.logs[rank]
+            and ": health check of all ranks for up to 3 s" in run.logs[rank]
         )
     assert not (tmp_path / "crash.pt").exists()
 

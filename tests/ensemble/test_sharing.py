@@ -109,7 +109,7 @@ def test_what_cannot_be_shared_is_said_and_ends(members, kind):
     if kind in ("never", "twice"):
         more["times"] = 0 if kind == "never" else 2
     said = {
-        "never": "did not come through the layer",
+        "never": "did not call the layer",
         "twice": "more than once",
         "broken": "^broken$",
         "no tensor": "returns dict, no tensor",

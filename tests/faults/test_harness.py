@@ -16,7 +16,7 @@ from .job import Job
 from .plan import Fault
 
 COMMUNICATION = "fairseq_tutel.ranks.guard.CommunicationError: rank 0 could not finish a step: "
-MISSES_1 = f"{COMMUNICATION}rank 1 did not answer a roll call of 3 s; look at the log of rank 1."
+MISSES_1 = f"{COMMUNICATION}rank 1 did not answer a health check of 3 s; look at the log of rank 1."
 
 
 def test_a_seed_says_all_and_all_kinds_come_in_turn():
@@ -73,7 +73,7 @@ def test_the_rank_that_failed_must_say_its_error():
     fault = Fault("error", "train", rank=1)
     logs = [MISSES_1, "KeyError: 'an injected fault: a broken sample'"]
     assert unclear(_job((1, 1), logs), fault) == []
-    logs = [MISSES_1, COMMUNICATION + "ranks 0-1 all answered a roll call"]
+    logs = [MISSES_1, COMMUNICATION + "ranks 0-1 all answered a health check"]
     assert "does not say its error" in unclear(_job((1, 1), logs), fault)[0]
 
 

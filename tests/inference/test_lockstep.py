@@ -202,7 +202,7 @@ def fail():
 def test_a_failing_rank_ends_the_others(fate):
     said, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
     assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in said[0]
-    assert "rank 1 did not answer a roll call" in said[0]
+    assert "rank 1 did not answer a health check" in said[0]
     assert said[1:] in ([], ["ValueError: no such word"])
     assert seconds < 12
 

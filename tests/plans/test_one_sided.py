@@ -239,7 +239,7 @@ def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
     said, seconds = mortal.run(until_the_end, 3, [0, 2], str(tmp_path), fate)
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish the all-reduce of" in sentence
-        assert "rank 1 did not answer a roll call of 1 s; look at the log of rank 1" in sentence
+        assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
     assert seconds < 12  # a time-out, two roll calls, and a busy machine
     assert list(tmp_path.iterdir()) == []
 

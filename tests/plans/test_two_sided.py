@@ -183,5 +183,5 @@ def test_a_dead_or_stopped_rank_is_named(fate):
     said, seconds = mortal.run(_reduce, 3, [0, 2], fate)
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"rank {rank} could not finish a plan" in sentence
-        assert "rank 1 did not answer a roll call of 1 s" in sentence
+        assert "rank 1 did not answer a health check of 1 s" in sentence
     assert seconds < 3 * TIMEOUT + 2 * guard.GRACE_SECONDS + 4

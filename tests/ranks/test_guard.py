@@ -40,7 +40,7 @@ def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
     for rank, sentence in zip((0, 2), said, strict=True):
         start = f"CommunicationError: rank {rank} could not finish {OPERATION} and gave up after "
         assert sentence.startswith(start)
-        assert "rank 1 did not answer a roll call of 1 s; look at the log of rank 1" in sentence
+        assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
         assert "raise --moe-comm-timeout (now 1) where it is only slow" in sentence
         assert at_least <= float(re.search(r"after (\d+\.\d) s", sentence)[1]) < TIMEOUT + 4
     assert seconds < at_least + TIMEOUT + 2 * guard.GRACE_SECONDS + 4
@@ -82,7 +82,7 @@ def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
 ):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
     monkeypatch.setattr(guard, "_timeout", [])
-    monkeypatch.setattr(guard, "_call_the_roll", lambda *_: missing)
+    monkeypatch.setattr(guard, "_check_health", lambda *_: missing)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     guard.set_timeout(seconds)
@@ -107,7 +107,7 @@ def test_ranks_in_different_operations_all_answer():
     said, _ = mortal.run(_unequal_calls, 2, [0, 1])
     for sentence in said:
         assert (
-            "ranks 0-1 all answered a roll call, so a connection broke or one of them was late"
+            "ranks 0-1 all answered a health check, so a connection broke or one of them was late"
             in (sentence)
         )
 
@@ -212,7 +212,7 @@ def test_one_rank_looks_for_all_others():
     store, world, victims = _CountingStore(), 256, [7, 200]
     for rank in range(1, world):  # all but the first, which looks, have come
         if rank not in victims:
-            store.set(f"{guard.ROLL}/{rank}", "here")
+            store.set(f"{guard.PRESENT}/{rank}", "here")
     alive = [rank for rank in range(world) if rank not in victims]
     assert _roll_call(store, world, alive[:9]) == [victims] * 9
     assert store.keys < 9 * world  # each of them would look for all at least thrice
@@ -225,11 +225,11 @@ def test_who_comes_late_is_accused_by_the_first_alone():
 
 def test_the_first_to_come_may_end_before_it_tells():
     store = dist.HashStore()
-    store.add(f"{guard.ROLL}/of/{hash((0, 1, 2))}/first", 1)
+    store.add(f"{guard.PRESENT}/of/{hash((0, 1, 2))}/first", 1)
     assert _roll_call(store, 3, [0, 1]) == [[1, 2], [2]]
     store = dist.HashStore()
     for turn in ("first", "second"):
-        store.add(f"{guard.ROLL}/of/{hash((0, 1, 2))}/{turn}", 1)
+        store.add(f"{guard.PRESENT}/of/{hash((0, 1, 2))}/{turn}", 1)
     with pytest.raises(dist.DistStoreError):
         _roll_call(store, 3, [0])
 

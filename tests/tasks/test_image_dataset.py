@@ -195,7 +195,7 @@ def test_a_criterion_of_one_class_gets_no_mixed_images():
     options = {"_name": "image_classification", "image_cutmix": 1.0}
     task = setup_task(OmegaConf.create(options))
     task.build_criterion(OmegaConf.create({"_name": "image_classification"}))
-    with pytest.raises(ValueError, match="and CMCLCriterion learns one of them; choose"):
+    with pytest.raises(ValueError, match="and CMCLCriterion uses one of them; choose"):
         task.build_criterion(OmegaConf.create({"_name": "cmcl"}))
 
 

@@ -60,9 +60,6 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
         state: the checkpoint, as fairseq loads it.
         path: of the file.
         given: the user's own overrides. Equal values in the file are accepted.
-
-    Raises:
-        ValueError: names the file, the option and its value.
     """
     for key, value in options_within({name: state.get(name) for name in ("cfg", "args")}):
         name = (

@@ -167,7 +167,7 @@ def _replace_retired(state: Any) -> None:
 
 
 def _warn_of_quantized(state: Any, path: str) -> None:
-    """Warn if a training run resumes from quantized experts."""
+    """Warn if training resumes from quantized experts."""
     tensors = (state.get("model") or {}).values()
     packings = {t.expert_dtype for t in tensors if isinstance(t, ShardedTensor) and t.expert_dtype}
     if packings:

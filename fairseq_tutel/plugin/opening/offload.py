@@ -41,9 +41,6 @@ def store_options(
         opened: the model is opened from a checkpoint, for use.
         pregated: the model has pre-gated blocks.
         device: that the run will use.
-
-    Raises:
-        ValueError: a bad value, or a store in a training run.
     """
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)

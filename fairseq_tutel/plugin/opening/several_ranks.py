@@ -75,9 +75,6 @@ def log_perplexity(results: dict[str, Any], tokens: int) -> None:
     Args:
         results: of fairseq-eval-lm's `main` on this rank: the mean loss of its tokens, in bits.
         tokens: their number.
-
-    Raises:
-        ValueError: no rank had any.
     """
     own = float(results["loss"]) * tokens, tokens
     parts = world.all_gather_object(own, "the gathering of all ranks' losses")
@@ -119,11 +116,7 @@ class Command:
         self._turns: dict[MoEFeedForward, int] = {}
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
-        """Let the layers of a model wait for the other ranks' calls, if ranks share its experts.
-
-        Raises:
-            ValueError: ranks opened different models.
-        """
+        """Let the layers of a model wait for the other ranks' calls, if ranks share its experts."""
         if layers[0].topology.expert_parallel_size == 1:
             return
         agree(_facts_of(layers))

@@ -21,7 +21,7 @@ def check(argv: list[str]) -> None:
     # of fairseq-eval-lm, which reads sys.argv after this import.
     if "--is-moe" in argv:
         argv.remove("--is-moe")
-        logger.info("--is-moe is not needed: a checkpoint says so itself")
+        logger.info("--is-moe is not needed: checkpoints of MoE models are recognized")
 
 
 def _suggest_flags_at_exit(argv: list[str]) -> None:

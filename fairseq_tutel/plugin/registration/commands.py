@@ -78,7 +78,7 @@ def _refuse_nan(cfg: Any) -> None:
 
 
 def _warn_of_dense_model(cfg: Any) -> None:
-    """Warn of system options, which every task has, in a training run of a dense model."""
+    """Warn of system options, which every task has, when a dense model is trained."""
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     has_experts = getattr(model, "has_experts", model is None)

@@ -28,7 +28,7 @@ SECONDS_FOR_READERS = 10.0
 def end_readers() -> None:
     """End the threads that read fairseq's batches ahead, before the interpreter finalizes.
 
-    A training run that stops within an epoch leaves one. If it is inside a torch operation at finalization,
+    Training that stops within an epoch leaves one. If it is inside a torch operation at finalization,
     the process aborts ("terminate called without an active exception", exit 134).
     """
     deadline = time.monotonic() + SECONDS_FOR_READERS

@@ -14,7 +14,7 @@
 by
    the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
    request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
-   Ranks that share experts keep serving each other until all have finished. A training run locks its
+   Ranks that share experts keep serving each other until all have finished. Training locks its
    --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
 6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
    optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in

@@ -1,1 +1,1 @@
-"""A training run: configuration checks, start, the task, resuming, saving, checks for finite state."""
+"""Training: configuration checks, start, the task, resuming, saving, checks for finite state."""

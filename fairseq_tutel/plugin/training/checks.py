@@ -1,4 +1,4 @@
-"""Checks of a training run's configuration, and the settings that experts need, before training starts.
+"""Checks of the configuration, and the settings that experts need, before training starts.
 
 While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer uses.
 """
@@ -31,7 +31,7 @@ def saves_shards(task: Any) -> bool:
 def refuse_run(
     root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool, ahead: int
 ) -> None:
-    """Refuse a training run that cannot work with experts.
+    """Refuse training that cannot work with experts.
 
     Args:
         root: the FairseqConfig of the run.
@@ -40,9 +40,6 @@ def refuse_run(
         in_step: layers communicate even where each rank holds all experts.
         sliced: ranks hold shards of experts.
         ahead: --moe-pregate.
-
-    Raises:
-        ValueError: naming option, value and fix.
     """
     _refuse_unrelated_runs()
     _refuse_options(root, on_gpu=device_of(root).type == "cuda")
@@ -62,7 +59,7 @@ def refuse_run(
 
 
 def complete(root: Any) -> None:
-    """Set what experts need in a training run's FairseqConfig, in place; log every change once."""
+    """Set what experts need in the FairseqConfig, in place; log every change once."""
     # fairseq-train concludes this itself; under hydra the run would be in fp32.
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:

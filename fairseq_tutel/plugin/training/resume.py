@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a training run resumes from, and checks it on all ranks."""
+"""Chooses the checkpoint that training resumes from, and checks it on all ranks."""
 
 import argparse
 import glob
@@ -38,14 +38,10 @@ SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
 
 def checkpoint_to_load(cfg: Any) -> str | None:
-    """Return the path of the checkpoint that a training run will resume from, or None. Collective.
+    """Return the path of the checkpoint that training will resume from, or None. Collective.
 
     If checkpoint_last.pt is missing, for example because the disk was full at its first save, the newest
     whole checkpoint is used, and `cfg`, the checkpoint section of the FairseqConfig, is changed to name it.
-
-    Raises:
-        ValueError: it is missing, it is corrupt on one of the nodes, or ranks find different ones; on all
-            ranks alike.
     """
     newest = run_on_rank_zero(lambda: _newest_saved(cfg), "rank 0's look for a checkpoint")
     if newest is not None:
@@ -81,7 +77,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
 
 
 def flag_and_path(cfg: Any) -> tuple[str, str]:
-    """Return the option that names a training run's first checkpoint, and its path, in fairseq's order.
+    """Return the option that names the first checkpoint, and its path, in fairseq's order.
 
     Args:
         cfg: the checkpoint section of the FairseqConfig.
@@ -106,11 +102,7 @@ def _restored(cfg: Any) -> str:
 
 
 def _newest_saved(cfg: Any) -> str | None:
-    """Return the name of the newest whole checkpoint in --save-dir if it replaces the last one.
-
-    Raises:
-        ValueError: there are some, and all are corrupt.
-    """
+    """Return the name of the newest whole checkpoint in --save-dir if it replaces the last one."""
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
     if cfg.checkpoint_suffix:
         return None

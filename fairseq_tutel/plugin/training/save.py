@@ -1,6 +1,6 @@
 """Saves checkpoints: --save-dir has one writer, files are whole, and they contain all ranks' experts.
 
-A training run holds the lease of its --save-dir from before its start to its end; rank 0 holds it for all.
+Training holds the lease of its --save-dir from before its start to its end; rank 0 holds it for all.
 Two runs in one folder would remove each other's experts and overwrite each other's files.
 
 The functions that take an original wrap a fairseq function; see `registration/wrapped.py`.
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Run a training run's `main` as the only writer of --save-dir, from a checkpoint that was checked."""
+    """Run the `main` of training as the only writer of --save-dir, from a checkpoint that was checked."""
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
     with writing(save_dir, writes), finite.checked_at_start(main):
@@ -52,9 +52,6 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     Args:
         save_dir: of rank 0.
         writes: rank 0 will write there.
-
-    Raises:
-        ValueError: another run writes there, or the lease could not be written; on all ranks alike.
     """
     lease = _taken_by_rank_zero(save_dir, writes)
     if lease is None:
@@ -84,7 +81,7 @@ def _taken_by_rank_zero(save_dir: str, writes: bool) -> Lease | None:
             raise ValueError(sentence) from error
 
     action = take_it if writes else lambda: None
-    run_on_rank_zero(action, "rank 0's look at who writes into --save-dir")
+    run_on_rank_zero(action, "rank 0's check of writers in --save-dir")
     return taken[0] if taken else None
 
 

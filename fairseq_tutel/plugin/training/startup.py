@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_on_every_rank(cfg: Any) -> None:
-    """Let every rank of a training run read the checkpoint that it resumes from.
+    """Let every rank read the checkpoint that training resumes from.
 
     fairseq broadcasts rank 0's through an unpickler that torch >= 2.6 refuses.
     """
@@ -108,7 +108,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Compare all ranks' options, and set the time-out of their collectives.
 
     Args:
-        root: the FairseqConfig of a training run.
+        root: the FairseqConfig.
         model: the stock model, before its FFNs are replaced.
         task: the fairseq task.
 
@@ -126,11 +126,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 
 
 def set_timeout(task_cfg: Any) -> None:
-    """Set the time-out of groups that are created from now on.
-
-    Raises:
-        ValueError: --moe-comm-timeout is no time.
-    """
+    """Set the time-out of groups that are created from now on."""
     guard.set_timeout(read(TaskConfig, task_cfg).moe_comm_timeout)
 
 

@@ -81,11 +81,7 @@ class InferenceMixin:
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of fairseq-eval-lm; on several ranks their tokens are counted.
-
-        Raises:
-            ValueError: a context window on several ranks.
-        """
+        """Return the batches of fairseq-eval-lm; on several ranks their tokens are counted."""
         command = RUN.command
         if command is not None and command.cfg.eval_lm.context_window > 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How a training run's layers exchange rows: the initial all-to-all, and the tuner of later updates."""
+"""How layers exchange rows in training: the initial all-to-all, and the tuner of later updates."""
 
 import logging
 import os
@@ -30,11 +30,7 @@ def option(cfg: Any, key: str) -> Any:
 
 
 def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
-    """Resolve --moe-a2a-algorithm auto by the run's micro-batches and its hardware profile. Collective.
-
-    Raises:
-        ValueError: --moe-machine-file has no hardware profile.
-    """
+    """Resolve --moe-a2a-algorithm auto by the run's micro-batches and its hardware profile. Collective."""
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
         return
@@ -54,7 +50,7 @@ def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
 
 
 def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner of a training run; None if none is requested or nothing can be chosen."""
+    """Return the tuner of training; None if none is requested or nothing can be chosen."""
     layers = moe_layers(model)
     first = layers[0]
     if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
