@@ -200,7 +200,7 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        """Step by `rate`: up where fewer copies than the mean came, down where more; then count anew.
+        """Change the bias by `rate`: up for a load below the mean, down above it; then reset the load.
 
         Args:
             load_E: [E] int64, the assignments of all ranks since the last update.

@@ -298,7 +298,7 @@ class MoELayer(nn.Module):
         self._strategy, self._dispatcher = strategy, None
 
     def follow(self, strategy: Strategy) -> None:
-        """Use this strategy in the next forwards. Call it on all ranks alike."""
+        """Use this strategy in the next forwards. All ranks must use the same one."""
         self.strategy = strategy
 
     how = strategy  # the former name
