@@ -223,7 +223,7 @@ class HierarchicalAllToAll(AllToAll):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedAllToAll(AllToAll):
-    """Rows move as a collective plan of an all_to_all says; its chunks are blocks of rows.
+    """Rows are sent by a collective plan of an all_to_all, whose chunks are blocks of rows.
 
     Attributes:
         group: the ranks.

@@ -133,11 +133,6 @@ _pending: list[_Pending] = []
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
     """Compare call IDs without a host read: those of a GPU are compared at the next call.
 
-    Args:
-        call_ids_P: [P] of each rank, on its device.
-        operation: see `compare`.
-        group: likewise.
-
     Raises:
         CommunicationError: see `compare`.
     """

@@ -60,13 +60,7 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
 def exchange_counts(
     counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID
 ) -> Counts:
-    """Send every rank the number of rows for each of its experts. Collective.
-
-    Args:
-        counts_PE: [P, e] int64, rows for each expert of each rank.
-        group: the P ranks.
-        call_id: sent with the counts.
-    """
+    """Send every rank the number of rows for each of its experts. Collective."""
     received = all_to_all(call_id.prepended_to(counts_PE), OPERATION, group)
     return Counts(counts_PE, received[:, 1 : 1 + counts_PE.shape[1]], call_ids_P=received[:, 0])
 

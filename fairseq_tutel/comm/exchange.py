@@ -34,7 +34,14 @@ from fairseq_tutel.comm.counts import (
     exchange_counts,
     exchange_counts_in_two_hops,
 )
-from fairseq_tutel.comm.regroup import destinations, permute, regroup_maps, repeat_blocks
+from fairseq_tutel.comm.regroup import (
+    destinations,
+    gather,
+    permute,
+    regroup_maps,
+    repeat_blocks,
+    sum_copies,
+)
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.planning.strategy import Strategy
@@ -132,10 +139,10 @@ class PreparedExchange:
             [R', D] in the order of the input; compact rows without their unused tail.
         """
         chunks, rows_RD = self.chunks, rows_RD[: self.num_rows]
-        repeated = None
+        repeats = None
         if self.degree > 1:
-            repeated = repeat_blocks(rows_RD, self.counts_E, self.num_rows, self.degree)
-            rows_RD = repeated.rows_RD
+            repeats = repeat_blocks(self.counts_E, self.num_rows, self.degree)
+            rows_RD = gather(rows_RD, *repeats)
         if self.chunk_blocks is None:
             (chunk,) = chunks
             received_RD = chunk.all_to_all.dispatch(rows_RD)
@@ -158,7 +165,7 @@ class PreparedExchange:
                 returning.append(chunk.all_to_all.start(out_RD, combine=True))
             rows_RD = torch.cat([started.finish() for started in returning])
             rows_RD = permute(rows_RD, to_block, to_chunk)
-        return rows_RD if repeated is None else repeated.summed(rows_RD)
+        return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
 
 
 def prepare(

@@ -3,9 +3,10 @@
 After backward, an expert's gradient is the sum over the tokens of its expert group, while a dense
 parameter's is averaged over the W ranks. Summing the replicas and dividing by W gives both the same scale.
 
-By torch a parameter goes by itself: gloo's order of a sum depends on where in a tensor an element lies.
-By a plan parameters go in buckets. Not during the backward: nothing tells which one is an update's last,
-and under NCCL rows that ranks exchange meanwhile would meet sums in another order on each.
+torch.distributed reduces one parameter at a time: the order of gloo's sum depends on an element's position
+in the tensor. A collective plan reduces buckets of parameters. Nothing is reduced during backward: the last
+backward of an update is not known in advance, and with NCCL, row exchanges at the same time would change
+the order of sums by rank.
 """
 
 from collections.abc import Iterable, Sequence

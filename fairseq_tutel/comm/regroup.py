@@ -86,44 +86,39 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
     return part_EJ.unsqueeze(1).expand(-1, degree, -1).reshape(-1, 1)
 
 
-def repeat_blocks(rows_RD: Tensor, counts_E: Tensor, num_rows: int, degree: int) -> "Repeated":
-    """Repeat the rows of every expert r times, block by block.
+def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor, Tensor]:
+    """Return the maps that repeat the rows of every expert r times, block by block.
 
     Args:
-        rows_RD: [R, D] expert-major.
-        counts_E: [E] rows of each expert, R in all.
-        num_rows: R, on the host.
+        counts_E: [E] rows of each expert.
+        num_rows: R, their sum, on the host.
         degree: r.
+
+    Returns:
+        source_X: [r * R], the row of every copy.
+        copies_MR: [r, R], the copies of every row.
     """
     counts_ER = counts_E.unsqueeze(1).expand(-1, degree)
-    # The offset of copy m of a row, and the row of every copy.
     shift_ER = block_starts(counts_ER) - block_starts(counts_E).unsqueeze(1)
-    rows_R = torch.arange(num_rows, device=rows_RD.device)
+    rows_R = torch.arange(num_rows, device=counts_E.device)
     copies_MR = torch.stack([rows_R + spread(s, counts_E, num_rows) for s in shift_ER.unbind(1)])
-    every = torch.arange(num_rows * degree, device=rows_RD.device)
-    source_R = every - spread(shift_ER, counts_ER, num_rows * degree)
-    return Repeated(gather(rows_RD, source_R, copies_MR), source_R, copies_MR)
+    every_X = torch.arange(num_rows * degree, device=counts_E.device)
+    return every_X - spread(shift_ER, counts_ER, num_rows * degree), copies_MR
 
 
-class Repeated:
-    """Rows repeated r times each, and the maps to sum the copies' outputs."""
-
-    def __init__(self, rows_RD: Tensor, source_R: Tensor, copies_MR: Tensor) -> None:
-        self.rows_RD, self.source_R, self.copies_MR = rows_RD, source_R, copies_MR
-
-    def summed(self, done_RD: Tensor) -> Tensor:
-        """Return the sum over the copies of every row, in the order of m."""
-        return _Sum.apply(done_RD, self.source_R, self.copies_MR)
+def sum_copies(rows_XD: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
+    """Return the sum over the copies of every row [R, D], in the order of m; the inverse of `gather`."""
+    return _Sum.apply(rows_XD, source_X, copies_MR)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source_R: Tensor, copies_MR: Tensor) -> Tensor:
-        ctx.save_for_backward(source_R)
+    def forward(ctx: Any, rows: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
+        ctx.save_for_backward(source_X)
         return sum_of_copies(rows, copies_MR)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-        (source_R,) = ctx.saved_tensors
-        return drows.index_select(0, source_R), None, None
+        (source_X,) = ctx.saved_tensors
+        return drows.index_select(0, source_X), None, None

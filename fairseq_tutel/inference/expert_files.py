@@ -92,13 +92,7 @@ class ShardFiles:
 
 
 class FromFiles:
-    """The experts of a stack in shard files.
-
-    Args:
-        files: of the store.
-        tensors: by name, whole experts each.
-        first: global id of the stack's first expert.
-    """
+    """The experts of a stack in shard files."""
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first

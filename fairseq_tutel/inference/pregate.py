@@ -48,12 +48,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError unless a stack has more than N MoE layers.
-
-    Args:
-        ahead: N.
-        blocks: the number of MoE layers of each stack, by its name.
-    """
+    """Raise ValueError unless a stack has more than N MoE layers."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
@@ -74,10 +69,6 @@ class Chain:
     """Routes the layers of one stack, each when the layer N before it is called.
 
     Every routing is used once, in the forward that computed it: the first layer drops all others.
-
-    Args:
-        layers: see `pregate`.
-        ahead: N, from 1 to below their number.
     """
 
     def __init__(self, layers: Sequence[MoELayer], ahead: int) -> None:

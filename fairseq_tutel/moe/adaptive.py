@@ -49,12 +49,7 @@ def weights_of(
 ) -> Weights:
     """Return the weights of one forward, gathered if other ranks hold parts of them. Collective.
 
-    Args:
-        experts: this rank's.
-        topology: the ranks that hold the others.
-        degree: r.
-        device: of the rows.
-        call_id: of this forward, compared here if r = 0: no counts are exchanged then.
+    If r = `degree` is 0, ranks compare the call ID here, since they exchange no counts then.
 
     Raises:
         ValueError: the experts were pruned or parametrized, which other ranks cannot gather.
@@ -77,12 +72,6 @@ def gather_weights(
     """Return the tensors that this rank computes with if r = `degree`. Collective, with autograd.
 
     Backward sums the gradients of all ranks that gathered and keeps those of this rank's slice.
-
-    Args:
-        experts: this rank's.
-        topology: the ranks that hold the others.
-        degree: r.
-        call_id: compared here if r = 0.
 
     Raises:
         ValueError: the topology has no groups for this r.

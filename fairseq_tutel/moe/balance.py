@@ -200,11 +200,7 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        """Step by `rate`: up where fewer copies than the mean came, down where more; then count anew.
-
-        Args:
-            load_E: [E] int64, the assignments of all ranks since the last update.
-        """
+        """Change the bias by `rate`: up for a load below the mean, down above it; then reset the load."""
         # In integers, so that every rank makes the same step: sign(mean - load), with both times E.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
@@ -228,9 +224,6 @@ def update_biases(model: nn.Module) -> None:
     """Update every layer's balance bias by the load of all ranks since the last call. Collective.
 
     Custom training loops call it after every optimizer step; fairseq's tasks do so themselves.
-
-    Args:
-        model: has the same biases on every rank of the default group.
     """
     biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
     if not biases:

@@ -15,10 +15,6 @@ from torch import Tensor, nn
 def load_class(label: str, name: str) -> type:
     """Import the class that an option names.
 
-    Args:
-        label: of the option, for the message.
-        name: package.module.Class; the module must be importable, for example by PYTHONPATH.
-
     Raises:
         ValueError: there is no such module or class.
     """

@@ -65,12 +65,7 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Choose the experts of every token; every rule of choice has its line here.
 
-    Args:
-        logits_TE: [T, E] gate logits.
-        top_k: experts per token, 1 to E.
-        rules: how experts are chosen.
-        batch: padding and mode of the tokens.
-        bias_E: [E], added to the scores for the choice alone.
+    `bias_E` is added to the scores for the choice alone.
 
     Returns:
         (scores_TE, probs_TE) of `scores_of`, expert_ids_TK [T, K] int64, best first, and weights_TK [T, K],
@@ -123,11 +118,6 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 
 def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The most common choice as one autograd node and kernel: softmax over the experts, then top K.
-
-    Args:
-        logits_TE: [T, E], any float dtype.
-        top_k: K, from 1 to E; of equal scores the lower ID is chosen.
-        ops: from `kernels.ops`.
 
     Returns:
         probs_TE, ids_TK int64, and the chosen experts' probabilities weights_TK.

@@ -22,11 +22,8 @@ def dispatch(
     With `prescore` a row is the token times the assignment's weight.
     """
     ops = kernels.ops(backend, x_TD.device)
-    if prescore:
-        return _ScaledDispatch.apply(
-            x_TD, routing.weights_TK, routing.row_of_TK, routing.source_of_R, ops
-        )
-    return _Dispatch.apply(x_TD, routing.row_of_TK, routing.source_of_R, ops)
+    weights_TK = routing.weights_TK if prescore else None
+    return _Dispatch.apply(x_TD, weights_TK, routing.row_of_TK, routing.source_of_R, ops)
 
 
 def combine(
@@ -39,92 +36,70 @@ def combine(
     """
     ops = kernels.ops(backend, rows_RD.device)
     source_of_R = routing.source_of_R[: rows_RD.shape[0]]
-    if prescore:
-        return _Sum.apply(rows_RD, routing.row_of_TK, source_of_R, ops)
-    return _Combine.apply(rows_RD, routing.weights_TK, routing.row_of_TK, source_of_R, ops)
+    weights_TK = None if prescore else routing.weights_TK
+    return _Combine.apply(rows_RD, weights_TK, routing.row_of_TK, source_of_R, ops)
 
 
 class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: Any) -> Tensor:
-        ctx.save_for_backward(row_of_TK)
-        ctx.ops = ops
-        return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
-        (row_of_TK,) = ctx.saved_tensors
-        return ctx.ops.gather_sum(drows_RD.contiguous(), row_of_TK), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The adjoint of _Dispatch."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RD: Tensor, row_of_TK: Tensor, source_of_R: Tensor, ops: Any
-    ) -> Tensor:
-        ctx.save_for_backward(source_of_R)
-        ctx.ops, ctx.top_k = ops, row_of_TK.shape[1]
-        return ops.gather_sum(rows_RD, row_of_TK)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        (source_of_R,) = ctx.saved_tensors
-        drows_RD = ctx.ops.gather_rows(dy_TD.contiguous(), token_of(source_of_R, ctx.top_k))
-        return drows_RD, None, None, None
-
-
-class _ScaledDispatch(torch.autograd.Function):
-    """Dispatch of weighted tokens: the adjoint of _Combine in x."""
+    """rows[r] = x[token of r], times the assignment's weight if there are weights."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         row_of_TK: Tensor,
         source_of_R: Tensor,
         ops: Any,
     ) -> Tensor:
+        ctx.ops, token_of_R = ops, token_of(source_of_R, row_of_TK.shape[1])
+        if weights_TK is None:
+            ctx.save_for_backward(None, None, row_of_TK)
+            return ops.gather_rows(x_TD, token_of_R)
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
-        ctx.ops = ops
         scale_R = read_assignments(weights_TK.reshape(-1), source_of_R)
-        return ops.gather_rows(x_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
+        return ops.gather_rows(x_TD, token_of_R, scale_R)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, row_of_TK = ctx.saved_tensors
         drows_RD = drows_RD.contiguous()
+        if weights_TK is None:
+            return ctx.ops.gather_sum(drows_RD, row_of_TK), None, None, None, None
         dx_TD = ctx.ops.gather_sum(drows_RD, row_of_TK, weights_TK)
         dweights_TK = ctx.ops.gather_dot(drows_RD, row_of_TK, x_TD).to(weights_TK.dtype)
         return dx_TD, dweights_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
+    """The adjoint of `_Dispatch` in x: y[t] = the sum of t's rows, times weights if there are any."""
+
     @staticmethod
     def forward(
         ctx: Any,
         rows_RD: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor | None,
         row_of_TK: Tensor,
         source_of_R: Tensor,
         ops: Any,
     ) -> Tensor:
+        ctx.ops, ctx.top_k = ops, row_of_TK.shape[1]
+        if weights_TK is None:
+            ctx.save_for_backward(None, None, None, source_of_R)
+            return ops.gather_sum(rows_RD, row_of_TK)
         ctx.save_for_backward(rows_RD, weights_TK, row_of_TK, source_of_R)
-        ctx.ops = ops
         return ops.gather_sum(rows_RD, row_of_TK, weights_TK)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK, row_of_TK, source_of_R = ctx.saved_tensors
-        dy_TD = dy_TD.contiguous()
+        dy_TD, token_of_R = dy_TD.contiguous(), token_of(source_of_R, ctx.top_k)
+        if weights_TK is None:
+            return ctx.ops.gather_rows(dy_TD, token_of_R), None, None, None, None
         scale_R = read_assignments(weights_TK.reshape(-1), source_of_R)
-        drows_RD = ctx.ops.gather_rows(dy_TD, token_of(source_of_R, row_of_TK.shape[1]), scale_R)
+        drows_RD = ctx.ops.gather_rows(dy_TD, token_of_R, scale_R)
         dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
         return drows_RD, dweights_TK, None, None, None
 

@@ -37,13 +37,7 @@ class Dispatcher(Protocol):
         """Whether few tokens take the decode path in the current mode."""
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D]. Collective if experts are split.
-
-        Args:
-            x_TD: [T, D].
-            routing: of these tokens.
-            weights: the source of the experts' tensors.
-        """
+        """Return every token's weighted sum over its experts [T, D]. Collective if experts are split."""
 
     def run_without_tokens(self, weights: Weights) -> None:
         """Join the collectives of `apply` with zero tokens."""
@@ -161,17 +155,7 @@ def choose_dispatcher(
     timer: ExchangeTimer | None,
     name: str,
 ) -> Dispatcher:
-    """Return the dispatcher of a layer.
-
-    Args:
-        experts: of this rank; the choice depends on the source of their weights.
-        config: of the layer.
-        topology: the ranks that own the other experts.
-        strategy: of the next forwards.
-        calls: counts the layer's calls; None without other ranks.
-        timer: measures row exchanges.
-        name: of the layer, for errors.
-    """
+    """Return the dispatcher for a layer's topology, strategy and source of weights."""
     group = topology.expert_group
     if group is None or calls is None or experts.weights.of_all:
         return Local(experts, config)

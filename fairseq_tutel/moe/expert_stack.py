@@ -83,10 +83,6 @@ class ExpertStack(nn.Module):
     `load_state_dict` takes the local part of a state dict with all E experts. `state_dict` contains all
     experts after `checkpoint.experts` has gathered them, records of the written files after it has saved
     them in shards, and the local part otherwise.
-
-    Args:
-        config: of the layer.
-        part: the experts of this rank; None for all.
     """
 
     # The dimension in which a stacked tensor is sliced if an expert has several ranks; empty if this kind
@@ -143,11 +139,7 @@ class ExpertStack(nn.Module):
         return sources or {}
 
     def save_as(self, tensors: Mapping[str, Any] | None) -> None:
-        """Put these tensors into state dicts instead of the local part; None for the local part.
-
-        Args:
-            tensors: all experts by name, or records of the files that contain them.
-        """
+        """Put these tensors into state dicts instead of the local part; None for the local part."""
         self._in_state_dict = tensors
 
     def save_by_rank(self) -> None:
@@ -195,13 +187,7 @@ class ExpertStack(nn.Module):
         return False
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Return every token's weighted sum over its experts: dispatch, `forward` and combine in one.
-
-        Args:
-            x_TD: [T, D].
-            routing: of these tokens, in the compact layout.
-            weights: as in `forward`.
-        """
+        """Return every token's weighted sum over its experts: dispatch, `forward` and combine in one."""
         raise NotImplementedError
 
     @property

@@ -263,13 +263,7 @@ def _part_of(width: int, slices: int, name: str) -> int:
 
 
 def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
-    """Return the local experts of `config.expert_type`, built-in or custom.
-
-    Args:
-        config: of the layer.
-        part: the experts of this rank.
-        device: of their stacked tensors; on the meta device `ExpertStack.load_later` brings them.
-    """
+    """Return the local experts of `config.expert_type`, built-in or custom."""
     if is_custom(config.expert_type):
         kind = load_class(label_of("expert_type"), config.expert_type)
         return CustomExperts(config, kind, part, device)
@@ -293,12 +287,7 @@ def grouped_linear(
 ) -> Tensor:
     """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i; 0 behind the last group.
 
-    Args:
-        rows: [R, I].
-        groups: e of them.
-        weight: [e, O, I].
-        bias: [e, O] or None.
-        backend: of the kernels.
+    rows are [R, I], weight is [e, O, I] and bias [e, O].
 
     Returns:
         [R, O] in rows' dtype, or in autocast's.

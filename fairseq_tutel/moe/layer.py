@@ -222,10 +222,6 @@ class MoELayer(nn.Module):
     def route(self, x_TD: Tensor, call: Call) -> Routing:
         """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks.
 
-        Args:
-            x_TD: [T, D], from `call.tokens`.
-            call: the other arguments of the forward.
-
         Raises:
             ValueError: an override in `call` is invalid.
         """
@@ -258,12 +254,7 @@ class MoELayer(nn.Module):
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send every token through its experts and return y_TD. Collective across ranks.
-
-        Args:
-            x_TD: [T, D], from `Call.tokens`.
-            routing: of these tokens, or of an earlier layer's input for the same tokens.
-        """
+        """Send every token through its experts and return y_TD. Collective across ranks."""
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
@@ -298,7 +289,7 @@ class MoELayer(nn.Module):
         self._strategy, self._dispatcher = strategy, None
 
     def follow(self, strategy: Strategy) -> None:
-        """Use this strategy in the next forwards. Call it on all ranks alike."""
+        """Use this strategy in the next forwards. All ranks must use the same one."""
         self.strategy = strategy
 
     how = strategy  # the former name

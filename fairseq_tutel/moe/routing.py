@@ -278,12 +278,7 @@ def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
 
 
 def padded(routing: Routing, capacity: int) -> Routing:
-    """Return a compact routing with its rows in the padded layout.
-
-    Args:
-        routing: in the compact layout.
-        capacity: rows per expert, at least the largest count.
-    """
+    """Return a compact routing with its rows in the padded layout."""
     row_of_TK, source_of_R = row_maps(
         routing.expert_ids_TK,
         routing.slots_TK,
@@ -350,18 +345,7 @@ def route(
     bias_E: Tensor | None = None,
     **rules: Any,
 ) -> Routing:
-    """Return `decide`'s routing, with the fields of its objects as arguments.
-
-    Args:
-        logits_TE: [T, E] gate logits.
-        top_k: experts per token.
-        capacity_factor: see `Capacity`.
-        training: see `MicroBatch`.
-        real_T: [T] bool or None; see `MicroBatch`.
-        time_first: (time, batch) or None; see `MicroBatch`.
-        bias_E: [E], added to the scores for the choice alone.
-        rules: fields of `Rules`.
-    """
+    """Return `decide`'s routing, with the fields of its objects as arguments."""
     batch = MicroBatch(real_T=real_T, time_first=time_first, training=training)
     capacity = Capacity(factor=capacity_factor)
     return decide(logits_TE, top_k, capacity, Rules(**rules), batch, bias_E)

@@ -41,13 +41,7 @@ class Capacity:
         return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
 
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
-        """Return the slots per expert, an int64 scalar on the device of `num_tokens`.
-
-        Args:
-            top_k: K.
-            num_experts: E.
-            num_tokens: [] int64, the real tokens; not read on the host.
-        """
+        """Return the slots per expert, an int64 scalar on the device of `num_tokens`."""
         if self.fixed > 0:
             return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()
@@ -217,14 +211,7 @@ def take_slots(
 def keep(
     slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, num_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (kept_TK bool, dropped_K, counts_E): the assignments within the capacity.
-
-    Args:
-        slots_TK: from `take_slots`.
-        assigned_KE: [K, E] int64, from `take_slots`.
-        capacity: of this forward.
-        num_tokens: [] int64, the real tokens.
-    """
+    """Return (kept_TK bool, dropped_K, counts_E): the assignments within the capacity."""
     kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
     if not capacity.is_limited:
         return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E

@@ -31,13 +31,13 @@ def counts_of(rank, parallel, seed):
 def compare_exchanges(parallel, local, dtype, seed):
     """On every rank: both exchanges of the same rows, and what backward makes of a projection."""
     rank = dist.get_rank()
-    place = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
+    topology = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
     counts = counts_of(rank, parallel, seed)
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(int(counts.sum()), MODEL_DIM, generator=generator)
     rows = (100 * rows).to(dtype)
     results = []
-    for agreed, rows_exchange in both_exchanges(counts, place):
+    for agreed, rows_exchange in both_exchanges(counts, topology):
         x = rows.clone().requires_grad_(dtype.is_floating_point)
         there = rows_exchange.dispatch(x)
         back = rows_exchange.combine(there * 2)
@@ -48,11 +48,11 @@ def compare_exchanges(parallel, local, dtype, seed):
     return results
 
 
-def both_exchanges(counts, place):
-    agreed = exchange_counts(counts, place.expert_group)
-    yield agreed, all_to_all.LinearAllToAll.of(agreed, place.expert_group)
-    agreed = exchange_counts_in_two_hops(counts, place.grid)
-    yield agreed, all_to_all.HierarchicalAllToAll.of(agreed, agreed, place.grid)
+def both_exchanges(counts, topology):
+    agreed = exchange_counts(counts, topology.expert_group)
+    yield agreed, all_to_all.LinearAllToAll.of(agreed, topology.expert_group)
+    agreed = exchange_counts_in_two_hops(counts, topology.grid)
+    yield agreed, all_to_all.HierarchicalAllToAll.of(agreed, agreed, topology.grid)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_an_exchange_of_even_blocks_is_the_linear_one_without_maps(ranks, world,
 def messages(parallel, local):
     """Count the messages that this rank sends to other nodes, by the splits of every collective."""
     rank = dist.get_rank()
-    place = make_topology([parallel], parallel, local)
+    topology = make_topology([parallel], parallel, local)
     ones = torch.ones(parallel, 1, dtype=torch.int64)
-    exchanges = [rows_exchange for _, rows_exchange in both_exchanges(ones, place)]
+    exchanges = [rows_exchange for _, rows_exchange in both_exchanges(ones, topology)]
     sent = []
     original = dist.all_to_all_single
 

@@ -17,7 +17,7 @@ from ports import free_port
 from fairseq_tutel.comm import background
 
 
-class Said(list):
+class Events(list):
     """What was done, and the stack of current streams."""
 
     current: list
@@ -26,14 +26,14 @@ class Said(list):
 class Stream:
     """A stream with a name; whatever is done with it is written to `said`."""
 
-    def __init__(self, said, name):
-        self.said, self.name = said, name
+    def __init__(self, events, name):
+        self.events, self.name = events, name
 
     def wait_stream(self, other):
-        self.said.append(f"{self.name} waits for {other.name}")
+        self.events.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event):
-        self.said.append(f"{self.name} waits for {event.recorded}")
+        self.events.append(f"{self.name} waits for {event.recorded}")
 
 
 class Rows:
@@ -41,25 +41,25 @@ class Rows:
 
     is_cuda, device = True, torch.device("cuda:0")
 
-    def __init__(self, said, name):
-        self.said, self.name = said, name
+    def __init__(self, events, name):
+        self.events, self.name = events, name
 
     def record_stream(self, stream):
-        self.said.append(f"{self.name} is kept for {stream.name}")
+        self.events.append(f"{self.name} is kept for {stream.name}")
 
 
 @pytest.fixture
-def said(monkeypatch):
+def events(monkeypatch):
     """Return the list of what is done on stand-ins of torch's streams, of which "main" is current first."""
-    said = Said()
-    current = [Stream(said, "main")]
+    events = Events()
+    current = [Stream(events, "main")]
 
     class Event:
         recorded = "nothing"
 
         def record(self, stream):
             self.recorded = f"what {stream.name} did till then"
-            said.append(f"{stream.name} is marked")
+            events.append(f"{stream.name} is marked")
 
     @contextlib.contextmanager
     def on(stream):
@@ -69,23 +69,23 @@ def said(monkeypatch):
 
     monkeypatch.setattr(background, "_streams", {})
     made = iter(("side", "a second one"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(said, next(made)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(events, next(made)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    said.current = current
-    return said
+    events.current = current
+    return events
 
 
-def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(said):
+def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(events):
     def travel(rows):
-        said.append(
-            f"{rows.name} travels on {said.current[-1].name}, with gradients {torch.is_grad_enabled()}"
+        events.append(
+            f"{rows.name} travels on {events.current[-1].name}, with gradients {torch.is_grad_enabled()}"
         )
-        return Rows(said, "out")
+        return Rows(events, "out")
 
-    pending = [background.start(travel, Rows(said, "rows")) for _ in range(2)]
-    said.append("the experts run")
+    pending = [background.start(travel, Rows(events, "rows")) for _ in range(2)]
+    events.append("the experts run")
     assert pending[0].result().name == "out"
     one = [
         "side waits for main",
@@ -93,7 +93,7 @@ def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(said):
         "rows travels on side, with gradients False",
         "side is marked",
     ]
-    assert said == [
+    assert events == [
         *one,
         *one,
         "the experts run",
@@ -120,8 +120,8 @@ layer(x)[0].sum().backward()
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", (1, 4))
 def test_an_error_on_one_rank_ends_both_with_an_error(overlap):
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    base = {**os.environ, **place}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    base = {**os.environ, **address}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],

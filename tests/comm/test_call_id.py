@@ -2,8 +2,8 @@
 
 Covered: another layer, another mode, a call too many, layers of other sizes; linear and in two hops,
 padded, gathered (r = 0), slices (r = 1, r = s), in chunks, replicas; ranks without tokens; calls that
-need nobody do not count; torch.compile; a GPU's stamps are compared a call later; topologies made for
-other experts, or for another r.
+need no other rank do not count; torch.compile; a GPU's call IDs are compared a call later; topologies made
+for other experts, or for another r.
 """
 
 import dataclasses
@@ -61,13 +61,13 @@ def in_different_layers(experts, *path):
 @pytest.mark.parametrize("name", PATHS)
 def test_ranks_in_different_layers_are_told_so(ranks, name):
     count, *path = PATHS[name]
-    said = ranks(4).run(in_different_layers, [count, count], *path)
+    message = ranks(4).run(in_different_layers, [count, count], *path)
     group = (
         "rank {} in {}; rank {} in {}"
         if name == "replicas"
         else "ranks 0, 2 in {}; ranks 1, 3 in {}"
     )
-    for rank, sentence in enumerate(said):
+    for rank, sentence in enumerate(message):
         assert sentence.startswith(f"rank {rank} could not finish the "), sentence
         calls = [f"call 2 of layers.{i}, for training" for i in range(2)]
         if name == "replicas":
@@ -87,10 +87,10 @@ def one_evaluates_within_a_training(count, *path):
     layer, other = two_layers([count, count], *path)
     if dist.get_rank() == 0:
         layer.eval()
-    said = [call(layer)]
+    message = [call(layer)]
     # As after a call that only one rank has made.
     other.calls.count += dist.get_rank()
-    return [*said, call(other)]
+    return [*message, call(other)]
 
 
 @pytest.mark.parametrize("name", ("linear", "padded", "gathered"))
@@ -113,7 +113,7 @@ def calls_of_ones_own():
     return layer.calls.count
 
 
-def test_calls_that_need_nobody_do_not_count(ranks):
+def test_calls_without_other_ranks_do_not_count(ranks):
     assert ranks(2).run(calls_of_ones_own) == [1, 1]
 
 
@@ -134,7 +134,7 @@ def test_a_compiled_layer_is_not_compiled_anew_for_every_call(ranks):
 
 
 class OnGpu:
-    """Stamps of a GPU: on the host when their event says so."""
+    """Call IDs of a GPU, which are on the host after their event."""
 
     is_cuda = True
 
@@ -146,7 +146,7 @@ class OnGpu:
         return torch.tensor(self.numbers)
 
 
-def test_stamps_of_a_gpu_are_compared_at_the_next_call_after_they_came(monkeypatch):
+def test_call_ids_of_a_gpu_are_compared_at_the_next_call(monkeypatch):
     seen = []
 
     class Event:
@@ -159,7 +159,7 @@ def test_stamps_of_a_gpu_are_compared_at_the_next_call_after_they_came(monkeypat
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(call_id, "_pending", [])
     monkeypatch.setattr(
-        call_id, "compare", lambda told, what, _: seen.append((told[0].item(), what))
+        call_id, "compare", lambda given, what, _: seen.append((given[0].item(), what))
     )
     for i in range(3):
         call_id.compare_later(OnGpu([i, i]), f"call {i}", None)
@@ -183,20 +183,20 @@ def another_degree():
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=1, adaptive_r=4), place, seed=1)
     x = torch.ones(3, CONFIG.model_dim)
     good = [layer(x)[0]]
-    said = []
+    message = []
     for degree in (1, 2):
         layer.follow(Strategy(adaptive_r=degree))
         with pytest.raises(ValueError) as error:
             layer(x)
-        said.append(str(error.value))
+        message.append(str(error.value))
     layer.follow(Strategy(adaptive_r=0))
     torch.testing.assert_close(layer(x)[0], good[0])
-    return said
+    return message
 
 
 def test_an_r_that_the_topology_has_no_groups_for_is_refused(ranks):
-    for said in ranks(4).run(another_degree):
-        for degree, sentence in zip((1, 2), said, strict=True):
+    for message in ranks(4).run(another_degree):
+        for degree, sentence in zip((1, 2), message, strict=True):
             assert sentence.startswith(
                 f"adaptive_r (--moe-adaptive-r) is {degree}, so that {4 // degree} ranks gather"
             )

@@ -1,6 +1,7 @@
 """Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts.
 
-Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow wires and their error, for
+Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow transfer dtypes and their
+    error, for
 every way that rows go; the order of what is started and awaited, forward and backward; an error in the
 communication thread is raised where it is waited for, and one of an expert on one rank ends all others;
 bytes and messages by formula, of rows, of their copies and of gathered weights.
@@ -82,11 +83,11 @@ def largest(tensor):
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-# Half a unit in the last place of the largest element, as a wire's own error; the gradients come
-# through twice as many wires.
+# Half a unit in the last place of the largest element, as the error of a transfer dtype; gradients are
+# transferred twice as often.
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
 @pytest.mark.parametrize("way", WAYS)
-def test_narrow_wires_err_by_their_digits(kept, wire, digit, way):
+def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
     options, strategy = WAYS[way]
     exact = kept(options, strategy)
     lossy = kept({**options, "a2a_dtype": wire}, strategy)
@@ -97,7 +98,7 @@ def test_narrow_wires_err_by_their_digits(kept, wire, digit, way):
 
 
 @pytest.mark.parametrize("way", ("chunks", "padded", "two hops"))
-def test_what_a_wire_rounds_does_not_depend_on_the_way(kept, way):
+def test_rounding_does_not_depend_on_the_path(kept, way):
     options, strategy = WAYS[way]
     plain = kept({"a2a_dtype": "fp8"}, Strategy())
     other = kept({**options, "a2a_dtype": "fp8"}, strategy)
@@ -168,7 +169,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
 
 
 class Later:
-    """Work that is done when it is waited for."""
+    """Work that runs when its result is requested."""
 
     def __init__(self, work, lines):
         self.work = work
@@ -234,17 +235,19 @@ def fails_in_the_second_chunk(rank, when):
 
 @pytest.mark.parametrize("when", ("forward", "backward"))
 def test_an_expert_that_fails_on_one_rank_ends_the_others(when):
-    said, _ = mortal.run(fails_in_the_second_chunk, 4, range(4), when)
-    assert said.pop(1) == "ValueError: a broken expert"
-    for rank, sentence in zip((0, 2, 3), said, strict=True):
+    message, _ = mortal.run(fails_in_the_second_chunk, 4, range(4), when)
+    assert message.pop(1) == "ValueError: a broken expert"
+    for rank, sentence in zip((0, 2, 3), message, strict=True):
         start = f"CommunicationError: rank {rank} could not finish the exchange of rows and gave up"
         assert sentence.startswith(start), sentence
 
 
 def traffic(strategy, tokens, experts):
     """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
-    place = make_topology([experts], 4, 2)
-    layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), place, seed=2)
+    topology = make_topology([experts], 4, 2)
+    layer = MoELayer(
+        dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2
+    )
     layer.follow(strategy)
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
     original, original_gather = dist.all_to_all_single, collectives._all_gather

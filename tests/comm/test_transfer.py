@@ -1,4 +1,4 @@
-"""Rows on the wire: as they are bit for bit, in bf16 by rounding, in fp8 within the error of three bits.
+"""Transfer dtypes: unchanged bit for bit, bf16 by rounding, fp8 within the error of three bits.
 
 Covered: shapes and bytes; the error of each form, relative to a row's largest element; rows of zeros, of
 tiny and of huge numbers; infinities and NaN stay visible; dtypes that are narrow already; no rows.
@@ -13,8 +13,8 @@ from fairseq_tutel.comm.transfer import pack, unpack
 from fairseq_tutel.moe.config import LAYER
 
 
-def through(rows, wire):
-    return unpack(pack(rows, wire), wire, rows.dtype)
+def through(rows, form):
+    return unpack(pack(rows, form), form, rows.dtype)
 
 
 def rows_of(num=64, width=24, scale=1.0, dtype=torch.float32):
@@ -29,7 +29,7 @@ def test_the_same_is_the_same_bits(dtype):
     assert torch.equal(through(rows, "same"), rows)
 
 
-def test_bytes_on_the_wire():
+def test_bytes_that_are_sent():
     rows = rows_of(5, 16)
     sizes = {wire: pack(rows, wire).nbytes for wire in LAYER["a2a_dtype"].choices}
     assert sizes == {"same": 5 * 16 * 4, "bf16": 5 * 16 * 2, "fp8": 5 * (16 + 4)}

@@ -2,7 +2,7 @@
 
 Covered: 2 and 4 ranks, P = W and P < W, a rank without calls, layers of different sizes, every way for
 rows to travel, slices, hash gates; steps that end together; no trace of serving in a layer; a rank that
-fails or dies; who is next; a loaded layer holds its own experts alone.
+fails or dies; the next layer; a loaded layer holds its own experts alone.
 """
 
 import dataclasses
@@ -41,13 +41,14 @@ def test_most_ranks_choose_and_the_lowest_of_several(wishes, expected):
 
 
 def _layers(configs, parallel, local):
-    """Return split layers in lockstep, and their twins with all experts here."""
-    place = make_topology([c.num_experts for c in configs], parallel, local)
-    lockstep = Lockstep(place.expert_group)
+    """Return split layers in lockstep, and the same layers with all experts on this rank."""
+    topology = make_topology([c.num_experts for c in configs], parallel, local)
+    lockstep = Lockstep(topology.expert_group)
     pairs = []
     for i, config in enumerate(configs):
         split, whole = (
-            MoELayer(config, where, seed=3, name=str(i)).double().eval() for where in (place, None)
+            MoELayer(config, where, seed=3, name=str(i)).double().eval()
+            for where in (topology, None)
         )
         assert lockstep.add(split.run_without_tokens) == i
         pairs.append((split, whole))
@@ -119,7 +120,7 @@ def test_unequal_calls_give_what_one_rank_gives(ranks, world_size, case):
 
 
 def calls_that_agree():
-    """All ranks call alike: nobody serves."""
+    """All ranks make the same calls: no rank joins without tokens."""
     lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
     for step in range(3):
         for index in range(2):
@@ -156,12 +157,11 @@ def test_a_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
     assert served[0] >= 3 * (world_size - 1) + 2
 
 
-def serving_leaves_no_trace():
+def joining_changes_no_state():
     config = _with(SMALL, gate_type="hash", eval_capacity_factor=1.0)
-    place = make_topology([config.num_experts])
-    turns = []
+    topology, turns = make_topology([config.num_experts]), []
     context = Context(wait_for_turn=turns.append)
-    layer = MoEFeedForward(config, place, 1, "decoder.layers.0.fc1", context).eval()
+    layer = MoEFeedForward(config, topology, 1, "decoder.layers.0.fc1", context).eval()
     layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
     layer.context.see_tokens(torch.arange(6).view(2, 3))
@@ -177,11 +177,11 @@ def serving_leaves_no_trace():
     assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())
     assert layer.timer.read_and_reset()["all_to_all_cpu_time_ms"] == 0
     layer.train()(x)
-    assert turns == [layer]  # a training waits for nobody: all ranks call alike
+    assert turns == [layer]  # training does not wait: all ranks make the same calls
 
 
-def test_serving_leaves_no_trace_and_training_needs_no_turns(ranks):
-    ranks(2).run(serving_leaves_no_trace)
+def test_joining_changes_no_state_and_training_needs_no_turns(ranks):
+    ranks(2).run(joining_changes_no_state)
 
 
 def _half_way(rank, fate):
@@ -200,10 +200,12 @@ def fail():
 
 @pytest.mark.parametrize("fate", [fail, mortal.die])
 def test_a_failing_rank_ends_the_others(fate):
-    said, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
-    assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in said[0]
-    assert "rank 1 did not answer a health check" in said[0]
-    assert said[1:] in ([], ["ValueError: no such word"])
+    message, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
+    assert (
+        "CommunicationError: rank 0 could not finish the agreement on the next layer" in message[0]
+    )
+    assert "rank 1 did not answer a health check" in message[0]
+    assert message[1:] in ([], ["ValueError: no such word"])
     assert seconds < 12
 
 

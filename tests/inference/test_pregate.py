@@ -131,15 +131,15 @@ class Blocks(torch.nn.Module):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_a_chain_of_its_own_and_names_stay(copied):
     model, plain = Blocks(1), Blocks(0)
-    model.layers[0](tokens())  # and no further: a graph waits, which nobody can copy
-    twin = copied(model)
+    model.layers[0](tokens())  # and no further: the pending autograd graph cannot be copied
+    reference = copied(model)
     assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert list(model.state_dict()) == list(plain.state_dict())
     expected = model(tokens())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert torch.equal(twin(tokens()), expected)
+    assert torch.equal(reference(tokens()), expected)
     assert not torch.equal(plain(tokens()), expected)
 
 
@@ -177,8 +177,8 @@ def test_a_forward_that_was_left_in_the_middle_leaves_nothing():
     assert torch.equal(forward(layers, tokens(7))[0], forward(conventional, tokens(7))[0])
 
 
-class Told(Weights):
-    """A layer's own weights, and what it was told and asked for them."""
+class Recorded(Weights):
+    """A layer's own weights, with a record of the calls."""
 
     def __init__(self, block, events):
         self.block, self.events = block, events
@@ -201,11 +201,11 @@ class Told(Weights):
 def test_experts_are_said_to_be_asked_for_before_they_are(ahead, order):
     layers, events = stack(ahead, CONFIG, CONFIG, CONFIG), []
     for block, layer in enumerate(layers):
-        layer.experts.compute_with(Told(block, events))
+        layer.experts.compute_with(Recorded(block, events))
     forward(layers, tokens(7))
     assert [f"{what} {block}" for what, block, _ in events] == order
-    told = {block: counts for what, block, counts in events if what == "expects"}
-    assert {block: counts for what, block, counts in events if what == "uses"} == told
+    given = {block: counts for what, block, counts in events if what == "expects"}
+    assert {block: counts for what, block, counts in events if what == "uses"} == given
 
 
 def _checkpointed(layers, reentrant, only):

@@ -111,10 +111,10 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     change, reason = DAMAGES[damage]
     for path in tmp_path.rglob("*.safetensors"):
         change(path, path.read_bytes())
-    said = refusal(model)
-    assert said.startswith("the expert store is closed: the checkpoint keeps experts in ")
-    assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in said
-    assert reason in said and "; give an older checkpoint, or put the folder back" in said
+    message = refusal(model)
+    assert message.startswith("the expert store is closed: the checkpoint keeps experts in ")
+    assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in message
+    assert reason in message and "; give an older checkpoint, or put the folder back" in message
 
 
 def test_a_file_that_changes_in_use_is_named(tmp_path):
@@ -127,7 +127,7 @@ def test_a_file_that_changes_in_use_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
             OSError(5, "Input/output error"),
@@ -136,7 +136,7 @@ def test_a_file_that_changes_in_use_is_named(tmp_path):
         (RuntimeError("boom"), "for its thread failed (RuntimeError: boom); open the model again."),
     ],
 )
-def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch, error, said):
+def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch, error, message):
     def fail(*arguments):
         raise error
 
@@ -148,7 +148,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch,
     third.weights.prefetch(third, Groups.of_tensor(torch.tensor([0, 0, 1, 0, 0, 0])))
     for thread in threads():
         thread.join(60)
-    assert said in refusal(model)
+    assert message in refusal(model)
 
 
 def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
@@ -330,7 +330,7 @@ def test_what_is_no_evaluation_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"policy": "resident"}, "choose from on-demand, pregated, prefetch-all."),
         ({"tier": "tape"}, "choose from host, disk."),
@@ -350,8 +350,8 @@ def test_what_is_no_evaluation_is_refused():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
         ExpertStore(**arguments).add(model_of(FFN)[0].experts)
 
 

@@ -104,17 +104,17 @@ def test_z_is_the_mean_squared_log_of_the_partition_function():
     tokens = [row.tolist() for row, r in zip(logits_TE, real, strict=True) if r]
     expected = sum(math.log(sum(math.exp(z) for z in row)) ** 2 for row in tokens) / 6
     assert float(z_loss(routing, gate(logits_TE))) == pytest.approx(expected)
-    nobody = route(logits_TE, 1, real_T=torch.zeros(7, dtype=torch.bool))
-    assert float(z_loss(nobody, gate(logits_TE))) == 0.0
+    all_padding = route(logits_TE, 1, real_T=torch.zeros(7, dtype=torch.bool))
+    assert float(z_loss(all_padding, gate(logits_TE))) == 0.0
 
 
-def gshard_all_by_loops(probs, copies) -> float:
-    """E * sum of share * mean probability; `copies` lists the experts that each token asked for."""
-    num_experts, asked = len(probs[0]), [e for ids in copies for e in ids]
+def gshard_all_by_loops(probs, assignments) -> float:
+    """E * sum of share * mean probability; `assignments` lists the experts of each token."""
+    num_experts, requested = len(probs[0]), [e for ids in assignments for e in ids]
     return sum(
         num_experts
-        * asked.count(e)
-        / max(len(asked), 1)
+        * requested.count(e)
+        / max(len(requested), 1)
         * sum(row[e] for row in probs)
         / len(probs)
         for e in range(num_experts)
@@ -149,12 +149,14 @@ def test_gshard_by_sentence_is_the_mean_over_sentences(time_first, padded, rules
     output = GateOutput(
         logits_TE=logits_TE, clean_TE=logits_TE, sentences=(count, time), time_first=time_first
     )
-    probs, copies = routing.probs_TE.tolist(), copies_of(routing)
+    probs, assignments = routing.probs_TE.tolist(), copies_of(routing)
     values = []
     for s in range(count):
         mine = [t for t in range(20) if places[t][0] == s and real_T[t]]
         if mine:
-            values.append(gshard_all_by_loops([probs[t] for t in mine], [copies[t] for t in mine]))
+            values.append(
+                gshard_all_by_loops([probs[t] for t in mine], [assignments[t] for t in mine])
+            )
     assert len(values) == (3 if padded else 4)
     assert float(gshard_sequence_loss(routing, output)) == pytest.approx(statistics.mean(values))
 
@@ -177,8 +179,8 @@ def test_sigmoid_scores_count_as_shares_of_their_sum(name):
     routing = route(logits_TE, 2, score_function="sigmoid")
     scores = [[1 / (1 + math.exp(-z)) for z in row] for row in logits_TE.tolist()]
     probs = [[s / sum(row) for s in row] for row in scores]
-    copies = [ids[:1] if name == "gshard" else ids for ids in routing.expert_ids_TK.tolist()]
-    expected = gshard_all_by_loops(probs, copies)
+    assignments = [ids[:1] if name == "gshard" else ids for ids in routing.expert_ids_TK.tolist()]
+    expected = gshard_all_by_loops(probs, assignments)
     assert float(LOSSES[name](routing, gate(logits_TE))) == pytest.approx(expected)
 
 
@@ -213,7 +215,7 @@ def test_load_and_importance_equal_loops(num_experts, top_k, function, padded):
         for e in range(num_experts):
             importance[e] += scores[e] / sum(scores)
             others = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)
-            if top_k == num_experts:  # nobody is left to be chosen instead
+            if top_k == num_experts:  # no other expert can be chosen
                 load[e] += 1.0
             else:
                 load[e] += normal_cdf((clean[e] - others[top_k - 1]) / 0.4)

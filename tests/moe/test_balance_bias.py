@@ -71,8 +71,8 @@ def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
 def test_a_choice_that_was_left_out_is_not_counted():
     layer = build(second_expert_policy="random")
     torch.manual_seed(1)
-    asked = int((layer(tokens(50))[1].routing.slots_TK >= 0).sum())
-    assert int(layer.balance_bias.load.sum()) == asked < 100
+    requested = int((layer(tokens(50))[1].routing.slots_TK >= 0).sum())
+    assert int(layer.balance_bias.load.sum()) == requested < 100
 
 
 def test_weights_losses_and_gradients_do_not_know_the_bias():
@@ -187,7 +187,10 @@ def test_a_skewed_gate_is_balanced_after_some_hundred_updates(function):
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
     name = "decoder.layers.0.fc1"
-    layer, twin = MoEFeedForward(CONFIG, Topology(), 1, name), MoELayer(CONFIG, seed=1, name=name)
+    layer, reference = (
+        MoEFeedForward(CONFIG, Topology(), 1, name),
+        MoELayer(CONFIG, seed=1, name=name),
+    )
     expected = torch.zeros(4, dtype=torch.int64)
     for seed in (1, 2):  # two micro-batches of one update
         calls = []
@@ -200,7 +203,7 @@ def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
         x = tokens(3, 4, seed=seed).requires_grad_()
         checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
         assert len(calls) == 2
-        expected += twin(x, time_first=True)[1].routing.assigned_KE.sum(dim=0)
+        expected += reference(x, time_first=True)[1].routing.assigned_KE.sum(dim=0)
         assert int(expected.sum()) == seed * 3 * 4 * 2
         assert torch.equal(layer.balance_bias.load, expected)
 

@@ -72,7 +72,7 @@ def test_without_a_factor_or_a_fraction_nothing_is_limited():
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, False, 0.0, 0.25),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, True, 1.5, 0.0),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": -1.0}, False, 1.5, 0.0),
-        # Experts choose as many tokens as they were trained with, unless another number is asked for.
+        # Experts choose as many tokens as in training, unless an evaluation capacity is given.
         ({"capacity_factor": 1.5, "choice": "experts"}, False, 1.5, 0.0),
         (
             {"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0},
@@ -125,9 +125,9 @@ def test_every_policy_conserves_tokens_under_every_rule(policy, name):
             assert int(kept_TK.sum()) + int(r.dropped_K.sum()) == top_k * num_real
             assert not kept_TK[~real_T].any()
             for e in range(num_experts):
-                asked = int(((r.expert_ids_TK == e) & real_T[:, None]).sum())
+                requested = int(((r.expert_ids_TK == e) & real_T[:, None]).sum())
                 kept = int(((r.expert_ids_TK == e) & kept_TK).sum())
-                assert kept == int(r.counts_E[e]) == min(asked, limit)
+                assert kept == int(r.counts_E[e]) == min(requested, limit)
 
 
 @pytest.mark.parametrize("policy", DROP_POLICIES)

@@ -1,4 +1,4 @@
-"""Which experts a token asks for, and with what weights, against loops and counted frequencies.
+"""The experts that tokens choose, and their weights, against loops and counted frequencies.
 
 Covered: sigmoid scores; weights divided before dropping, after it or not at all, and scaled; groups of
 experts by brute force; ties; sampling (frequencies, weights without noise, nothing drawn in evaluation);
@@ -42,7 +42,7 @@ def score_lists(logits_TE: Tensor, function: str) -> list[list[float]]:
 
 
 def weight_lists(scores, plan: oracle.Plan, normalize: str, scaling: float) -> list[list[float]]:
-    """Return the weights of the kept copies by loops, 0 for all others."""
+    """Return the weights of the kept assignments by loops, 0 for all others."""
     rows = []
     for t, ids in enumerate(plan.expert_ids):
         weights = [scores[t][e] for e in ids]
@@ -440,5 +440,5 @@ def test_sinkhorn_leaves_out_what_a_gate_shuts_off():
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_sinkhorn_is_finite_without_real_tokens(num_tokens):
-    nobody = torch.zeros(num_tokens, dtype=torch.bool)
-    assert torch.equal(sinkhorn_keys(logits(num_tokens), nobody), logits(num_tokens))
+    all_padding = torch.zeros(num_tokens, dtype=torch.bool)
+    assert torch.equal(sinkhorn_keys(logits(num_tokens), all_padding), logits(num_tokens))

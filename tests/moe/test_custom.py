@@ -153,8 +153,8 @@ def test_initial_values_are_those_of_the_seed_whatever_the_number_of_ranks(rank)
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
     whole = MoELayer(OWN, seed=1)
-    place = Topology(world_size=2, rank=rank, expert_parallel_size=2)
-    split = MoELayer(OWN, place, seed=2)
+    topology = Topology(world_size=2, rank=rank, expert_parallel_size=2)
+    split = MoELayer(OWN, topology, seed=2)
     state = whole.state_dict()
     assert state["experts.body__0__weight"].shape == (4, 6, 5)
     split.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
@@ -171,8 +171,8 @@ def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
 
 def test_own_parts_can_be_copied():
     layer = own_layer().eval()
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(tokens(T))[0], layer(tokens(T))[0])
+    reference = copy.deepcopy(layer)
+    assert torch.equal(reference(tokens(T))[0], layer(tokens(T))[0])
 
 
 @pytest.mark.parametrize("option", ("shared_experts", "residual"))

@@ -1,9 +1,9 @@
-"""The step of few tokens: against the walk's general one, and what it does not do.
+"""The decode path against the general path, and the work that it avoids.
 
-Covered: k = 1 to E, ties, one token and as many as still are few, padding, all of them padding, float64 to
-bfloat16 and autocast, glu, biases, gates and scores, groups, experts beside; who goes the general way; an
-earlier layer's routing, and one with other fields; the record and the losses, made when they are read,
-copied and pickled; operations of one token's step.
+Covered: k = 1 to E, ties, one token up to the largest number of tokens, padding alone, float64 to bfloat16
+and autocast, glu, biases, gates and scores, groups, shared experts; the cases that take the general path;
+an earlier layer's routing, and one with other fields; deferred records and losses, copied and pickled; the
+number of operations for one token.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fairseq_tutel import MoEConfig, MoELayer, Topology
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.few_rows import linear_of_few
-from fairseq_tutel.moe import layer as walk
+from fairseq_tutel.moe import layer as layer_module
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, DecodeRouting
 from fairseq_tutel.moe.routing import Routing
@@ -50,11 +50,11 @@ def tokens(count: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def both(monkeypatch, layer, x_TD, mask=None):
-    """Return what the layer gives its few tokens, and what it would in the general way."""
+    """Return the layer's outputs by the decode path and by the general path."""
     call = {"token_ids": torch.arange(len(x_TD)), "padding_mask": mask}
     with torch.no_grad(), monkeypatch.context() as patch:
         got = layer(x_TD, **call)
-        patch.setattr(walk, "are_few", lambda *_: False)
+        patch.setattr(layer_module, "are_few", lambda *_: False)
         expected = layer(x_TD, **call)
     assert type(got[1].routing) is DecodeRouting and type(expected[1].routing) is Routing
     return got, expected
@@ -62,7 +62,7 @@ def both(monkeypatch, layer, x_TD, mask=None):
 
 @pytest.mark.parametrize("padding", ("none", "some", "all"))
 @pytest.mark.parametrize("case", CASES)
-def test_few_tokens_are_the_walks(monkeypatch, case, padding):
+def test_the_decode_path_equals_the_general_path(monkeypatch, case, padding):
     layer = build(**CASES[case])
     for count in (1, 11, MOST_ASSIGNMENTS // layer.config.top_k):
         mask = None if padding == "none" else (torch.arange(count) % 3 == 1) | (padding == "all")
@@ -103,12 +103,12 @@ GENERAL = {
 
 
 @pytest.mark.parametrize("options", GENERAL.values(), ids=GENERAL)
-def test_what_goes_the_general_way(options):
+def test_these_options_take_the_general_path(options):
     with torch.no_grad():
         assert type(build(**options)(tokens(3))[1].routing) is Routing
 
 
-def test_so_do_many_tokens_none_and_a_training():
+def test_so_do_many_tokens_none_and_training():
     layer = build()
     assert type(layer(tokens(3))[1].routing) is Routing
     with torch.no_grad():
@@ -119,11 +119,11 @@ def test_so_do_many_tokens_none_and_a_training():
 
 
 @torch.no_grad()
-def test_an_earlier_layers_routing_goes_either_way():
+def test_an_earlier_layers_routing_takes_either_path():
     first, second, x_TD = build(top_k=2), MoELayer(CONFIG, seed=2).eval(), tokens(5)
     routing = first.route(x_TD, Call.of(x_TD, 6))
     y_TD = second.apply_routing(x_TD, routing)
-    second.experts.register_forward_hook(lambda *_: None)  # somebody wants to see all rows
+    second.experts.register_forward_hook(lambda *_: None)  # a hook needs all rows
     close(second.apply_routing(x_TD, routing), y_TD, "y")
 
 
@@ -138,12 +138,14 @@ def test_a_routing_with_other_fields_takes_the_general_path():
     close(layer.apply_routing(x_TD, twice), 2 * layer.apply_routing(x_TD, routing), "y")
 
 
-def test_what_nobody_reads_is_not_made(monkeypatch):
+def test_results_that_are_not_read_are_not_computed(monkeypatch):
     layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1").eval()
     calls = []
     for name in ("balance_losses", "decide"):
-        made = getattr(walk, name)
-        monkeypatch.setattr(walk, name, lambda *a, made=made: calls.append(made) or made(*a))
+        made = getattr(layer_module, name)
+        monkeypatch.setattr(
+            layer_module, name, lambda *a, made=made: calls.append(made) or made(*a)
+        )
     x, mask = tokens(6).view(2, 3, 6), torch.arange(6).view(3, 2) == 5
     layer.begin_call(mask)
     with torch.no_grad():
@@ -156,7 +158,7 @@ def test_what_nobody_reads_is_not_made(monkeypatch):
         *(copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))),
     )
     layer.begin_micro_batch()
-    layer(x)  # with gradients, at once
+    layer(x)  # with gradients, computed at once
     assert len(calls) == 2
     for late in (record, copied.record, pickled.record):
         assert torch.equal(late.balance_loss, layer.record.balance_loss)

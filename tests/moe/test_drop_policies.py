@@ -2,8 +2,8 @@
 
 Covered: every policy under every capacity rule, with padding, in both token layouts: conservation, unique
 slots, exact counts, capacity never exceeded, nothing dropped where nothing may be; BPR keeps the surest
-tokens, probability the surest copies, position the earliest; RTS is uniform, and repeats with the
-generator; evaluation draws nothing.
+tokens, probability the most probable assignments, position the earliest; RTS is uniform, and repeats with
+the generator; evaluation draws nothing.
 """
 
 import math
@@ -30,15 +30,15 @@ def limit(factor, top_k, num_real, num_experts=E):
 
 
 def brute_force(policy, probs, ids, real):
-    """Return every expert's copies (t, j) in the order in which they take places, by sorting tuples."""
-    copies = [(t, j) for t in range(len(ids)) for j in range(len(ids[0])) if real[t]]
+    """Return every expert's assignments (t, j) in the order in which they get slots, by sorting tuples."""
+    assignments = [(t, j) for t in range(len(ids)) for j in range(len(ids[0])) if real[t]]
     keys = {
         "position": lambda t, j: (j, t),
         "bpr": lambda t, j: (j, -max(probs[t]), t),
         "probability": lambda t, j: (-probs[t][ids[t][j]], j, t),
     }
-    copies.sort(key=lambda copy: keys[policy](*copy))
-    return [[(t, j) for t, j in copies if ids[t][j] == e] for e in range(len(probs[0]))]
+    assignments.sort(key=lambda copy: keys[policy](*copy))
+    return [[(t, j) for t, j in assignments if ids[t][j] == e] for e in range(len(probs[0]))]
 
 
 @settings(max_examples=150, deadline=None)
@@ -93,8 +93,8 @@ def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded
     rules = {"drop_policy": policy, "real_T": torch.tensor(real), "bias_E": bias_E}
     r = route(logits_TE, top_k, factor, **rules)
     probs = torch.softmax(logits_TE, 1).tolist()
-    for copies in brute_force(policy, probs, r.expert_ids_TK.tolist(), real):
-        assert [int(r.slots_TK[t, j]) for t, j in copies] == list(range(len(copies)))
+    for assignments in brute_force(policy, probs, r.expert_ids_TK.tolist(), real):
+        assert [int(r.slots_TK[t, j]) for t, j in assignments] == list(range(len(assignments)))
     assert int(r.dropped_K.sum()) > 0
 
 
@@ -123,13 +123,13 @@ def test_no_policy_drops_anything_under_dropless(policy):
 def test_bpr_keeps_the_surest_tokens():
     sureness = torch.tensor([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
     logits_TE = torch.stack([sureness, *[torch.zeros(6)] * (E - 1)], dim=1)
-    r = route(logits_TE, 1, 1.0, drop_policy="bpr")  # ceil(6 / 4) = 2 places
+    r = route(logits_TE, 1, 1.0, drop_policy="bpr")  # ceil(6 / 4) = 2 slots
     assert (r.row_of_TK >= 0).flatten().tolist() == [False, True, False, False, False, True]
 
 
 def test_probability_lets_a_sure_second_choice_go_before_an_unsure_first_one():
     logits_TE = torch.tensor([[0.1, 0.0, 0, 0], [5.0, 5.1, 0, 0]])
-    r = route(logits_TE, 2, 0.5, drop_policy="probability")  # 2 places
+    r = route(logits_TE, 2, 0.5, drop_policy="probability")  # 2 slots
     assert r.slots_TK[1, 1] == 0  # token 1's second choice, expert 0, before token 0's first
     assert r.slots_TK[0, 0] == 1
 

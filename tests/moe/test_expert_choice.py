@@ -1,6 +1,7 @@
 """Experts that choose their tokens, against brute force and against a loop over experts.
 
-Covered: who is taken, in what place, ties, padding, both token layouts, every capacity rule (no limit means
+Covered: the chosen tokens, their slots, ties, padding, both token layouts, every capacity rule (no limit
+    means
 f = 1), conservation, weights, counts, gradients by finite differences, no token, padding alone; the whole
 layer, forward and every gradient, with weights on outputs or on inputs.
 """
@@ -35,14 +36,14 @@ def places_of(factor: float, top_k: int, num_real: int, num_experts: int = E) ->
 
 
 def taken_by_loops(scores, places: int, real: list[bool]) -> list[list[int]]:
-    """Return every expert's tokens, in the order of its places."""
+    """Return every expert's tokens, in the order of its slots."""
     tokens = [t for t in range(len(scores)) if real[t]]
     num_experts = len(scores[0]) if scores else E
     return [sorted(tokens, key=lambda t: (-scores[t][e], t))[:places] for e in range(num_experts)]
 
 
 def taken(r) -> list[list[int]]:
-    """Return every expert's tokens of a routing, in the order of its places."""
+    """Return every expert's tokens of a routing, in the order of its slots."""
     by_expert: list[dict[int, int]] = [{} for _ in r.counts_E]
     for t, (ids, slots) in enumerate(
         zip(r.expert_ids_TK.tolist(), r.slots_TK.tolist(), strict=True)
@@ -74,11 +75,11 @@ def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, fun
     places = places_of(factor, top_k, sum(real), 3)
     expected = taken_by_loops(scores, places, real) if rows else [[], [], []]
     assert taken(r) == expected
-    # Conservation: no place stays empty while there are tokens.
+    # Conservation: no slot stays empty while there are tokens.
     assert r.counts_E.tolist() == [min(places, sum(real))] * 3
     assert r.assigned_KE.tolist() == [r.counts_E.tolist()] + [[0] * 3] * (top_k - 1)
-    nobody = sum(real) - len({t for tokens in expected for t in tokens})
-    assert r.dropped_K.tolist() == [nobody] + [0] * (top_k - 1)
+    all_padding = sum(real) - len({t for tokens in expected for t in tokens})
+    assert r.dropped_K.tolist() == [all_padding] + [0] * (top_k - 1)
     assert int(r.num_tokens) == sum(real)
     rows_of = r.row_of_TK[r.row_of_TK >= 0].tolist()
     assert sorted(rows_of) == list(range(sum(r.counts_E.tolist())))
@@ -127,7 +128,7 @@ def test_the_layout_of_tokens_changes_nothing(padded):
     ],
     ids=str,
 )
-def test_an_expert_takes_as_many_tokens_as_it_has_places(rule, num_real, places):
+def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
     real_T = torch.arange(14) < num_real
     r = decide(logits(14), 2, rule, Rules(**EXPERTS), MicroBatch(real_T=real_T))
     assert r.counts_E.tolist() == [places] * E
@@ -139,7 +140,7 @@ def test_an_expert_takes_as_many_tokens_as_it_has_places(rule, num_real, places)
 @pytest.mark.parametrize(
     "rule, rows",
     [
-        (Capacity(), 8),  # for 2 * ceil(10 / 4) = 6 places
+        (Capacity(), 8),  # for 2 * ceil(10 / 4) = 6 slots
         (Capacity(factor=0.5), 5),  # for 2 * ceil(5 / 4) = 4
         (Capacity(token_fraction=0.25), 5),  # for ceil(2.5) = 3
         (Capacity(factor=9.0), 10),  # never more than there are tokens

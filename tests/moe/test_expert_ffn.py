@@ -4,7 +4,7 @@ Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 
 empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
 tail; both forms of the node (expert by expert, product by product); hidden layers that
 are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula; no
-tensor of the size of a mask over tokens, experts and places.
+tensor of the size of a mask over tokens, experts and slots.
 """
 
 import dataclasses
@@ -146,12 +146,12 @@ def test_hidden_layers_that_are_made_again_give_the_same_bits(options):
     kept, made = (
         run(build(recompute_experts=again, **options), pad=True) for again in (False, True)
     )
-    for name, expected in kept.items():  # a frozen parameter of the user's has no gradient
+    for name, expected in kept.items():  # a frozen parameter has no gradient
         assert expected is made[name] is None or torch.equal(expected, made[name]), name
 
 
 def kept_bytes(layer: MoELayer, x: Tensor) -> int:
-    """Return the bytes that a forward keeps for backward beside x, parameters and the gate's."""
+    """Return the bytes that a forward saves for backward, without x, parameters and the gate's."""
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -242,13 +242,13 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("choice", ("tokens", "experts"))
 def test_nothing_is_as_large_as_a_mask_of_tokens_experts_and_places(choice):
     tokens, experts, top_k = 128, 32, 2
-    places = top_k * tokens // experts
+    slots = top_k * tokens // experts
     config = MoEConfig(4, 4, experts, top_k=top_k, capacity_factor=1.0, choice=choice)
     layer = MoELayer(config, seed=1)
     with Largest() as seen:
         y, output = layer(torch.randn(tokens, 4, requires_grad=True))
         (y.sum() + output.balance_loss).backward()
-    assert tokens * experts <= seen.numel < tokens * experts * places
+    assert tokens * experts <= seen.numel < tokens * experts * slots
 
 
 @pytest.mark.parametrize("frozen", ("fc1_weight", "fc2_weight", "fc2_bias"))

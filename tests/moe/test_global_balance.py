@@ -25,7 +25,7 @@ def tokens(count: int, rank: int) -> Tensor:
 
 
 def direct_loss(layer: MoELayer, counts: tuple[int, ...], padding_rank: int | None) -> list[Tensor]:
-    """Return every rank's loss from the tokens of all, by loops over copies."""
+    """Return every rank's loss from the tokens of all, by loops over assignments."""
     load, probs = [0] * 4, []
     for rank, count in enumerate(counts):
         probs_TE = torch.softmax(tokens(count, rank) @ layer.gate.weight.t(), 1)

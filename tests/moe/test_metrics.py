@@ -21,18 +21,18 @@ def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
 
 
 def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
-    """The definitions, by loops over the copies that were asked for (those with a slot)."""
+    """The definitions, by loops over the assignments that have a slot."""
     num_experts = routing.probs_TE.shape[1]
     top_k = routing.assigned_KE.shape[0]
     tokens = [t for t, r in enumerate(real) if r]
     entropies = [-sum(p * math.log(p) for p in routing.probs_TE[t].tolist()) for t in tokens]
-    copies = [(t, j) for t in tokens for j in range(top_k) if int(routing.slots_TK[t, j]) >= 0]
-    ids = {(t, j): int(routing.expert_ids_TK[t, j]) for t, j in copies}
-    lost = [(t, j) for t, j in copies if int(routing.row_of_TK[t, j]) < 0]
+    assignments = [(t, j) for t in tokens for j in range(top_k) if int(routing.slots_TK[t, j]) >= 0]
+    ids = {(t, j): int(routing.expert_ids_TK[t, j]) for t, j in assignments}
+    lost = [(t, j) for t, j in assignments if int(routing.row_of_TK[t, j]) < 0]
     load = [list(ids.values()).count(e) for e in range(num_experts)]
     metrics = {
         "entropy_gating": sum(entropies) / max(len(tokens), 1),
-        "moe_dropped": 100 * len(lost) / max(len(copies), 1),
+        "moe_dropped": 100 * len(lost) / max(len(assignments), 1),
         "moe_max_violation": max(load) / max(sum(load) / num_experts, 1e-9),
         "moe_dead_experts": load.count(0),
     }
@@ -95,18 +95,18 @@ def test_layers_of_several_sizes_are_rows_in_their_order():
 def test_a_choice_that_was_left_out_is_no_copy():
     torch.manual_seed(0)
     routing = route(logits(40, 4), 2, 0.5, second_expert_policy="random", training=True)
-    asked, dropped = int(routing.assigned_KE[1].sum()), int(routing.dropped_K[1])
-    assert 0 < dropped < asked < 40
+    requested, dropped = int(routing.assigned_KE[1].sum()), int(routing.dropped_K[1])
+    assert 0 < dropped < requested < 40
     got = {name: float(value) for name, value in routing_metrics(routing).items()}
     assert got == pytest.approx(direct_metrics(routing, [True] * 40), rel=1e-5)
-    assert got["overflow_expert2"] == pytest.approx(100 * dropped / asked)
+    assert got["overflow_expert2"] == pytest.approx(100 * dropped / requested)
 
 
 def test_where_experts_choose_the_names_are_those_of_k():
     scores = logits(12, 3).index_fill(0, torch.tensor([5, 7]), -9.0)
     scores[:, 0] += torch.arange(12) % 2  # not all experts want the same tokens
     routing = route(scores, 1, 1.5, choice="experts", score_function="sigmoid")
-    assert routing.weights_TK.shape[1] == 3  # somebody was taken by all experts
+    assert routing.weights_TK.shape[1] == 3  # a token was chosen by all experts
     untaken = int((routing.slots_TK < 0).all(dim=1).sum())
     assert untaken >= 2
     got = {name: float(value) for name, value in routing_metrics(routing).items()}

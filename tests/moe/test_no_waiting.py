@@ -1,4 +1,4 @@
-"""What a forward may not do on a GPU: ask the device for a number, or wait for a copy to it.
+"""A forward on a GPU reads no number from the device, and waits for no copy to it.
 
 Covered: routing under every rule, dropless and limited, with and without padding; all balance losses; the
 tally for metrics. The tensors are on the meta device, which has no numbers to give; what copies a value
@@ -28,7 +28,7 @@ RULES = (
 
 
 class NoCopies(TorchFunctionMode):
-    """Refuses what makes a tensor of a number on the host."""
+    """Refuses functions that create a tensor from a number on the host."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         assert function not in COPIES, f"{function.__name__} copies from the host, and waits"
@@ -38,7 +38,7 @@ class NoCopies(TorchFunctionMode):
 @pytest.mark.parametrize("factor", (0.0, 0.5, -0.5))
 @pytest.mark.parametrize("padded", (False, True), ids=("real", "padded"))
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_routing_losses_and_metrics_ask_no_device(rules, padded, factor):
+def test_routing_losses_and_metrics_read_nothing_from_the_device(rules, padded, factor):
     logits_TE = torch.randn(12, 6, device="meta")
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
     batch = MicroBatch(real_T=real_T, time_first=(3, 4), training=True)

@@ -40,7 +40,7 @@ CHOICES = {
 NO_ROWS = ("four, gathered", "four on every rank", "slices, r 0")
 NO_NODES = (*NO_ROWS, "four, two replicas", "two, two replicas")
 TWO_EXPERTS = tuple(name for name, layout in LAYOUTS.items() if layout.experts == 2)
-# Values beside which others change nothing. Every option has one that goes with all.
+# Values with which others have no effect. Every option has one that goes with all.
 POINTLESS = (
     ("layout", NO_ROWS, "way", ("chunks",)),
     ("layout", NO_NODES, "way", ("nodes", "nodes, chunks")),

@@ -1,4 +1,4 @@
-"""Routing against loops, and the properties that the rest of the walk relies on.
+"""Routing against loops, and the properties that the rest of the layer relies on.
 
 Covered: k = 1 to E, capacity rule and its sign, dropless, padding, ties, first choices before second
 ones, (sentence, time) order in both layouts, exact counts, T = 0, 1, below E, one crowded and one empty
@@ -145,7 +145,9 @@ def test_probabilities_that_underflow_are_ties_not_repeats():
     ],
 )
 def test_capacity_is_k_times_the_ceiling_of_an_even_share(factor, num_tokens, top_k, expected):
-    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # everybody wants 0, then 1, then 2
+    crowded_TE = torch.arange(E, 0, -1.0).expand(
+        num_tokens, E
+    )  # all tokens choose 0, then 1, then 2
     r = route(crowded_TE, top_k, factor)
     assert r.counts_E.tolist() == [expected] * top_k + [0] * (E - top_k)
     assert r.dropped_K.tolist() == [num_tokens - expected] * top_k
@@ -166,19 +168,19 @@ def test_a_negative_factor_drops_exactly_what_its_absolute_value_drops(top_k):
     assert int(plus.dropped_K.sum()) > 0
 
 
-def test_dropless_keeps_every_copy():
-    r = route(torch.zeros(12, E), 2)  # ties: everybody wants experts 0 and 1
+def test_dropless_keeps_every_assignment():
+    r = route(torch.zeros(12, E), 2)  # ties: all tokens choose experts 0 and 1
     assert r.counts_E.tolist() == [12, 12, 0, 0, 0]
     assert (r.row_of_TK >= 0).all()
     assert r.dropped_K.tolist() == [0, 0]
 
 
 def test_first_choices_take_slots_before_second_choices():
-    # Token 0's second choice is expert 0, which tokens 1 and 2 want first.
+    # Token 0's second choice is expert 0, the first choice of tokens 1 and 2.
     logits_TE = torch.tensor([[1.0, 2, 0], [2, 1, 0], [2, 1, 0]])
     r = route(logits_TE, 2)
     assert r.slots_TK.tolist() == [[0, 2], [0, 1], [1, 2]]
-    limited = route(logits_TE, 2, 0.5)  # 2 * ceil(1.5 / 3) = 2 places
+    limited = route(logits_TE, 2, 0.5)  # 2 * ceil(1.5 / 3) = 2 slots
     assert limited.row_of_TK.tolist() == [[2, -1], [0, 3], [1, -1]]
 
 

@@ -1,6 +1,6 @@
 """Shards written on W ranks and read on others: weights and states, any P, replicas, slices.
 
-Covered: saved on x loaded on over (W, P); what each rank writes; states beside weights, and a scale per
+Covered: saved on x loaded on over (W, P); what each rank writes; optimizer states, and a scale per
 expert; ranks of different states; a rank that can not write; a folder that is not shared.
 """
 
@@ -24,9 +24,9 @@ PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 
 
 def model(size: int, seed: int = 1) -> tuple[nn.Module, object]:
-    place = make_topology([2], size)
-    layers = [MoELayer(CONFIG, place, seed=seed, name=name) for name in ("a", "b")]
-    return nn.Sequential(*layers), place
+    topology = make_topology([2], size)
+    layers = [MoELayer(CONFIG, topology, seed=seed, name=name) for name in ("a", "b")]
+    return nn.Sequential(*layers), topology
 
 
 def states(parameter: Tensor) -> dict[str, Tensor]:
@@ -36,10 +36,10 @@ def states(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def save(folder: str, size: int) -> list[str] | None:
-    split, place = model(size)
-    records = save_in_shards(split, place, states, Path(folder))
+    split, topology = model(size)
+    records = save_in_shards(split, topology, states, Path(folder))
     state = {"model": split.state_dict(), "optimizer": {".".join(k): v for k, v in records.items()}}
-    if place.rank > 0:
+    if topology.rank > 0:
         return None
     torch.save(state, Path(folder) / "checkpoint.pt")
     (shards,) = (Path(folder) / "experts").iterdir()
@@ -48,7 +48,7 @@ def save(folder: str, size: int) -> list[str] | None:
 
 def differences(folder: str, size: int) -> list[str]:
     """Load what was saved into a model of another seed, and name what is not as it was drawn."""
-    expected, place = model(size)
+    expected, topology = model(size)
     loaded, _ = model(size, seed=2)
     path = Path(folder) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
@@ -62,7 +62,7 @@ def differences(folder: str, size: int) -> list[str]:
         if ".experts." not in name:
             continue
         moment: ShardedTensor = state["optimizer"][f"{name}.moment"]
-        part, stack = place.part(2), expected.get_submodule(name.rpartition(".")[0])
+        part, stack = topology.part(2), expected.get_submodule(name.rpartition(".")[0])
         slicing = stack.slice_of(name.rpartition(".")[2])
         if not torch.equal(
             moment.read(part.first, part.num_local, slicing, part.index), own[name] * 2
@@ -84,7 +84,7 @@ def test_what_some_ranks_save_all_others_load(ranks, tmp_path, saved):
 
 
 @pytest.mark.parametrize(
-    ("place", "files"),
+    ("topology", "files"),
     [
         ((2, 1), ["experts-0000-0000", "experts-0001-0001"]),
         ((2, 2), ["experts-0000-0000", "experts-0001-0001"]),
@@ -95,17 +95,17 @@ def test_what_some_ranks_save_all_others_load(ranks, tmp_path, saved):
         ),
     ],
 )
-def test_every_expert_is_written_once(ranks, tmp_path, place, files):
-    world, size = place
+def test_every_expert_is_written_once(ranks, tmp_path, topology, files):
+    world, size = topology
     found = ranks(world).run(save, str(tmp_path), size)[0]
     assert found == [f"{n}.experts.{file}.safetensors" for n in (0, 1) for file in files]
 
 
 def written(folder: str, layers: int) -> int:
     """Return how many files this rank writes of one expert that all ranks have."""
-    place = make_topology([1])
+    topology = make_topology([1])
     config = MoEConfig(model_dim=4, hidden_dim=8, num_experts=1, top_k=1)
-    split = nn.Sequential(*(MoELayer(config, place, seed=1, name=str(i)) for i in range(layers)))
+    split = nn.Sequential(*(MoELayer(config, topology, seed=1, name=str(i)) for i in range(layers)))
     with pytest.MonkeyPatch.context() as patch:
         files: list[Path] = []
         patch.setattr(
@@ -113,7 +113,7 @@ def written(folder: str, layers: int) -> int:
             "write_file",
             lambda values, path: files.append(path) or write_file(values, path),
         )
-        records = save_in_shards(split, place, states, Path(folder))
+        records = save_in_shards(split, topology, states, Path(folder))
     assert len(records) == layers * 4 * 3
     return len(files)
 
@@ -127,10 +127,10 @@ def differing(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def refused(folder: str, size: int, states: Callable, another: str = "") -> str:
-    """Return why nothing is saved; rank 1 may be told of another folder."""
-    split, place = model(size)
+    """Return why nothing is saved; rank 1 may get another folder."""
+    split, topology = model(size)
     with pytest.raises(ValueError) as caught:
-        save_in_shards(split, place, states, Path(folder + another * dist.get_rank()))
+        save_in_shards(split, topology, states, Path(folder + another * dist.get_rank()))
     return str(caught.value)
 
 
@@ -141,8 +141,8 @@ def test_ranks_whose_optimizers_differ_are_told(ranks, tmp_path):
 
 def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
     # A disk of its own, where rank 0 has made no folder.
-    said = ranks(2).run(refused, str(tmp_path / "a"), 2, states, "-elsewhere")
-    for sentence in said:
+    message = ranks(2).run(refused, str(tmp_path / "a"), 2, states, "-elsewhere")
+    for sentence in message:
         assert sentence.startswith("rank 1 could not write its experts to ")
         assert "No such file" in sentence
         assert "that all ranks share" in sentence
@@ -157,7 +157,7 @@ def test_a_first_rank_that_can_not_begin_is_heard_by_all(ranks, tmp_path):
 
 def save_unseen(folder: str) -> str:
     """Rank 0 sees an older state of what rank 1 wrote."""
-    split, place = model(2)
+    split, topology = model(2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(experts.folders, "PARENT", "seen")
@@ -165,7 +165,7 @@ def save_unseen(folder: str) -> str:
             (Path(folder) / "other").mkdir()
             patch.setattr(experts, "write_file", lambda values, path: write_elsewhere(values, path))
         with pytest.raises(ValueError) as caught:
-            save_in_shards(split, place, states, Path(folder))
+            save_in_shards(split, topology, states, Path(folder))
     return str(caught.value)
 
 

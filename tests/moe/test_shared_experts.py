@@ -1,4 +1,4 @@
-"""Experts beside the experts, and weights on what experts read, against loops.
+"""Shared and residual experts, and weights on the experts' input, against loops.
 
 Covered: shared experts as the sum of that many, the residual mixture, both; ffn, glu, without biases, layer
 norm; padding; drops; every gradient; seeds; evaluation and dropout; no tokens; prescore under every
@@ -105,7 +105,7 @@ FORMS = (
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
-def test_experts_beside_equal_their_formula(beside, form, padded):
+def test_shared_experts_equal_their_formula(beside, form, padded):
     check(build(**beside, **form), padded)
 
 
@@ -145,9 +145,9 @@ def test_values_are_those_of_the_seed_whatever_the_number_of_ranks():
     config = dataclasses.replace(CONFIG, shared_experts=2, residual=True)
     one, other = MoELayer(config, seed=1).beside, MoELayer(config, seed=2).beside
     renamed = MoELayer(config, seed=1, name="x").beside
-    place = Topology(world_size=2, rank=1, expert_parallel_size=2)
+    topology = Topology(world_size=2, rank=1, expert_parallel_size=2)
     torch.manual_seed(99)
-    split = MoELayer(config, place, seed=1).beside
+    split = MoELayer(config, topology, seed=1).beside
     for name, parameter in one.named_parameters():
         assert torch.equal(dict(split.named_parameters())[name], parameter), name
         for different in (other, renamed):

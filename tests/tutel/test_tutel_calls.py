@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe_layer` beside its numbers: how it is built, and what one call is given.
+"""`fairseq_tutel.moe_layer`, except its numbers: construction and the arguments of one call.
 
 Covered: counts, seeds, hooks; keywords of a call, and that none is sticky; attributes, which are; capacity
 where it is not Tutel's, and where it is; no tokens, dtypes, where the loss hangs; what has no
@@ -228,7 +228,7 @@ def test_our_capacity_and_where_tutels_is_another():
     nn.init.zeros_(layer.gates[0].weight)  # all tokens to expert 0
     kept = layer(tokens(T)).abs().sum(dim=1) > 0
     assert kept.tolist() == [True] * 4 + [False] * 7
-    # Tutel's k * int(0.1 * 3) = 0 places stop it; here one is left.
+    # Tutel fails with its k * int(0.1 * 3) = 0 slots; here there is one.
     assert (layer(tokens(T), capacity_factor=0.1).abs().sum(dim=1) > 0).tolist() == [True] + [
         False
     ] * 10
@@ -236,7 +236,7 @@ def test_our_capacity_and_where_tutels_is_another():
 
 @pytest.mark.parametrize("bpr", (False, True))
 @pytest.mark.parametrize(
-    ("k", "factor", "overlap", "places"),
+    ("k", "factor", "overlap", "slots"),
     [
         # T = 11 tokens on E = 4 experts: int(f * 3) for each choice, up to a multiple of the chunks.
         (1, 1.25, 1, 3),
@@ -247,13 +247,13 @@ def test_our_capacity_and_where_tutels_is_another():
         (2, 0, 2, 2 * T),
     ],
 )
-def test_tutels_capacity_where_it_is_asked_for(k, factor, overlap, places, bpr):
+def test_tutels_capacity_where_it_is_asked_for(k, factor, overlap, slots, bpr):
     gate = {**TOP, "k": k, "capacity_factor": factor}
     options = {"tutel_capacity": True, "batch_prioritized_routing": bpr}
-    equals_loop(build(gate, a2a_ffn_overlap_degree=overlap, **options), k, limit=places, bpr=bpr)
+    equals_loop(build(gate, a2a_ffn_overlap_degree=overlap, **options), k, limit=slots, bpr=bpr)
     layer = build({**TOP, "k": 4, "capacity_factor": 9.0}, **options)
     call = {"top_k": k, "capacity_factor": factor, "a2a_ffn_overlap_degree": overlap}
-    equals_loop(layer.eval(), k, limit=places, bpr=bpr, call=call)
+    equals_loop(layer.eval(), k, limit=slots, bpr=bpr, call=call)
     layer.tutel_capacity = False
     ours = k * math.ceil(abs(factor) * T / E) if factor else 2 * T
     equals_loop(layer, k, limit=ours, bpr=bpr, call=call)

@@ -95,7 +95,7 @@ def compare(case: Case) -> int:
     if case.busy:
         for each in (layer, whole):
             nn.init.zeros_(each.gates[0].weight)
-    for _ in range(1 if rank in case.ranks else 3):  # nobody waits for another group
+    for _ in range(1 if rank in case.ranks else 3):  # no rank waits for another group
         layer.zero_grad()
         x, y, loss = loss_of(layer, rank)
         loss.backward()

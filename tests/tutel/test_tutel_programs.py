@@ -253,7 +253,7 @@ class SharedAverage:
 
 
 def beside_one_process(kind: str) -> list[str]:
-    """Train beside one process that has all tokens and experts; return the marked parameters."""
+    """Train, and compare with one process with all tokens and experts; return the marked parameters."""
     world, rank = world_and_rank()
     model = Example(KINDS[kind], 0).double()
     whole = Example(
@@ -290,7 +290,7 @@ def test_an_optimizer_that_knows_experts_by_tutels_mark_trains_as_one_process(ra
     assert ranks(2).run(beside_one_process, kind) == [[f"moe.moe.experts.{n}" for n in names]] * 2
 
 
-def copies(kind: str, per_device: float) -> list[str]:
+def assignments(kind: str, per_device: float) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -301,13 +301,15 @@ def copies(kind: str, per_device: float) -> list[str]:
 
 
 def test_whole_copies_of_an_expert_on_several_ranks_are_said(ranks):
-    for records in ranks(2).run(copies, "whole custom", -2):
+    for records in ranks(2).run(assignments, "whole custom", -2):
         assert len(records) == 1 and "2 ranks hold a replica of each expert" in records[0]
-    assert ranks(2).run(copies, "ffn", -2) == ranks(2).run(copies, "custom", 2) == [[], []]
+    assert (
+        ranks(2).run(assignments, "ffn", -2) == ranks(2).run(assignments, "custom", 2) == [[], []]
+    )
 
 
 def kept_rows(together: bool, per_device: int) -> int:
-    """Return how many of this rank's tokens, 10 or 4, found a place."""
+    """Return how many of this rank's tokens, 10 or 4, got a slot."""
     rank = dist.get_rank()
     experts = {**FFN, "num_experts_per_device": per_device}
     gate = {"type": "top", "capacity_factor": 0.5}
