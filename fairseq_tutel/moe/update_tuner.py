@@ -36,7 +36,7 @@ WIDENING = (
     0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
 )
 WARM_UPDATES = (
-    2  # the first allocates the optimizer state; the peak of the second tells the free memory
+    2  # the first allocates the optimizer state; the peak of the second determines the free memory
 )
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 SAVE_EVERY = 10  # recorded costs
