@@ -115,85 +115,57 @@ def _violation(counts: Counts) -> Tensor:
 # Balancing) for the violation, which is theirs plus 1.
 METRICS = (
     Metric(
-        name="entropy_gating",
+        name="entropy_gating", layers="entropy", token_sum=_entropies,
         help="entropy of the gate, in nats: from 0 to ln E",
-        token_sum=_entropies,
-        layers="entropy",
-        title="Gate entropy",
-        unit="entropy (nats)",
+        title="Gate entropy", unit="entropy (nats)",
         text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
     ),
     Metric(
-        name="expert{}_weight",
+        name="expert{}_weight", layers="weight{}", token_sum=lambda it: it.weights_TK.sum(dim=0),
         help="mean weight of choice J",
-        # With expert choice, a token has a column for each expert that chose it: the caller keeps K.
-        token_sum=lambda decisions: decisions.weights_TK.sum(dim=0),
-        layers="weight{}",
-        title="Weights",
-        unit="mean weight",
+        title="Weights", unit="mean weight",
         text="Factors of the outputs of a token's choices.",
     ),
     Metric(
-        name="expert{}_balance_top",
-        help="percent of tokens at the busiest fifth of the experts",
-        of_counts=lambda counts: _fifth(counts, largest=True),
-        drawn=False,
+        name="expert{}_balance_top", of_counts=lambda counts: _fifth(counts, largest=True),
+        help="percent of tokens at the busiest fifth of the experts", drawn=False,
     ),
     Metric(
-        name="expert{}_balance_bottom",
-        help="percent of tokens at the least busy fifth of the experts",
-        of_counts=lambda counts: _fifth(counts, largest=False),
-        drawn=False,
+        name="expert{}_balance_bottom", of_counts=lambda counts: _fifth(counts, largest=False),
+        help="percent of tokens at the least busy fifth of the experts", drawn=False,
     ),
     Metric(
-        name="overflow_expert{}",
+        name="overflow_expert{}", of_counts=_overflow,
         help="percent of dropped assignments of choice J; with expert choice, 1: percent of tokens that no "
         "expert chose",
-        of_counts=_overflow,
-        title="Dropped share by choice",
-        unit="dropped (%)",
+        title="Dropped share by choice", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Later choices are dropped more often, since first choices come before them.",
-        from_zero=True,
-        unless_zero=True,
     ),
     Metric(
-        name="unused_expert{}_count",
-        help="experts that no token chose as choice J",
-        of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
-        drawn=False,
+        name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
+        help="experts that no token chose as choice J", drawn=False,
     ),
     Metric(
-        name="moe_dead_experts",
-        help="experts that no token chose",
+        name="moe_dead_experts", layers="dead_experts",
         of_counts=lambda counts: counts.load_LE.eq(0).sum(dim=1),
-        layers="dead_experts",
-        title="Dead experts",
-        unit="experts",
+        help="experts that no token chose",
+        title="Dead experts", unit="experts", from_zero=True,
         text="Experts that no token of a micro-batch chose.",
-        from_zero=True,
     ),
     Metric(
-        name="moe_dropped",
+        name="moe_dropped", layers="dropped", of_counts=_dropped,
         help="percent of dropped assignments",
-        of_counts=_dropped,
-        layers="dropped",
-        title="Dropped share",
-        unit="dropped (%)",
+        title="Dropped share", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Percent of all assignments whose expert was full. Always 0 without a capacity.",
-        from_zero=True,
-        unless_zero=True,
     ),
     Metric(
-        name="moe_max_violation",
+        name="moe_max_violation", layers="max_violation", of_counts=_violation,
         help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
         "MaxVio is this minus 1",
-        of_counts=_violation,
-        layers="max_violation",
-        title="Busiest expert",
-        unit="load (even shares)",
+        title="Busiest expert", unit="load (even shares)",
         text="Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
     ),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +199,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
     decisions = Decisions(probs_TE, weights_TK.to(dtype))
+    # With expert choice, a token has more weights than K: one for each expert that chose it.
     sums = [m.token_sum(decisions).view(-1)[:top_k] for m in METRICS if m.token_sum is not None]
     return RoutingCounts(
         num_tokens=routing.num_tokens,

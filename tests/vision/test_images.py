@@ -163,7 +163,7 @@ BAD_ARRAYS = {
     r"labels of .* is float64 \[2\]; give": {"labels": np.zeros(2)},
     r"labels of .* has -1; number": {"labels": np.array([0, -1])},
     r"labels of .* has 20261123; number classes .* fewer than": {"labels": np.array([0, 20261123])},
-    r"images of .* is \[2, 3, 8, 8\], channels before": {
+    r"images of .* is \[2, 3, 8, 8\], which looks like channels first": {
         "images": np.zeros((2, 3, 8, 8), np.uint8)
     },
     r"classes of .* \[3\] of 2 names; give": {"classes": np.array(["a", "a", "b"])},
