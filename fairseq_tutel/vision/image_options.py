@@ -73,11 +73,7 @@ class ImageConfig:
         unit="pixels",
         rule=AT_LEAST_0,
     )
-    flip: float = image_option(
-        0.0,
-        "probability of a horizontal flip in training",
-        rule=SHARE,
-    )
+    flip: float = image_option(0.0, "probability of a horizontal flip in training", rule=SHARE)
     jitter: float = image_option(
         0.0,
         "color jitter in training: random factors of brightness, contrast and saturation, from 1 minus "

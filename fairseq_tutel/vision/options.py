@@ -4,14 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fairseq_tutel.moe.options import (
-    AT_LEAST_1,
-    POSITIVE,
-    PROBABILITY,
-    Rule,
-    option,
-    whole,
-)
+from fairseq_tutel.moe.options import AT_LEAST_1, POSITIVE, PROBABILITY, Rule, option, whole
 
 vision = partial(option, theme="Vision", of="model")
 
@@ -69,9 +62,7 @@ class SwinConfig:
         4.0, "hidden dimension of the FFN, in model dimensions", rule=POSITIVE
     )
     dropout: float = vision(
-        0.0,
-        "dropout probability in the FFN and after attention",
-        rule=PROBABILITY,
+        0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY
     )
     attention_dropout: float = vision(
         0.0, "dropout probability of attention weights", rule=PROBABILITY
