@@ -27,17 +27,16 @@ class Decisions(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of L layers with the same K and E: assignments, dropped or not, with a slot, and without."""
+    """Counts of L layers with the same K and E."""
 
-    tokens_L: Tensor
-    assigned_LKE: Tensor
-    load_LE: Tensor  # assigned_LKE of all choices
+    tokens_L1: Tensor
+    assigned_LKE: Tensor  # assignments, dropped or not
+    load_LE: Tensor  # the same of all choices
     kept_LE: Tensor
     dropped_LK: Tensor
-
-    def per_assignment(self, sums_L: Tensor) -> Tensor:
-        """Divide by the assignments of each layer."""
-        return sums_L / self.load_LE.sum(dim=1).clamp_min(1)
+    # Divisors, at least 1: of sums over tokens, and over assignments.
+    per_token_L1: Tensor
+    per_assignment_L: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +92,22 @@ def _entropies(decisions: Decisions) -> Tensor:
 def _fifth(counts: Counts, largest: bool) -> Tensor:
     fifth = max(math.ceil(0.2 * counts.assigned_LKE.shape[2]), 1)
     extreme_LKF = counts.assigned_LKE.topk(fifth, largest=largest).values
-    return 100 * extreme_LKF.sum(dim=2) / counts.tokens_L.clamp_min(1).unsqueeze(1)
+    return 100 * extreme_LKF.sum(dim=2) / counts.per_token_L1
 
 
 def _overflow(counts: Counts) -> Tensor:
     # Every token has a first choice; with expert choice, its dropped ones are tokens that no expert chose.
     later_LK = counts.assigned_LKE[:, 1:].sum(dim=2)
-    asked_LK = torch.cat([counts.tokens_L.unsqueeze(1), later_LK], dim=1)
+    asked_LK = torch.cat([counts.tokens_L1, later_LK], dim=1)
     return 100 * counts.dropped_LK / asked_LK.clamp_min(1)
 
 
 def _dropped(counts: Counts) -> Tensor:
-    return counts.per_assignment(100 * (counts.load_LE - counts.kept_LE).sum(dim=1))
+    return 100 * (counts.load_LE - counts.kept_LE).sum(dim=1) / counts.per_assignment_L
 
 
 def _violation(counts: Counts) -> Tensor:
-    return counts.per_assignment(counts.load_LE.shape[1] * counts.load_LE.amax(dim=1))
+    return counts.load_LE.shape[1] * counts.load_LE.amax(dim=1) / counts.per_assignment_L
 
 
 # Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
@@ -193,20 +192,20 @@ def count_routing(routing: Routing) -> RoutingCounts:
     top_k = len(routing.dropped_K)
     # At least fp32: half precision can not hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK
+    # With expert choice, a token has more weights than K: one for each expert that chose it.
+    probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
     decisions = Decisions(probs_TE, weights_TK.to(dtype))
-    # With expert choice, a token has more weights than K: one for each expert that chose it.
-    sums = [m.token_sum(decisions).view(-1)[:top_k] for m in METRICS if m.token_sum is not None]
+    sums = [m.token_sum(decisions) for m in METRICS if m.token_sum is not None]
     return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,
         kept_E=routing.counts_E,
         dropped_K=routing.dropped_K,
-        sums_S=torch.cat(sums),
+        sums_S=torch.hstack(sums),
     )
 
 
@@ -230,20 +229,22 @@ def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
 
 
 def _rows(counted: list[RoutingCounts]) -> tuple[Tensor, Tensor]:
-    tokens_L = torch.stack([counts.num_tokens for counts in counted]).float()
+    tokens_L1 = torch.stack([counts.num_tokens for counts in counted]).float().unsqueeze(1)
     assigned_LKE = torch.stack([counts.assigned_KE for counts in counted]).float()
+    load_LE = assigned_LKE.sum(dim=1)
     counts = Counts(
-        tokens_L=tokens_L,
+        tokens_L1=tokens_L1,
         assigned_LKE=assigned_LKE,
-        load_LE=assigned_LKE.sum(dim=1),
+        load_LE=load_LE,
         kept_LE=torch.stack([counts.kept_E for counts in counted]),
         dropped_LK=torch.stack([counts.dropped_K for counts in counted]),
+        per_token_L1=tokens_L1.clamp_min(1),
+        per_assignment_L=load_LE.sum(dim=1).clamp_min(1),
     )
     sums_LS = torch.stack([counts.sums_S for counts in counted])
-    tokens_L1 = tokens_L.unsqueeze(1)
     summed = [metric for metric in METRICS if metric.of_counts is None]
     widths = [len(metric.names(assigned_LKE.shape[1])) for metric in summed]
-    means = iter((sums_LS / tokens_L1.clamp_min(1)).split(widths, dim=1))
+    means = iter((sums_LS / counts.per_token_L1).split(widths, dim=1))
     columns = [
         next(means) if metric.of_counts is None else metric.of_counts(counts).view(len(counted), -1)
         for metric in METRICS
