@@ -259,4 +259,5 @@ def routing_metrics(routing: Routing) -> dict[str, Tensor]:
 
 
 # Former names.
-Tally, tally_of = RoutingCounts, count_routing
+Tally = RoutingCounts
+tally_of = count_routing
