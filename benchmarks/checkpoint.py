@@ -1,8 +1,8 @@
-"""Host memory that saving and loading many experts takes, full and sharded, beside the formula.
+"""Host memory of saving and loading many experts, in full and sharded checkpoints, and by formula.
 
-Ranks joined by gloo hold L layers of E experts, and of every weight as many moments as asked for. Each save
-and each load has processes of its own; what is measured is what a rank's memory (without pages mapped from
-files) grows by at most, sampled every millisecond.
+Ranks joined by gloo hold L layers of E experts, with --moments of each weight. Each save and each load runs
+in processes of its own. The measurement is the largest growth of a rank's memory, without pages mapped from
+files, sampled every millisecond.
 
     python -m benchmarks.checkpoint --ranks 4 --layers 12 --experts 64 --expert-mb 4 --json out.json
 """
@@ -124,11 +124,11 @@ def _measure(
 
 
 def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) -> int:
-    """Return what a rank needs beside its own experts and moments, in bytes.
+    """Return the bytes that a rank needs in addition to its own experts and moments.
 
-    full: rank 0 keeps all experts and moments until they are written, and while one stack arrives gloo a
-    copy of it; every rank reads the whole file.
-    sharded: nothing, or when loading the local experts of one layer on their way into the parameters.
+    full: rank 0 keeps all experts and moments until they are written, and gloo a copy of the stack that
+    arrives; every rank reads the whole file.
+    sharded: none in a save, and the local experts of one layer in a load.
     """
     expert = arguments.expert_mb * 2**20
     everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)

@@ -1,4 +1,4 @@
-"""The options that every benchmark takes, and how one ends on a bad value."""
+"""Common options of benchmarks, and the end on a wrong value."""
 
 import argparse
 import os
@@ -20,27 +20,27 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--json", type=Path, help="where to write what was measured, after every configuration"
+        "--json", type=Path, help="file of the results, written after every configuration"
     )
-    parser.add_argument("--plot", type=Path, help="where to draw it, as .png, .svg or .pdf")
+    parser.add_argument("--plot", type=Path, help="file of the plot: .png, .svg or .pdf")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny shapes and two rounds, to see that it works; the times mean nothing",
+        help="tiny shapes and two rounds, as a smoke test; the times are meaningless",
     )
     return parser
 
 
 def add_busy(parser: argparse.ArgumentParser) -> None:
-    """Add --busy, for `beside`."""
+    """Add --busy, for `busy_core`."""
     parser.add_argument(
-        "--busy", action="store_true", help="beside another process that keeps one core busy"
+        "--busy", action="store_true", help="run another process that keeps one core busy"
     )
 
 
 @contextmanager
-def beside(busy: bool) -> Iterator[None]:
-    """Keep the last of this process's cores busy meanwhile, where that is asked for."""
+def busy_core(busy: bool) -> Iterator[None]:
+    """Keep the last of this process's cores busy during the block, if `busy`."""
     if not busy:
         yield
         return
@@ -60,11 +60,7 @@ def run(
     words: list[str] | None,
     measure: Callable[[argparse.Namespace], int],
 ) -> int:
-    """Parse, refuse what cannot be written, and measure; a BadOption becomes the parser's error.
-
-    Returns:
-        What `measure` returns, the exit status.
-    """
+    """Parse, check outputs, and measure; return the exit status. A BadOption becomes the parser's error."""
     options = parser.parse_args(words)
     try:
         refuse_unwritable(options.json, "--json")

@@ -1,6 +1,6 @@
-"""fairseq's models and Trainer without its command line: a dense one, and its twin with experts.
+"""fairseq's dense and MoE models with its Trainer, without its command line.
 
-Both are of equal active floating point operations. Tokens are random; there is no data folder.
+Both have equal active FLOPs. Tokens are random; there is no data folder.
 """
 
 import logging
@@ -18,7 +18,7 @@ from fairseq.trainer import Trainer
 from torch import nn
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
-# In a dictionary before the words: begin, padding, end, unknown.
+# Special symbols of a dictionary: begin, padding, end, unknown.
 SPECIAL = 4
 
 
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def dense_ffn_dim(self) -> int:
-        """What gives the dense twin as many operations, over all layers: one in freq takes top_k."""
+        """FFN dimension of the dense model of equal FLOPs: one layer in freq has top_k experts."""
         return self.ffn_dim * (self.freq - 1 + self.top_k) // self.freq
 
     def tiny(self) -> "Shape":
@@ -92,7 +92,7 @@ SHAPES = {
 def words_of(
     shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str = "moe_adam"
 ) -> list[str]:
-    """Return a training's command line, but for its data.
+    """Return the arguments of fairseq-train, without the data.
 
     Args:
         shape: of the model.
@@ -128,7 +128,7 @@ def words_of(
 
 @dataclass(frozen=True)
 class Built:
-    """A model with what fairseq's Trainer needs beside it."""
+    """A model with the other arguments of fairseq's Trainer."""
 
     cfg: Any
     task: Any

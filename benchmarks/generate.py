@@ -1,11 +1,10 @@
-"""`python -m benchmarks.generate`: incremental decoding with experts beside the dense twin.
+"""`python -m benchmarks.generate`: incremental decoding of MoE and dense models.
 
-One token a sentence and step, with the keys and values of all before kept, as in generation; every next
-token is the most probable one. Times are of a whole text; the first token of each sentence is given.
-On a CPU `products alone` is the model with experts whose MoE layers only multiply: as many rows with the
-weights of the same experts as in the text before, by the same function, all of that known beforehand; its
-words mean nothing. "read" is the mean of the bytes of weights that a step reads: those of experts without
-rows are not among them.
+Greedy decoding with cached keys and values, one token of each sentence in a step. Times are of a whole
+text; the first token of each sentence is given. On a CPU `products alone` is the MoE model whose MoE layers
+only multiply: the same number of rows with the weights of the same experts as in the previous text, all
+known beforehand. Its output is meaningless. "read" is the mean of the bytes of weights that a step reads,
+without those of experts that got no rows.
 """
 
 import argparse
@@ -109,7 +108,7 @@ def measured(models: dict[str, nn.Module], first_B: Tensor, tokens: int, rounds:
 
 @torch.no_grad()
 def decode(model: nn.Module, first_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return (text [B, tokens], logits of what follows the last token [B, words])."""
+    """Return (text [B, tokens], logits of the next token [B, words])."""
     state: dict[str, dict[str, Tensor | None]] = {}
     text_BT = first_B.unsqueeze(1)
     for number in range(tokens):

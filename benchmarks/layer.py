@@ -1,7 +1,7 @@
-"""`python -m benchmarks.layer`: one MoE layer, ours by every backend, beside dense and every other way.
+"""`python -m benchmarks.layer`: one MoE layer, by each backend, a dense layer, and other implementations.
 
-All are in one process and take turns; each is checked against a loop over experts in higher precision
-before it is timed, and what is wrong has no times.
+All run in one process, in turns. Each is compared with a loop over experts in higher precision before it is
+timed; wrong ones have no times.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BASE = "dense"
 PRODUCTS = "products"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-# Forward and backward, and on a GPU the forward of a training by itself.
+# Forward and backward; on a GPU also the forward in training alone.
 MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
 # Operations of a mode, in forwards: a backward is a product for the input and one for the weights.
 FORWARDS = {"forward": 1, "forward+backward": 3}
@@ -46,7 +46,7 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
         words: the command line; None for the process's own.
         builders: the variants to choose from.
     """
-    parser = command.parser_of("layer", "Time one MoE layer beside all other ways to compute it.")
+    parser = command.parser_of("layer", "Time one MoE layer and other implementations of it.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
     add("--configs", help="names separated by commas, or small; all of the device by default")
@@ -71,7 +71,7 @@ def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> in
         if number < 1:
             raise BadOption(f"--threads or --rounds has {number}; give whole numbers, at least 1.")
     dtype = DTYPES[device.type]
-    # As the plugin has it in a training on CPU; dense gains by it too.
+    # As the plugin does in training on a CPU; dense layers become faster, too.
     keeps = device.type == "cpu" and not options.release_memory and keep_freed_memory()
     report = Report(
         "layer",
@@ -122,7 +122,7 @@ def _rows_of(
         timed = []
         for mode in MODES[device.type]:
             steps = {key: step_of(mode, each, inputs) for key, each in variants.items()}
-            with command.beside(options.busy):
+            with command.busy_core(options.busy):
                 took = timing.interleaved(steps, rounds, device, WARM[device.type])
             alone = timing.against(took, PRODUCTS)
             for key, summary in timing.against(took, BASE).items():

@@ -116,5 +116,5 @@ CUDA_CASES = {
     # A with so few tokens that the [T, E, C] masks of the einsum formulation fit.
     "S": Case(tokens=4096, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
 }
-# What --configs takes beside the names of cases.
+# Names of groups of cases, for --configs.
 GROUPS = {"small": tuple(SMALL)}

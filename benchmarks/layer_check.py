@@ -14,7 +14,7 @@ from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 
 REFERENCE_DTYPES = {"cpu": torch.float64, "cuda": torch.float32}
-# Norm of the error over the norm. What is wrong is off by a tenth or more.
+# Norm of the error over the norm. A wrong result differs by a tenth or more.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Of a gradient through relus: a hidden value next to the corner may lie on its other side in another
 # precision, which changes one row of a gradient for good.
@@ -76,9 +76,9 @@ def _kept(ids_TK: Tensor, capacity: int | None) -> Tensor:
 
 
 def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Return, by name, the norm of the difference over the norm of what is wanted.
+    """Return, by name, the norm of the difference over the norm of the expected values.
 
-    What is missing, has another shape or is not finite is off by infinity.
+    The error is infinite for values that are missing, not finite, or of another shape.
     """
     errors = {}
     for name, expected_values in wanted.items():

@@ -21,7 +21,7 @@ OTHERS, CHOSEN = -1.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a variant is built from and fed with.
+    """Weights and inputs of a variant.
 
     Attributes:
         x_TD: tokens; they ask for a gradient, as inside a network.

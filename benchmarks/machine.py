@@ -1,4 +1,4 @@
-"""What a result depends on beside the code: versions, device, threads, precision."""
+"""The environment of a result: versions, device, threads, precision."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""Bytes that a step holds: what autograd keeps for backward, and on a GPU what is allocated."""
+"""Memory of a step: saved activations, and on a GPU allocated bytes."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -8,20 +8,15 @@ from torch import Tensor
 
 
 class _Kept:
-    """A tensor that autograd keeps; gone when the graph is."""
+    """A saved tensor, which is freed with the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # An output leads to its node, which keeps this: neither would ever be freed.
+        # Without detach, an output and its node would keep each other alive.
         self.tensor = tensor.detach()
 
 
-def kept_bytes(forward: Callable[[], Tensor], beside: Iterable[Tensor]) -> int:
-    """Return the bytes of all storages that a forward's output needs for its backward, each once.
-
-    Args:
-        forward: returns the output, with its graph.
-        beside: what is there anyway and does not count: the input and the parameters.
-    """
+def kept_bytes(forward: Callable[[], Tensor], excluded: Iterable[Tensor]) -> int:
+    """Return the bytes of saved activations, each storage once, without those of `excluded` tensors."""
     alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Kept:
@@ -31,10 +26,10 @@ def kept_bytes(forward: Callable[[], Tensor], beside: Iterable[Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
         y = forward()
-    # What led nowhere is freed by now; addresses are unique among what is not.
+    # Unused tensors are freed by now, so addresses are unique.
     storages = [kept.tensor.untyped_storage() for kept in alive]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    for tensor in beside:
+    for tensor in excluded:
         sizes.pop(tensor.untyped_storage().data_ptr(), None)
     del y
     return sum(sizes.values())
@@ -43,7 +38,7 @@ def kept_bytes(forward: Callable[[], Tensor], beside: Iterable[Tensor]) -> int:
 def bytes_of_step(
     forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[], object]
 ) -> dict[str, int]:
-    """Run a step on a GPU; return what it holds beside what was there before, in bytes.
+    """Run a step on a GPU; return the bytes that it allocates.
 
     Args:
         forward: returns the output, with its graph.
@@ -51,8 +46,8 @@ def bytes_of_step(
         clear: drops all gradients.
 
     Returns:
-        saved_bytes: between forward and backward: what the backward needs, and the output.
-        peak_bytes: the most at any moment; the gradients of the weights count.
+        saved_bytes: saved activations and output, between forward and backward.
+        peak_bytes: the maximum, including the gradients of the weights.
     """
     clear()
     torch.cuda.synchronize()

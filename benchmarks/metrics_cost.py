@@ -1,10 +1,9 @@
-"""What the expert metrics cost of a training step, on this machine.
+"""Cost of the metrics in a training step.
 
-Two steps, each with and without metrics in turn: forward and backward of one MoE layer, where they are
-what the layer counts of a micro-batch; and an update of a small language model by fairseq's Trainer
-(4 layers, 2 of them MoE), where they are all that is done for them, fairseq's meters included.
-Two answers: what steps with metrics take more, and, less disturbed by other work on the machine, the time
-inside the functions that make metrics.
+Two kinds of steps run with and without metrics, in turns: forward and backward of one MoE layer, with its
+counts of a micro-batch; and an update of a small language model by fairseq's Trainer (4 layers, 2 of them
+MoE), with everything done for metrics, including fairseq's meters. The results are the difference of these
+times and, less sensitive to other processes, the time inside the functions of metrics.
 
     OMP_NUM_THREADS=1 python benchmarks/metrics_cost.py
 """
@@ -61,11 +60,11 @@ def main() -> None:
 
 
 def measure(step: Step, seconds: float) -> tuple[float, float, float, int]:
-    """Run a step without and with metrics in turn, for some seconds.
+    """Run a step with and without metrics, in turns, for some seconds.
 
     Returns:
-        Medians in seconds of CPU time: of a step without metrics, of what one with metrics takes more,
-        and of what it spends inside their functions; and the number of pairs.
+        Median CPU seconds of a step without metrics, of the difference, and of the functions of metrics;
+        and the number of pairs.
     """
     took: dict[bool, list[float]] = {False: [], True: []}
     inside = []
@@ -86,7 +85,7 @@ def measure(step: Step, seconds: float) -> tuple[float, float, float, int]:
 
 @contextmanager
 def no_metrics() -> Iterator[list[float]]:
-    """Leave out what exists for metrics alone."""
+    """Disable all functions of metrics."""
     with (
         patch("fairseq_tutel.plugin.feed_forward.count_routing", lambda routing: None),
         patch("fairseq_tutel.criterions.gate_loss.expert_log", lambda *_, **__: {}),
@@ -97,7 +96,7 @@ def no_metrics() -> Iterator[list[float]]:
 
 @contextmanager
 def clocked() -> Iterator[list[float]]:
-    """Yield a list that gets the seconds of every call of what exists for metrics alone."""
+    """Yield a list that collects the seconds of each call of the functions of metrics."""
     spent: list[float] = []
 
     def clock(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ QUICK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """What the ops of one layer read, on the device; of weights and hidden rows as many as it has.
+    """Inputs of the ops of one layer, on the device.
 
     Attributes:
         x_TD, y_TD: values in the benchmark's dtype, as are all weights and rows.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.ops`: every op of the kernels in every backend, beside the plain torch reference.
+"""`python -m benchmarks.ops`: every op of the kernels in every backend, and the plain torch reference.
 
 A configuration is an op at a size. Outputs are compared with the reference in higher precision first.
 """

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a file after every configuration, a table, a plot.
+"""Outputs of a benchmark: a file, written after every configuration, a table and a plot.
 
 A row is one variant in one configuration. `status` is ok, skipped (with the reason), failed (with the
 exception) or wrong (its numbers are not those of the reference, so it has no times).
@@ -71,7 +71,7 @@ class Report:
         sys.stdout.flush()
 
     def finish(self, plot_path: Path | None) -> None:
-        """Say in the file that nothing is missing, and draw the plot where one is asked for."""
+        """Mark the file as complete, and draw the plot, if --plot is given."""
         self._write(complete=True)
         if plot_path is not None:
             plot(self, plot_path)
@@ -106,7 +106,7 @@ def refuse_unwritable(path: Path | None, flag: str) -> None:
 
 
 def refuse_plot_without_matplotlib(path: Path | None) -> None:
-    """Raise BadOption where a plot is asked for and cannot be drawn."""
+    """Raise BadOption if --plot is given without matplotlib."""
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise BadOption(
             f"--plot is {path} but matplotlib is not installed; install it or leave --plot out."

@@ -1,8 +1,7 @@
-"""`python -m benchmarks.step`: a whole training step by fairseq's Trainer, optimizer and clipping included.
+"""`python -m benchmarks.step`: a training step by fairseq's Trainer, with optimizer and clipping.
 
-The model with experts beside the stock one of equal active operations, and beside itself with the einsum
-formulation in place of our layer. Dense has the same optimizer as the others (torch's fused Adam), which is
-faster than stock's; dense_stock_adam is what fairseq has without the plugin.
+The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation of MoE
+layers. All have torch's fused Adam, which is faster than fairseq's, except dense_stock_adam.
 """
 
 import argparse
@@ -78,7 +77,7 @@ def _measure(options: argparse.Namespace) -> int:
 def measured(
     shape: Shape, options: argparse.Namespace, device: torch.device, report: Report
 ) -> None:
-    """Check, time and, where that is asked for, profile all variants of a shape."""
+    """Check, time and, with --profile, profile all variants of a shape."""
     samples = samples_of(shape)
     rows: dict[str, Row] = {name: {"variant": name, "status": "ok"} for name in VARIANTS}
     built = {name: _built(name, shape, device) for name in VARIANTS}
@@ -87,7 +86,7 @@ def measured(
         name: step_of(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"
     }
     rounds = QUICK_ROUNDS if options.quick else options.rounds
-    with command.beside(options.busy):
+    with command.busy_core(options.busy):
         took = timing.interleaved(steps, rounds, device)
     tokens = shape.update_freq * shape.sentences * shape.tokens
     for name, summary in timing.against(took, BASE).items():

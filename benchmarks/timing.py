@@ -51,7 +51,7 @@ def _by_wall_clock(step: Step) -> Callable[[], float]:
 
 
 def _by_cuda_events(step: Step) -> Callable[[], float]:
-    # Nothing waits for the device here: launches run ahead of it, as in a training.
+    # No synchronization here: launches run ahead of the device, as in training.
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     step()

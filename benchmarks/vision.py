@@ -1,9 +1,9 @@
 """`python -m benchmarks.vision`: Swin V2 with experts, a training step and inference, against einsum.
 
-The model with experts beside the dense one of equal active operations, and beside itself with the einsum
-formulation in place of our layer, with the same places for as many patches. What is timed of training is an
-update by fairseq's Trainer, of inference a forward pass. Every other block of the last two stages has
-experts, of which a patch takes one, with places for 1.25 even shares, in training and in inference.
+The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation of MoE
+layers of equal capacity. Training is an update by fairseq's Trainer, inference a forward pass. Every other
+block of the last two stages has experts, with one expert per patch and a capacity factor of 1.25, in
+training and inference.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace) -> int:
 def measured(
     images: int, options: argparse.Namespace, device: torch.device, report: Report
 ) -> None:
-    """Check, time and, where that is asked for, profile all variants with batches of a size."""
+    """Check, time and, with --profile, profile all variants with one batch size."""
     with TemporaryDirectory() as data:
         _write(data, options.side)
         built = {name: _built(name, data, options, device) for name in VARIANTS}
@@ -132,9 +132,9 @@ def _over_ours(took: dict[str, list[float]]) -> Row:
 
 @torch.no_grad()
 def _compared(ours: nn.Module, einsum: nn.Module, sample: dict[str, Any]) -> tuple[Row, Row]:
-    """Compare what all layers with experts give; return einsum's row, and what ours saw by layer.
+    """Compare the outputs of all MoE layers; return einsum's row, and our routing by layer.
 
-    The models' own outputs would tell little: experts begin with weights near 0.
+    Outputs of the whole model would be too similar: initial experts have weights near 0.
     """
     outputs: dict[type, list[Tensor]] = {MoEFeedForward: [], EinsumFeedForward: []}
     for model in (ours, einsum):

@@ -1,6 +1,6 @@
-"""Write the tables of docs/performance.md, from what the benchmarks left in benchmarks/results.
+"""Writes the tables of docs/performance.md from benchmarks/results.
 
-`python docs/make_performance.py` rewrites them; with --check it only says whether they are up to date.
+`python docs/make_performance.py` rewrites them; with --check it only reports whether they are up to date.
 """
 
 import json
@@ -28,7 +28,7 @@ class Result(NamedTuple):
     """One file that a benchmark wrote.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
         content: see `benchmarks.output.Report`.
     """
 
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
     @property
     def command(self) -> str:
-        """Return how it was made."""
+        """Return the command that wrote it."""
         words = [f"python -m benchmarks.{self.content['benchmark']}"]
         for key, value in self.content["options"].items():
             if value is True:
@@ -104,7 +104,7 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
 
 
 def read(folder: Path) -> list[Result]:
-    """Return what is in a folder's files of BENCHMARKS, by the files' names.
+    """Return the results of BENCHMARKS in a folder, by file name.
 
     Raises:
         ValueError: a file is of --quick.
@@ -123,7 +123,7 @@ def read(folder: Path) -> list[Result]:
 
 
 def runs_table(results: Iterable[Result]) -> str:
-    """Return what each file depends on: command, machine, versions."""
+    """Return the command, machine and versions of each file."""
     rows = []
     for result in results:
         content = result.content
@@ -247,7 +247,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def memory_table(results: Iterable[Result]) -> str:
-    """Return what every variant keeps for backward, in MiB, with the formula where one has it."""
+    """Return the saved activations of each variant in MiB, with the formula if there is one."""
     lines: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     for name, content in results:
         for row in content["rows"]:
@@ -272,7 +272,7 @@ def _mebibytes(number: int) -> str:
 
 
 def left_out_table(results: Iterable[Result]) -> str:
-    """Return which variants did not run, and why."""
+    """Return the variants that did not run, with the reason."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for result in results:
         for row in result.content["rows"]:
@@ -337,7 +337,7 @@ def gpu_table(results: Iterable[Result]) -> str:
 
 
 def compiled_table(path: Path) -> str:
-    """Return, for every target, the extremes of the table that benchmarks.compile_table wrote."""
+    """Return the extremes of the table of benchmarks.compile_table, for each target."""
     if not path.exists():
         return ""
     lines = path.read_text().splitlines()
@@ -367,12 +367,12 @@ def compiled_table(path: Path) -> str:
 
 
 def _table(rows: list[list[Any]], header: list[str]) -> str:
-    """Return a table; nothing where it has no lines."""
+    """Return a table, or "" without lines."""
     return page.table(rows, header) if rows else ""
 
 
 def draw(folder: Path = RESULTS) -> None:
-    """Draw what layers and steps took on one thread, a panel for each configuration."""
+    """Draw the times of layers and steps on one thread, a panel for each configuration."""
     for benchmark in ("layer", "step"):
         rows = {}
         for result in read(folder):

@@ -1,7 +1,7 @@
-"""Write the tables and pictures of docs/scaling.md, from the cost model and the emulated cluster's rows.
+"""Writes the tables and pictures of docs/scaling.md, from the cost model and the emulated cluster.
 
-`python docs/make_scaling.py` rewrites them; with --check it only says whether the tables are up to date.
-What was measured is read from benchmarks/results/cluster_*.json (`python -m benchmarks.cluster --json`).
+`python docs/make_scaling.py` rewrites them; with --check it only reports whether the tables are up to date.
+Measurements are in benchmarks/results/cluster_*.json (`python -m benchmarks.cluster --json`).
 """
 
 import json
@@ -94,7 +94,7 @@ def filled_in(text: str) -> str:
 
 
 def presets_table() -> str:
-    """Return what the model takes of each GPU."""
+    """Return the numbers of each GPU in the model."""
     rows = [
         [
             f"`{key}`",
@@ -113,7 +113,7 @@ def presets_table() -> str:
 
 
 def gain_of_2dh(gpus: int, mebibytes: float) -> float:
-    """Return linear's time over 2DH's, of an all-to-all over all of so many A100s."""
+    """Return the time of linear over that of 2DH, for an all-to-all over all A100s."""
     linear, hierarchical = (
         exchange_seconds(mebibytes * 2**20, A100, gpus // LOCAL, LOCAL, a)
         for a in ("linear", "2dh")
@@ -131,7 +131,7 @@ def algorithms_table() -> str:
 
 
 def choices(work: Work, gpus: int) -> dict[Strategy, float]:
-    """Return the seconds of every way to run a layer whose experts are over all GPUs."""
+    """Return the seconds of all strategies of a layer with experts on all GPUs."""
     cluster = Cluster(nodes=gpus // LOCAL, local=LOCAL, expert_parallel_size=gpus)
     strategies = {
         strategy for c, strategy in candidates(work, gpus // LOCAL, LOCAL) if c == cluster
@@ -140,7 +140,7 @@ def choices(work: Work, gpus: int) -> dict[Strategy, float]:
 
 
 def gains(work: Work, gpus: int) -> dict[str, float]:
-    """Return what the best way gains over static ones: "r" over r = 1, "d" over d = 1 and linear.
+    """Return the gain of the best strategy over static ones: "r" over r = 1, "d" over d = 1 and linear.
 
     The first lets r alone change, at d = 1 and linear; the second leaves r at 1.
     """
@@ -156,7 +156,7 @@ def gains(work: Work, gpus: int) -> dict[str, float]:
 
 
 def paper_table() -> str:
-    """Return the paper's numbers beside the model's for the same question."""
+    """Return the paper's numbers and the model's."""
     grid = [
         gains(Work(tokens=t, model_dim=d, hidden_dim=h, experts=round(e * w)), w)
         for e, d, h, t, w in product(*PAPER_GRID)
@@ -190,7 +190,7 @@ def paper_table() -> str:
 
 
 def cluster_table(files: list[Path]) -> str:
-    """Return how far the model, fitted to the emulated cluster's all-to-alls, is from them.
+    """Return the errors of the model that is fitted to the emulated cluster's all-to-alls.
 
     A fit for every link speed and delay. With several shapes of one, the largest is also predicted from
     the others alone.
@@ -231,7 +231,7 @@ def cluster_table(files: list[Path]) -> str:
 
 
 def scale_table(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return what grows with ranks, as it was and as it is."""
+    """Return the costs that grow with the number of ranks, before and now."""
     found = [
         {(row["configuration"], row["variant"]): row for row in content["rows"]}
         for content in (before, after)
@@ -244,7 +244,7 @@ def scale_table(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def schedule_table(content: dict[str, Any]) -> str:
-    """Return what networks allow an all-gather, and what its trees and other schedules take."""
+    """Return bounds of all-gathers on networks, and the times of trees and other schedules."""
 
     def trees(found: dict[str, Any]) -> str:
         return f"{found['trees']}; {found['shapes']}, {found['depth']}; {found['seconds']:.3f} s"
@@ -270,7 +270,7 @@ def schedule_table(content: dict[str, Any]) -> str:
 
 
 def collectives_table(measured: list[dict[str, Any]]) -> str:
-    """Return what collectives took over emulated networks, beside what is predicted."""
+    """Return measured and predicted times of collectives on emulated networks."""
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in measured:
         cells[row["network"], row["collective"]][row["by"]] = row
@@ -300,7 +300,7 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 class Step(NamedTuple):
-    """A step that was measured on the emulated cluster, and what the model says of it.
+    """A measured step on the emulated cluster, and its prediction.
 
     Attributes:
         cluster: nodes x ranks and link, for tables.
@@ -324,7 +324,7 @@ class Step(NamedTuple):
 
 
 def measured_steps(files: list[Path]) -> list[Step]:
-    """Return every measured step of the files whose links some file's all-to-alls tell."""
+    """Return the measured steps of files with links that are fitted in any file."""
     contents = [json.loads(file.read_text()) for file in files]
     steps = []
     for content in contents:
@@ -361,7 +361,7 @@ def measured_steps(files: list[Path]) -> list[Step]:
 
 
 def steps_table(steps: list[Step]) -> str:
-    """Return how far the model's steps are from the measured ones, by cluster and form of experts."""
+    """Return the errors of predicted steps, by cluster and form of experts."""
     groups: dict[tuple[str, str, str], list[Step]] = defaultdict(list)
     for step in steps:
         kind = "d alone" if step.section == "overlap" else "r, d, algorithm"
@@ -390,7 +390,7 @@ def steps_table(steps: list[Step]) -> str:
 
 
 def choices_table(steps: list[Step]) -> str:
-    """Return what the model's best (r, d, algorithm) costs over the best that was measured.
+    """Return the cost of the model's best (r, d, algorithm) over the measured best.
 
     Beside it the same of one choice for all cells of a line, the one that costs least in the mean.
     """
@@ -422,7 +422,7 @@ def choices_table(steps: list[Step]) -> str:
 
 
 def draw_algorithms(path: Path) -> None:
-    """Draw linear over 2DH by cluster size, for every message size."""
+    """Draw linear over 2DH by cluster size, for each message size."""
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.add_subplot(xlabel="A100s, 8 of a node", ylabel="linear / 2DH")
@@ -438,7 +438,7 @@ def draw_algorithms(path: Path) -> None:
 
 
 def draw_sizes(path: Path) -> None:
-    """Draw a layer's step by cluster size: static ways, the adaptive one, and the best P too."""
+    """Draw a layer's step by cluster size: static strategies, the adaptive one, and the best P."""
     curves: dict[str, list[float]] = defaultdict(list)
     for gpus in GPUS:
         times = choices(LAYER, gpus)
@@ -457,7 +457,7 @@ def draw_sizes(path: Path) -> None:
 
 
 def draw_parallelism(path: Path) -> None:
-    """Draw what static r cost over the best one, by tokens of a rank, on 2,048 and 16,384 GPUs."""
+    """Draw the cost of static r over the best r, by tokens of a rank, on 2,048 and 16,384 GPUs."""
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         plots = figure.subplots(1, 2, sharey=True)
@@ -486,7 +486,7 @@ def _shape(content: dict[str, Any]) -> tuple[int, int]:
 
 
 def _links_for(config: dict[str, Any], contents: list[dict[str, Any]]) -> Machine | None:
-    """Return the machine that is fitted to the all-to-alls of the link speed that is nearest.
+    """Return the profile that is fitted to the all-to-alls of the nearest link speed.
 
     Links between nodes are as much faster or slower as the speed that they are limited to.
     """
@@ -501,7 +501,7 @@ def _links_for(config: dict[str, Any], contents: list[dict[str, Any]]) -> Machin
 
 
 def _experts_rate(row: dict[str, Any], section: str, content: dict[str, Any]) -> float | None:
-    """Return the experts' FLOP/s: what they sleep by, or what they reached by themselves, if measured."""
+    """Return the experts' FLOP/s: those of their sleep, or the measured ones."""
     config = content["config"]
     if row["form"] == "sleep":
         hidden = config["overlap_hidden_dim" if section == "overlap" else "hidden_dim"]
@@ -515,7 +515,7 @@ def _experts_rate(row: dict[str, Any], section: str, content: dict[str, Any]) ->
 
 
 def _strategy_of(row: dict[str, Any]) -> Strategy:
-    """Return the choice of a row; where d alone changes, the rest is as by default."""
+    """Return the strategy of a row, with defaults for missing fields."""
     return Strategy(
         adaptive_r=row.get("adaptive_r", 1),
         overlap=row["overlap"],
@@ -543,12 +543,12 @@ def _predicted_step(
 def _regrets(
     cells: list[dict[Strategy, Step]], predicted: Callable[[Step], float | None]
 ) -> list[float]:
-    """Return for every cell what the choice of the least predicted time costs."""
+    """Return the cost of the choice with the least predicted time, for each cell."""
     return [_regret(cell, min(cell, key=lambda h, c=cell: predicted(c[h]))) for cell in cells]
 
 
 def _regret(cell: dict[Strategy, Step], strategy: Strategy) -> float:
-    """Return the measured time of a choice over that of the best, less one."""
+    """Return the measured time of a choice over that of the best, minus one."""
     return cell[strategy].seconds / min(step.seconds for step in cell.values()) - 1
 
 
@@ -558,7 +558,7 @@ def _within(regrets: list[float]) -> str:
 
 
 def _agreement(rows: list[Row], machine: Machine) -> tuple[int, int, int]:
-    """Return in how many of (shape, size) the model names the faster algorithm, linear is it, and all."""
+    """Count (shape, size) where the model names the faster algorithm, where linear is it, and all."""
     cells: dict[tuple[int, int, float], dict[str, float]] = defaultdict(dict)
     for row in rows:
         cells[row["nodes"], row["local"], row["bytes_per_rank"]][row["algorithm"]] = row["seconds"]
@@ -569,7 +569,7 @@ def _agreement(rows: list[Row], machine: Machine) -> tuple[int, int, int]:
 
 
 def _unseen(rows: list[Row], shape: tuple[int, int]) -> str:
-    """Return the errors on one shape of a model fitted to the others."""
+    """Return the errors of a model on one shape, if it is fitted to the others."""
     seen = [row for row in rows if (row["nodes"], row["local"]) != shape]
     unseen = [row for row in rows if (row["nodes"], row["local"]) == shape]
     return _errors(unseen, fit_machine(seen, CPU))

@@ -1,4 +1,4 @@
-"""Every static (r, d, algorithm) of a layer with fewer experts than ranks, and the tuner's choice."""
+"""All static (r, d, algorithm) of a layer with fewer experts than ranks, and the tuner's choice."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,18 +13,17 @@ from benchmarks.cluster.timing import Step, interleaved, seconds_of, summary
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.planning.tuner import Tuner
 
-# More than any search over the choices here takes; a tuner that never settles is reported, not awaited.
+# More than the steps of any search here. A tuner that never settles is reported.
 MOST_STEPS = 500
-# The last comparison is of few choices, so it can afford more repeats than that of all: so many times as
-# many for two, and more choices share the time of two, but get at least FEWEST_REPEATS.
+# The last comparison has few choices, so it has more repeats: FINAL_REPEATS times as many for two choices,
+# fewer for more choices, and at least FEWEST_REPEATS.
 FINAL_REPEATS, FEWEST_REPEATS = 4, 2
-# Static choices that may be as good as the best of the grid, whose few repeats do not tell: they are
-# measured again.
+# Static choices within this factor of the best, at most so many, are measured again.
 CLOSE, MOST_CLOSE = 1.15, 6
 
 
 def static_choices(settings: Settings) -> list[Strategy]:
-    """Return every choice; where no row travels, d and algorithm choose nothing."""
+    """Return all choices; with r = 0, d and algorithm have no effect."""
     travelling = [
         Strategy(adaptive_r=r, overlap=d, algorithm=algorithm)
         for r in settings.degrees
@@ -36,12 +35,12 @@ def static_choices(settings: Settings) -> list[Strategy]:
 
 
 def canonical(strategy: Strategy) -> Strategy:
-    """Return the one of `static_choices` that a choice is the same as."""
+    """Return the equivalent choice in `static_choices`."""
     return Strategy(adaptive_r=0) if strategy.adaptive_r == 0 else strategy
 
 
 def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield, for every form of experts and number of tokens, all static choices, then the tuner's."""
+    """Yield all static choices and then the tuner's, for each form of experts and number of tokens."""
     for form in FORMS:
         layer = make_layer(settings, settings.experts, form)
         tuner = Tuner(
@@ -71,7 +70,7 @@ def _with(layer: Any, strategy: Strategy, plain: Step) -> Step:
 def _tuned(
     tuner: Tuner, key: str, layer: Any, plain: Step, took: dict[Strategy, list[float]], repeats: int
 ) -> dict[str, Any]:
-    """Let the tuner search, then compare its choice with the good static ones, again and in turns."""
+    """Run the tuner's search, then compare its choice with the best static ones in turns."""
     num_steps = 0
     while not tuner.settled(key) and num_steps < MOST_STEPS:
         strategy = tuner.choose(key)
@@ -93,11 +92,11 @@ def _tuned(
         "best": asdict(best),
         "best_seconds": fresh[best],
         "measured_again": len(fresh),
-        # None below 0: the best is the least of what was measured again, the tuner's choice included.
+        # Not below 0, since the best may be the tuner's choice.
         "regret": fresh[chosen] / fresh[best] - 1,
-        # What the same comparison says of a choice and itself, with half of the times.
+        # The same comparison of a choice with itself, with half of the times each.
         "noise": max(halves) / min(halves) - 1,
-        # What a user who fixed the worst of each would lose, the rest being as the tuner has it.
+        # The loss by the worst value of each choice, with the tuner's other choices.
         "gain_over_worst_r": _gain(static, chosen, ("overlap", "algorithm")),
         "gain_over_worst_overlap": _gain(static, chosen, ("adaptive_r",)),
         "gain_over_worst": max(static.values()) / static[chosen],
@@ -105,21 +104,21 @@ def _tuned(
 
 
 def close_to_best(static: dict[Strategy, float]) -> list[Strategy]:
-    """Return the choices whose seconds are within CLOSE of the least, best first, MOST_CLOSE at most."""
+    """Return at most MOST_CLOSE choices whose seconds are within CLOSE of the least, best first."""
     ranked = sorted(static, key=static.__getitem__)
     limit = CLOSE * static[ranked[0]]
     return [strategy for strategy in ranked[:MOST_CLOSE] if static[strategy] <= limit]
 
 
 def repeats_of(number: int) -> int:
-    """Return how many times the repeats of the grid each of so many choices gets in the last comparison."""
+    """Return the factor of repeats in the last comparison of `number` choices."""
     return max(FEWEST_REPEATS, 2 * FINAL_REPEATS // number)
 
 
 def _gain(static: dict[Strategy, float], chosen: Strategy, fixed: tuple[str, ...]) -> float:
-    """Return the time of the worst choice that is `chosen` in the fixed fields, over that of `chosen`.
+    """Return the time of the worst choice with the same fixed fields, over that of `chosen`.
 
-    r = 0 has neither d nor algorithm, so it is in reach of every choice.
+    r = 0 has any d and algorithm.
     """
     alike = [
         seconds

@@ -27,17 +27,16 @@ class Decisions(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of L layers with the same K and E: assignments, dropped or not, with a slot, and without."""
+    """Counts of L layers with the same K and E."""
 
-    tokens_L: Tensor
-    assigned_LKE: Tensor
-    load_LE: Tensor  # assigned_LKE of all choices
+    tokens_L1: Tensor
+    assigned_LKE: Tensor  # assignments, dropped or not
+    load_LE: Tensor  # the same of all choices
     kept_LE: Tensor
     dropped_LK: Tensor
-
-    def per_assignment(self, sums_L: Tensor) -> Tensor:
-        """Divide by the assignments of each layer."""
-        return sums_L / self.load_LE.sum(dim=1).clamp_min(1)
+    # Divisors, at least 1: of sums over tokens, and over assignments.
+    per_token_L1: Tensor
+    per_assignment_L: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,107 +92,79 @@ def _entropies(decisions: Decisions) -> Tensor:
 def _fifth(counts: Counts, largest: bool) -> Tensor:
     fifth = max(math.ceil(0.2 * counts.assigned_LKE.shape[2]), 1)
     extreme_LKF = counts.assigned_LKE.topk(fifth, largest=largest).values
-    return 100 * extreme_LKF.sum(dim=2) / counts.tokens_L.clamp_min(1).unsqueeze(1)
+    return 100 * extreme_LKF.sum(dim=2) / counts.per_token_L1
 
 
 def _overflow(counts: Counts) -> Tensor:
     # Every token has a first choice; with expert choice, its dropped ones are tokens that no expert chose.
     later_LK = counts.assigned_LKE[:, 1:].sum(dim=2)
-    asked_LK = torch.cat([counts.tokens_L.unsqueeze(1), later_LK], dim=1)
+    asked_LK = torch.cat([counts.tokens_L1, later_LK], dim=1)
     return 100 * counts.dropped_LK / asked_LK.clamp_min(1)
 
 
 def _dropped(counts: Counts) -> Tensor:
-    return counts.per_assignment(100 * (counts.load_LE - counts.kept_LE).sum(dim=1))
+    return 100 * (counts.load_LE - counts.kept_LE).sum(dim=1) / counts.per_assignment_L
 
 
 def _violation(counts: Counts) -> Tensor:
-    return counts.per_assignment(counts.load_LE.shape[1] * counts.load_LE.amax(dim=1))
+    return counts.load_LE.shape[1] * counts.load_LE.amax(dim=1) / counts.per_assignment_L
 
 
 # Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
 # Balancing) for the violation, which is theirs plus 1.
 METRICS = (
     Metric(
-        name="entropy_gating",
+        name="entropy_gating", layers="entropy", token_sum=_entropies,
         help="entropy of the gate, in nats: from 0 to ln E",
-        token_sum=_entropies,
-        layers="entropy",
-        title="Gate entropy",
-        unit="entropy (nats)",
+        title="Gate entropy", unit="entropy (nats)",
         text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
     ),
     Metric(
-        name="expert{}_weight",
+        name="expert{}_weight", layers="weight{}", token_sum=lambda it: it.weights_TK.sum(dim=0),
         help="mean weight of choice J",
-        # With expert choice, a token has a column for each expert that chose it: the caller keeps K.
-        token_sum=lambda decisions: decisions.weights_TK.sum(dim=0),
-        layers="weight{}",
-        title="Weights",
-        unit="mean weight",
+        title="Weights", unit="mean weight",
         text="Factors of the outputs of a token's choices.",
     ),
     Metric(
-        name="expert{}_balance_top",
-        help="percent of tokens at the busiest fifth of the experts",
-        of_counts=lambda counts: _fifth(counts, largest=True),
-        drawn=False,
+        name="expert{}_balance_top", of_counts=lambda counts: _fifth(counts, largest=True),
+        help="percent of tokens at the busiest fifth of the experts", drawn=False,
     ),
     Metric(
-        name="expert{}_balance_bottom",
-        help="percent of tokens at the least busy fifth of the experts",
-        of_counts=lambda counts: _fifth(counts, largest=False),
-        drawn=False,
+        name="expert{}_balance_bottom", of_counts=lambda counts: _fifth(counts, largest=False),
+        help="percent of tokens at the least busy fifth of the experts", drawn=False,
     ),
     Metric(
-        name="overflow_expert{}",
+        name="overflow_expert{}", of_counts=_overflow,
         help="percent of dropped assignments of choice J; with expert choice, 1: percent of tokens that no "
         "expert chose",
-        of_counts=_overflow,
-        title="Dropped share by choice",
-        unit="dropped (%)",
+        title="Dropped share by choice", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Later choices are dropped more often, since first choices come before them.",
-        from_zero=True,
-        unless_zero=True,
     ),
     Metric(
-        name="unused_expert{}_count",
-        help="experts that no token chose as choice J",
-        of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
-        drawn=False,
+        name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
+        help="experts that no token chose as choice J", drawn=False,
     ),
     Metric(
-        name="moe_dead_experts",
-        help="experts that no token chose",
+        name="moe_dead_experts", layers="dead_experts",
         of_counts=lambda counts: counts.load_LE.eq(0).sum(dim=1),
-        layers="dead_experts",
-        title="Dead experts",
-        unit="experts",
+        help="experts that no token chose",
+        title="Dead experts", unit="experts", from_zero=True,
         text="Experts that no token of a micro-batch chose.",
-        from_zero=True,
     ),
     Metric(
-        name="moe_dropped",
+        name="moe_dropped", layers="dropped", of_counts=_dropped,
         help="percent of dropped assignments",
-        of_counts=_dropped,
-        layers="dropped",
-        title="Dropped share",
-        unit="dropped (%)",
+        title="Dropped share", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Percent of all assignments whose expert was full. Always 0 without a capacity.",
-        from_zero=True,
-        unless_zero=True,
     ),
     Metric(
-        name="moe_max_violation",
+        name="moe_max_violation", layers="max_violation", of_counts=_violation,
         help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
         "MaxVio is this minus 1",
-        of_counts=_violation,
-        layers="max_violation",
-        title="Busiest expert",
-        unit="load (even shares)",
+        title="Busiest expert", unit="load (even shares)",
         text="Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
     ),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,19 +192,20 @@ def count_routing(routing: Routing) -> RoutingCounts:
     top_k = len(routing.dropped_K)
     # At least fp32: half precision can not hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK
+    # With expert choice, a token has more weights than K: one for each expert that chose it.
+    probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
     decisions = Decisions(probs_TE, weights_TK.to(dtype))
-    sums = [m.token_sum(decisions).view(-1)[:top_k] for m in METRICS if m.token_sum is not None]
+    sums = [m.token_sum(decisions) for m in METRICS if m.token_sum is not None]
     return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,
         kept_E=routing.counts_E,
         dropped_K=routing.dropped_K,
-        sums_S=torch.cat(sums),
+        sums_S=torch.hstack(sums),
     )
 
 
@@ -257,20 +229,22 @@ def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
 
 
 def _rows(counted: list[RoutingCounts]) -> tuple[Tensor, Tensor]:
-    tokens_L = torch.stack([counts.num_tokens for counts in counted]).float()
+    tokens_L1 = torch.stack([counts.num_tokens for counts in counted]).float().unsqueeze(1)
     assigned_LKE = torch.stack([counts.assigned_KE for counts in counted]).float()
+    load_LE = assigned_LKE.sum(dim=1)
     counts = Counts(
-        tokens_L=tokens_L,
+        tokens_L1=tokens_L1,
         assigned_LKE=assigned_LKE,
-        load_LE=assigned_LKE.sum(dim=1),
+        load_LE=load_LE,
         kept_LE=torch.stack([counts.kept_E for counts in counted]),
         dropped_LK=torch.stack([counts.dropped_K for counts in counted]),
+        per_token_L1=tokens_L1.clamp_min(1),
+        per_assignment_L=load_LE.sum(dim=1).clamp_min(1),
     )
     sums_LS = torch.stack([counts.sums_S for counts in counted])
-    tokens_L1 = tokens_L.unsqueeze(1)
     summed = [metric for metric in METRICS if metric.of_counts is None]
     widths = [len(metric.names(assigned_LKE.shape[1])) for metric in summed]
-    means = iter((sums_LS / tokens_L1.clamp_min(1)).split(widths, dim=1))
+    means = iter((sums_LS / counts.per_token_L1).split(widths, dim=1))
     columns = [
         next(means) if metric.of_counts is None else metric.of_counts(counts).view(len(counted), -1)
         for metric in METRICS
@@ -282,6 +256,3 @@ def routing_metrics(routing: Routing) -> dict[str, Tensor]:
     """Return the metrics of one micro-batch by name, as scalars on the device; see `METRICS`."""
     rows_LN, _ = metric_rows([count_routing(routing)])
     return dict(zip(metric_names(len(routing.dropped_K)), rows_LN[0].unbind(), strict=True))
-
-
-# Former names.

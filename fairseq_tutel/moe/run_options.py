@@ -46,9 +46,14 @@ class TaskConfig:
     moe_use_2dh: bool = older("a2a_algorithm", "2dh", of="task")
     moe_machine_file: str = communication(
         "",
-        "hardware profile written by `python -m fairseq_tutel tune`, for --moe-a2a-algorithm auto; empty: "
-        "typical values of the device",
-        no_effect=(needs(lambda f: f.layer.a2a_algorithm == "auto", "--moe-a2a-algorithm auto"),),
+        "hardware profile written by `python -m fairseq_tutel tune`, for --moe-a2a-algorithm auto and "
+        "--moe-adaptive auto; empty: typical values of the device",
+        no_effect=(
+            needs(
+                lambda f: f.layer.a2a_algorithm == "auto" or f.tuned,
+                "--moe-a2a-algorithm auto or --moe-adaptive auto",
+            ),
+        ),
     )
     moe_collective_plans: str = communication(
         "",

@@ -36,7 +36,7 @@ WIDENING = (
     0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
 )
 WARM_UPDATES = (
-    2  # the first allocates the optimizer state; the peak of the second tells the free memory
+    2  # the first allocates the optimizer state; the peak of the second determines the free memory
 )
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 SAVE_EVERY = 10  # recorded costs
@@ -306,7 +306,6 @@ class UpdateTuner:
             return
         found = None
         if world.is_first():
-            _warn_if_unwritable(self.path)
             found = _read(self.path, self.signature())
         found = world.broadcast_object(found, "the reading of the tuner's dictionary")
         if found is None:
@@ -400,15 +399,3 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any] | None:
 def _warn_unreadable(path: str, error: Exception) -> None:
     if world.is_first():
         logger.warning("adaptive: %s cannot be read (%s); measuring again", path, error)
-
-
-def _warn_if_unwritable(path: str) -> None:
-    """Warn before the search if its results cannot be saved."""
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        writable = os.access(folder, os.W_OK) and not os.path.isdir(path)
-    except OSError:
-        writable = False
-    if not writable:
-        logger.warning("adaptive: %s cannot be written; the tuner's results will be lost", path)

@@ -122,8 +122,7 @@ def experts_seconds(
     width = 2 * copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
     num_bytes = _computed_parameters(work, cluster, strategy) + chunk * width
     seconds = max(
-        flops / machine.flops_per_s,
-        num_bytes * work.bytes_per_element / machine.memory_bytes_per_s,
+        flops / machine.flops_per_s, num_bytes * work.bytes_per_element / machine.memory_bytes_per_s
     )
     return 2 * seconds if backward else seconds
 

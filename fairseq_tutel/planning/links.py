@@ -232,9 +232,7 @@ def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
     """Return the errors of (predicted, measured) seconds."""
     errors = [abs(predicted_s / measured_s - 1) for predicted_s, measured_s in pairs]
     return Errors(
-        median=float(np.median(errors)),
-        p90=float(np.quantile(errors, 0.9)),
-        largest=max(errors),
+        median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9)), largest=max(errors)
     )
 
 
@@ -286,8 +284,7 @@ def _machine_of(
 def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
     """Return the fitted link, with the numbers of `start` for those that were not determined."""
     return Link(
-        start.alpha_s if alpha is None else alpha,
-        1 / per_byte if per_byte else start.bytes_per_s,
+        start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s
     )
 
 

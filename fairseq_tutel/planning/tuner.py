@@ -19,7 +19,8 @@ from typing import Any
 from fairseq_tutel.planning.strategy import Strategy
 
 MOST_CANDIDATES = 12
-HOPELESS = 3.0  # times the least predicted seconds: not a candidate
+MOST_PREDICTED = 3.0  # times the least predicted seconds of a candidate
+HOPELESS = 2.0  # times the seconds of the best all-to-all: slower collective plans are not tried
 ROUNDS = 7
 # After each round, candidates above this factor of the best drop out. The last factor is repeated.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
@@ -146,7 +147,7 @@ class Tuner:
         if predict is None:
             return every
         seconds = {strategy: predict(strategy) for strategy in every}
-        limit = HOPELESS * min(seconds.values())
+        limit = MOST_PREDICTED * min(seconds.values())
         ranked = sorted(every, key=seconds.__getitem__)[:MOST_CANDIDATES]
         kept = [strategy for strategy in ranked if seconds[strategy] <= limit]
         if self.given is not None and self.given not in kept and self._is_available(self.given):

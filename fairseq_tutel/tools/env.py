@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line, and user-dir, which says where this package is."""
+    """Add the tool to the command line, and user-dir, which prints the folder of this package."""
     parser = tools.add_parser(
         "env", help="print versions, devices and the backends chosen", description=__doc__
     )

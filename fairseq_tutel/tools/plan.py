@@ -46,37 +46,28 @@ def add_to(tools: Any) -> None:
         "plan", help="rank configurations of a model's experts on a cluster", description=__doc__
     )
     add_numbers(parser, NUMBERS)
-    parser.add_argument("--gpu", default="a100", help=f"one of {', '.join(PRESETS)} [a100]")
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        metavar="FILE",
-        help="hardware profile of tune --json, instead of --gpu",
-    )
-    parser.add_argument(
-        "--intra-gb-s", type=float, metavar="X", help="link of a rank within its node, GB/s"
-    )
-    parser.add_argument(
-        "--inter-gb-s", type=float, metavar="X", help="link of a rank to other nodes, GB/s"
-    )
-    parser.add_argument(
-        "--alpha-us",
-        type=float,
-        metavar="X",
-        help="latency of a message to another node, microseconds",
-    )
+    for flag, kind, metavar, default, text in (
+        ("--gpu", str, None, "a100", f"one of {', '.join(PRESETS)} [a100]"),
+        ("--machine", Path, "FILE", None, "hardware profile of tune --json, instead of --gpu"),
+        ("--intra-gb-s", float, "X", None, "link of a rank within its node, GB/s"),
+        ("--inter-gb-s", float, "X", None, "link of a rank to other nodes, GB/s"),
+        ("--alpha-us", float, "X", None, "latency of a message to another node, microseconds"),
+        ("--dtype", str, None, "bf16", f"one of {', '.join(DTYPES)} [bf16]"),
+        (
+            *("--dense-parameters", int, "N", None),
+            "parameters outside of experts [attention: 4 x layers x model-dim squared]",
+        ),
+        (
+            *("--zero-stage", int, "N", 0),
+            "--moe-zero-stage: 1 shards the optimizer state, 2 gradients too [0]",
+        ),
+        ("--json", Path, "FILE", None, "write the candidates as JSON"),
+        ("--plot", Path, "FILE", None, f"draw the candidates: {', '.join(PLOTS)}"),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
     parser.add_argument("--glu", action="store_true", help="experts have three matrices")
-    parser.add_argument("--dtype", default="bf16", help=f"one of {', '.join(DTYPES)} [bf16]")
-    text = "parameters outside of experts [attention: 4 x layers x model-dim squared]"
-    parser.add_argument("--dense-parameters", type=int, metavar="N", help=text)
-    text = "--moe-zero-stage: 1 shards the optimizer state, 2 gradients too [0]"
-    parser.add_argument("--zero-stage", type=int, default=0, metavar="N", help=text)
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the candidates as JSON")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help=f"draw the candidates: {', '.join(PLOTS)}"
-    )
     parser.set_defaults(run=run)
 
 

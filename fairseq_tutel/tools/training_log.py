@@ -1,9 +1,9 @@
-"""Read what fairseq logged while it trained, and make one run of it.
+"""Reads fairseq's training logs, and joins their records to one run.
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
-`[…][train_inner][INFO] - {…}` under hydra, or the JSON alone in a `--log-file`. Its one key that ends
-in `num_updates` tells the update and, by its prefix, what was measured. fairseq-validate prints a record
-of its own, which knows no update.
+`[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The key that ends in
+`num_updates` has the update as value, and the data subset as prefix. A record of fairseq-validate has no
+update.
 """
 
 import math
@@ -16,31 +16,31 @@ from pathlib import Path
 
 from fairseq_tutel.files.small import open_ordinary, parse_json
 
-# Of a log in a folder, and of TensorBoard's event files.
+# Names of logs in a folder, and of TensorBoard's event files.
 LOG_NAMES = ("*.log", "*.json", "*.txt")
 EVENT_NAMES = "*tfevents*"
 
-# The two records of a training: since the last one, and over an epoch. Any other is a data subset.
+# Tags of training records: since the previous record, and over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
 
-# Lists over experts, with the layer behind: load, 1 if all have the same, and dropped share, 0 to 1.
+# Prefixes of lists over experts, before the layer: load, in even shares, and dropped share, 0 to 1.
 LOAD, DROPPED = "moe_load_", "moe_dropped_"
-# Lists over MoE layers, with what was measured behind.
+# Prefix of lists over MoE layers, before the name of the metric.
 LAYERS = "moe_layers_"
 
 _UPDATES = "num_updates"
-# In the place of an update, where the record does not tell.
+# The update of a record without one.
 UNKNOWN = -1
-# Characters of a line; what is longer, as in a file that is no log, is read in parts.
+# Characters of a line; longer ones, in files that are no logs, are read in parts.
 LONGEST_LINE = 2**24
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured after how many updates: numbers, lists of them.
+    """The numbers and lists that were logged after an update.
 
-    `seconds` are those of the training until then, in all its processes; nan where they are not known.
+    `seconds`: training time until then, over all processes; nan if unknown.
     """
 
     tag: str
@@ -52,11 +52,14 @@ class Record:
 
 @dataclass
 class Log:
-    """All records in the order of logging, and what else the log tells.
+    """The records of a log, in order.
 
-    `starts` holds, for every process that said so, how many records came before it; `ranks` the
-    numbers of ranks in that order, and `damaged` the numbers of the lines that could not be read.
-    `evaluations` has what fairseq-validate printed, by what it was measured on.
+    Attributes:
+        entries: the records.
+        starts: for each start of a process in the log, the number of records before it.
+        ranks: for each of them, the number of ranks.
+        damaged: numbers of unreadable lines.
+        evaluations: records of fairseq-validate, by data subset.
     """
 
     entries: list[Record] = field(default_factory=list)
@@ -68,9 +71,9 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """A training: its records by tag, in order of updates, its ranks, and what the reader must know.
+    """A training run: its records by tag, in order of updates, and evaluations by data subset.
 
-    And evaluations of what it trained, by what they were measured on.
+    `ranks` are the numbers of ranks, `notes` are sentences for the reader.
     """
 
     records: dict[str, list[Record]]
@@ -80,7 +83,7 @@ class Run:
 
     @property
     def training(self) -> list[Record]:
-        """The records of the training itself: the frequent ones if there are any."""
+        """The training records: the frequent ones if there are any."""
         return self.records.get(SINCE_LAST) or self.records.get(EPOCH, [])
 
     @property
@@ -90,13 +93,13 @@ class Run:
 
     @property
     def experts(self) -> dict[str, int]:
-        """The number of experts by the key of every MoE layer's load."""
+        """The number of experts of each MoE layer, by the key of its load."""
         lists = [item for record in self._all for item in record.lists.items()]
         return {key: len(load) for key, load in lists if key.startswith(LOAD)}
 
     @property
     def seconds(self) -> float:
-        """The training time in all, nan if it is not known."""
+        """The total training time, nan if unknown."""
         known = [record.seconds for record in self._all if not math.isnan(record.seconds)]
         return max(known, default=math.nan)
 
@@ -107,7 +110,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """The unit of `wps`: an image counts as one token, so that batches hold as many as samples."""
+        """The unit of `wps`: images if batches have as many tokens as samples, else tokens."""
         sizes = [
             (r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}
         ]
@@ -125,7 +128,7 @@ class Run:
 
 
 def list_keys(prefix: str, records: list[Record]) -> list[str]:
-    """Return the keys of the records' lists that begin so, in the order of logging."""
+    """Return the keys of lists with a prefix, in the order of logging."""
     keys = dict.fromkeys(key for record in records for key in record.lists)
     return [key for key in keys if key.startswith(prefix)]
 
@@ -136,19 +139,19 @@ def units_of(runs: Iterable[Run]) -> str:
 
 
 def layer_of(key: str, prefix: str) -> str:
-    """Return the layer that a list over experts is of, as people say it: decoder layer 1."""
+    """Return the layer of a list over experts, such as "decoder layer 1"."""
     return key.removeprefix(prefix).replace("_", " layer ")
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Return the records in the lines of a log; a line that is no record is passed over."""
+    """Return the records of a log. Other lines are ignored."""
     log, last = Log(), ""
     for number, line in enumerate(lines, start=1):
         if found := _PROCESS_STARTS.search(line):
             log.starts.append(len(log.entries))
             log.ranks.append(int(found[1]))
         text = line[line.find('{"') :].strip() if '{"' in line else ""
-        # fairseq adds a file handler in every epoch, and each of them writes each line.
+        # fairseq adds a file handler in every epoch, so lines are repeated.
         if not text or text == last:
             continue
         last = text
@@ -168,7 +171,7 @@ def read_log(lines: Iterable[str]) -> Log:
 
 
 def read_entry(stats: object) -> Record | None:
-    """Return the record that a JSON value is, or None if it is none."""
+    """Return the record of a JSON value, or None if it is none."""
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
@@ -187,17 +190,17 @@ def read_entry(stats: object) -> Record | None:
 
 
 def _prefix_of_evaluation(keys: list[str]) -> str | None:
-    """Return what fairseq-validate put before all keys, which begin with the loss; None if it did not."""
+    """Return the prefix of all keys of a fairseq-validate record, or None if it is none."""
     prefix = keys[0].removesuffix("loss") if keys and keys[0].endswith("_loss") else ""
     return prefix if prefix and all(key.startswith(prefix) for key in keys) else None
 
 
 def join(log: Log) -> Run:
-    """Make one run of all that was logged, in however many processes.
+    """Join the records of all processes to one run.
 
-    A process that resumes repeats the updates since its checkpoint: the records that it makes void
-    are left out. fairseq's `wall` begins at 0 in every process; here the parts add up. Where it stays
-    there, time is that of the updates by their speed.
+    A process that resumes repeats the updates since its checkpoint, so earlier records of these are left
+    out. fairseq's `wall` begins at 0 in every process; here it is added up. If it stays 0, time is computed
+    from the speed of updates.
     """
     notes = []
     kept: list[Record] = []
@@ -212,7 +215,7 @@ def join(log: Log) -> Run:
             kept = lasting
         before, now = seconds, math.nan
         walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
-        stopped = walls and not any(walls)  # as after a resume in an epoch's middle
+        stopped = walls and not any(walls)  # as after a resume within an epoch
         last = kept[-1].update if kept else 0
         for entry in entries:
             if stopped:
@@ -238,7 +241,7 @@ def join(log: Log) -> Run:
 
 
 def _processes(log: Log) -> list[list[Record]]:
-    """Return the entries of each process; one begins where it says so, or updates or time go back."""
+    """Return the entries of each process. One begins at its start line, or if updates or time decrease."""
     parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):
@@ -253,7 +256,7 @@ def _processes(log: Log) -> list[list[Record]]:
 
 
 def _not_finite(records: list[Record]) -> list[str]:
-    """Return one sentence for every key with values that are nan or infinite."""
+    """Return a sentence for each key with nan or infinite values."""
     updates: dict[str, list[int]] = {}
     for record in records:
         listed = {key: [value] for key, value in record.values.items()} | record.lists
@@ -267,7 +270,7 @@ def _not_finite(records: list[Record]) -> list[str]:
 
 
 def _number(value: object) -> float | None:
-    """Return the number that fairseq logged, often as text; None if it is none."""
+    """Return a number, which fairseq often logs as text, or None."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
@@ -287,14 +290,13 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def find_log(path: Path) -> tuple[Log, list[Path]]:
-    """Return what a training logged, and the files that hold it.
+    """Return the log of a training run, and its files.
 
-    A folder is searched through, first for fairseq's JSON lines, then for TensorBoard's event files. What
-    fairseq-validate printed into other files there is told by their names.
+    A folder is searched for fairseq's JSON lines, then for TensorBoard's event files. Outputs of
+    fairseq-validate in it are named by their files.
 
     Raises:
-        ValueError: the path does not exist or cannot be read, or it holds the records of no training or
-            of several.
+        ValueError: the path cannot be read, or has records of no run or of several.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
@@ -307,7 +309,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
         raise ValueError(
-            f"{path} holds the logs of several trainings ({names}); name one of them, or several to "
+            f"{path} holds the logs of several runs ({names}); name one of them, or several to "
             "overlay them; if they are parts of one training, join them in one file first."
         )
     if found:
@@ -321,13 +323,13 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
     folder = path if path.is_dir() else path.parent
     raise ValueError(
-        f"{path} holds no record of a training: looked for fairseq's JSON lines in {searched}, and for "
+        f"{path} has no training record: looked for fairseq's JSON lines in {searched}, and for "
         f"TensorBoard's event files; train with --log-format json --log-file {folder}/train.log."
     )
 
 
 def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
-    """Return evaluations by file and, where there are several in one, by subset."""
+    """Return evaluations by file, and by subset if a file has several."""
     names = default_names(list(evaluations)) if evaluations else []
     return {
         f"{name}, {tag}" if len(records) > 1 else name: record
@@ -337,7 +339,7 @@ def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
 
 
 def default_names(paths: list[Path]) -> list[str]:
-    """Return what tells the paths of runs apart: their parts without those that all share."""
+    """Return names of runs: their paths without common first and last parts."""
     parts = [
         list((path.with_suffix("") if path.is_file() else path).parts)
         for path in (Path(os.path.abspath(path)) for path in paths)
@@ -354,7 +356,7 @@ def _matches(folder: Path, *patterns: str) -> list[Path]:
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
-    """Leave out a log whose every record is in another one, such as a captured output."""
+    """Leave out logs whose records are all in another one, such as captured outputs."""
     kept: dict[Path, set[str]] = {}
     for path, log in sorted(logs.items(), key=lambda item: -len(item[1].entries)):
         records = {repr(entry) for entry in log.entries}
@@ -364,10 +366,9 @@ def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
 
 
 def _read_events(files: list[Path], given: Path) -> Log:
-    """Return the records in event files; fairseq keeps those of each tag in a folder of its name.
+    """Return the records of event files, which are in a folder for each tag; `given` is for messages.
 
-    They are scalars only: the loads of experts, which are lists, are in fairseq's JSON log alone.
-    `given` is where the user said that the files are, for messages.
+    They have scalars only. Lists, such as the loads of experts, are only in fairseq's JSON log.
     """
     if not files:
         return Log()
@@ -375,7 +376,7 @@ def _read_events(files: list[Path], given: Path) -> Log:
     for file in files:
         if folders[file.parent.name] != file.parent:
             raise ValueError(
-                f"{given} holds the TensorBoard files of several trainings ({file.parent}, "
+                f"{given} holds the TensorBoard files of several runs ({file.parent}, "
                 f"{folders[file.parent.name]}); name the folder of one of them."
             )
     try:
@@ -392,6 +393,6 @@ def _read_events(files: list[Path], given: Path) -> Log:
         for key in reader.Tags()["scalars"]:
             for event in reader.Scalars(key):
                 events.append((event.wall_time, file.parent.name, event.step, key, event.value))
-    # Several keys are one record, in the order in which the records of all tags were written.
+    # Keys of the same tag and update form one record. Records are sorted by time.
     records = groupby(sorted(events), key=lambda event: event[1:3])
     return Log([Record(tag, step, {e[3]: e[4] for e in of}) for (tag, step), of in records])

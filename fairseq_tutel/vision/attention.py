@@ -1,6 +1,6 @@
-"""Attention within windows, in Swin V2's form and in that of the released SwinV2-MoE.
+"""Attention within windows, as in Swin V2 or as in the released SwinV2-MoE.
 
-B images, D model_dim, M heads of d; G windows of N places each, P = G * N.
+B images, D model_dim, M heads of d; G windows of N positions each, P = G * N.
 """
 
 import math
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from fairseq_tutel.vision.position_bias import PositionBias
 from fairseq_tutel.vision.windows import Windows
 
-# Of the cosine: scores are at most this times it.
+# First and largest scale of the cosine.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 
 
 class WindowAttention(nn.Module):
-    """Self-attention of every window, with a bias by position.
+    """Self-attention within windows, with a bias by relative position.
 
-    Form v2: cosine of query and key times a learned scale of the head, and a bias within 0 to 16; keys
-    have no bias of their own. Form moe: their product by d^-0.5, and the bias as it is.
+    Form v2: scores are cosines times a learned scale of the head, position biases are within 0 to 16, and
+    keys have no bias. Form moe: scaled dot products, and position biases without bounds.
 
     Source: Liu et al. 2022 (Swin Transformer V2), sections 3.2 and 3.3, and its released code.
     """
@@ -47,10 +47,10 @@ class WindowAttention(nn.Module):
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(FIRST_SCALE)))
 
     def forward(self, x_BPD: Tensor, windows: Windows) -> Tensor:
-        """Return what every place takes from those that it sees, [B, P, D]."""
+        """Return the output of attention, [B, P, D]."""
         B, P, D = x_BPD.shape
         G, M, N = windows.number, self.heads, P // windows.number
-        # With a mask of its own a window is as a head; else images are as windows.
+        # With masks, windows are treated like heads; without, like images.
         copies = 1 if windows.mask_G1NN is None else G
         batch = B * G // copies, copies * M
         q, k, v = (
@@ -60,7 +60,7 @@ class WindowAttention(nn.Module):
         scale: float | Tensor = (D // M) ** -0.5
         if self.by_cosine:
             scale = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp().repeat(copies, 1, 1)
-            # A factor for each row: to divide all of it, as F.normalize does, takes several times longer.
+            # Scaling rows by a factor is several times faster than F.normalize, which divides all elements.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
         dropout = self.attention_dropout if self.training else 0.0
         y = _attention(q, k, v, scale, self._bias(windows).to(v.dtype), dropout)
@@ -73,7 +73,7 @@ class WindowAttention(nn.Module):
         return F.linear(x_BPD, self.qkv.weight, bias)
 
     def _bias(self, windows: Windows) -> Tensor:
-        """Return what is added to scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
+        """Return the bias of scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
         bias_MNN = self.cpb_mlp(windows.shape)
         if self.by_cosine:
             bias_MNN = MAX_BIAS * bias_MNN.sigmoid()
@@ -83,10 +83,7 @@ class WindowAttention(nn.Module):
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    """Return 1 / |x| of the last dimension, [..., 1], fp32 at least; an empty place is a row of zeros.
-
-    The bound is F.normalize's; in fp16 it would be 0.
-    """
+    """Return 1 / |x| of the last dimension, [..., 1], in at least fp32: in fp16 the bound is 0."""
     norm = torch.linalg.vector_norm(
         x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
     )
@@ -98,8 +95,8 @@ def _attention(
 ) -> Tensor:
     """Return softmax(q k^T * scale + bias) v."""
     if torch.is_grad_enabled() and q.device.type == "cpu":
-        # torch has no fused kernel for the CPU that knows the gradient of a bias; what it does instead
-        # makes more passes over the scores (1.1 to 1.2 times the time of attention and its backward).
+        # On CPUs torch has no fused kernel with the gradient of a bias. Its fallback makes more passes over
+        # the scores: 1.1 to 1.2 times the time of attention and its backward.
         weights = ((q * scale).to(k.dtype) @ k.mT).add_(bias).softmax(-1)
         return F.dropout(weights, dropout) @ v
     if isinstance(scale, Tensor):

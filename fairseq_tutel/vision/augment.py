@@ -1,7 +1,7 @@
-"""Images changed at random in training: one by one, and each with the next of its batch.
+"""Random augmentation of training images, and mixing of each with the next one of its batch.
 
-All is a function of numbers that `draws_of` hands out, which (seed, epoch, image) alone decide: an image
-comes out alike on every rank, in every worker, and after a resume.
+All random numbers come from `draws_of`, by (seed, epoch, image). So an image is augmented equally on every
+rank, in every worker, and after a resume.
 
 B images, C channels, H and W of an image.
 """
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from fairseq_tutel.vision.image_options import ImageConfig
 
-# Of red, green and blue, what the eye sees of brightness (ITU-R BT.601).
+# Weights of red, green and blue in brightness (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
-# Of random erasing (Zhong et al. 2017, section 3): shares of the area, and the longest of width to height.
+# Random erasing (Zhong et al. 2017, section 3): shares of the area, largest ratio of width to height.
 ERASED, ASPECT = (0.02, 1 / 3), 10 / 3
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """How an image is mixed with the next one of its batch.
+    """Mixing of an image with the next one of its batch.
 
     Attributes:
-        share: of the image itself, from 0 to 1.
-        box: (top, bottom, left, right) of what comes from the next one; None where both are blended.
+        share: weight of the image itself, from 0 to 1.
+        box: (top, bottom, left, right) of the part from the next image; None: both are blended.
     """
 
     share: float
@@ -36,23 +36,20 @@ class Mixing:
 
 
 def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return the source of what is random in one image of one epoch."""
+    """Return the random generator of one image in one epoch."""
     return np.random.default_rng((seed, epoch, index))
 
 
 def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
-    """Return the order in which an epoch goes through the images, [N] int64."""
-    # No image has this number: the order shares no draws with any of them.
+    """Return the order of the images in an epoch, [N] int64."""
+    # No image has this number, so the order is independent of all augmentations.
     return draws_of(seed, epoch, num_images).permutation(num_images)
 
 
 def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) -> Tensor:
-    """Return an image cut out, mirrored and recoloured, by options; what is off draws nothing.
+    """Crop, mirror and recolour an image [C, H, W] of values from 0 to 1, as enabled by options.
 
-    Args:
-        image: [C, H, W], from 0 to 1, before normalisation.
-        config: which of it, and how much.
-        draws: of the image.
+    Disabled options draw no random numbers.
     """
     if config.crop_padding:
         height, width = image.shape[1:]
@@ -67,7 +64,7 @@ def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) ->
 
 
 def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Tensor:
-    """Return a normalised image [C, H, W], of which a rectangle may have become the mean, 0."""
+    """Set a random rectangle of a normalised image [C, H, W] to the mean, 0, with a probability."""
     if not probability or draws.random() >= probability:
         return image
     height, width = image.shape[1:]
@@ -84,7 +81,7 @@ def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Ten
 def draw_mixing(
     config: ImageConfig, height: int, width: int, draws: np.random.Generator
 ) -> Mixing | None:
-    """Return how an image is to be mixed; None where no option asks for it."""
+    """Return a random mixing, or None if no option enables it."""
     if not config.mixes:
         return None
     cuts = draws.random() < 0.5 if config.mixup and config.cutmix else config.cutmix > 0
@@ -100,8 +97,8 @@ def draw_mixing(
 def mixed(images_BCHW: Tensor, mixings: list[Mixing]) -> Tensor:
     """Return each image mixed with the next one, the last with the first.
 
-    Sources: mixup, Zhang et al. 2018, equation 1; cutmix, Yun et al. 2019, section 3.1. The share is each
-    image's own, where both papers draw one of a batch.
+    Sources: mixup, Zhang et al. 2018, equation 1; cutmix, Yun et al. 2019, section 3.1. Each image has its
+    own share; both papers draw one per batch.
     """
     next_BCHW = images_BCHW.roll(-1, 0)
     blended_BCHW = images_BCHW.clone()
@@ -135,7 +132,7 @@ def _box(
     width: int,
     draws: np.random.Generator,
 ) -> tuple[int, int, int, int]:
-    """Return top, bottom, left and right of a rectangle around a random pixel, cut off at the borders."""
+    """Return top, bottom, left, right of a rectangle around a random pixel, clipped to the image."""
     rows, columns = round(share_of_height * height), round(share_of_width * width)
     top = int(draws.integers(height)) - rows // 2
     left = int(draws.integers(width)) - columns // 2

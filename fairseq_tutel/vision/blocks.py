@@ -1,4 +1,4 @@
-"""Parts of Swin: a block, the merging of patches between stages, the first patches.
+"""Modules of Swin: patch embedding, patch merging between stages, transformer block.
 
 B images, L tokens of one, D model_dim.
 """
@@ -15,7 +15,7 @@ Size = tuple[int, int]  # (height, width) of an image, in tokens
 
 
 class PatchEmbedding(nn.Module):
-    """Images [B, channels, height, width] -> tokens, one for each patch; edges are filled up with 0."""
+    """Images [B, channels, height, width] -> one token for each patch, with zero padding."""
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class PatchEmbedding(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
-        """Return x_BLD and how many patches there are down and across."""
+        """Return x_BLD, and the numbers of patches by height and width."""
         height, width = images.shape[-2:]
         rest = -width % self.patch_size, -height % self.patch_size
         x = self.proj(F.pad(images, (0, rest[0], 0, rest[1])) if any(rest) else images)
@@ -32,7 +32,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours become one token of twice the dimension; edges are filled up with 0."""
+    """Merges four neighbours to one token of twice the dimension, with zero padding."""
 
     def __init__(self, dim: int, form: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim if self.norms_first else 2 * dim)
 
     def forward(self, x_BLD: Tensor, size: Size) -> tuple[Tensor, Size]:
-        """Return the tokens and the size of what they show."""
+        """Return the tokens, and the size of the image in tokens."""
         B, _, D = x_BLD.shape
         (height, width), x = size, x_BLD.unflatten(1, size)
         if height % 2 or width % 2:
@@ -54,12 +54,12 @@ class PatchMerging(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward step, each added to what comes in.
+    """Attention and FFN, each with a residual connection.
 
-    The feed-forward step has the names of fairseq's, so that experts can take its place.
+    The FFN has the attributes of fairseq's, so that experts can replace it.
     """
 
-    batch_first = True  # of what fc1 is called with
+    batch_first = True  # layout of fc1's input
 
     def __init__(
         self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int
@@ -90,16 +90,16 @@ class Block(nn.Module):
         return self._added(x_BLD, self.norm2(self._fed_forward(x_BLD)))
 
     def _attended(self, x_BLD: Tensor, windows: Windows) -> Tensor:
-        return self.dropout_module(windows.joined(self.attn(windows.parted(x_BLD), windows)))
+        return self.dropout_module(windows.merge(self.attn(windows.split(x_BLD), windows)))
 
     def _fed_forward(self, x_BLD: Tensor) -> Tensor:
         hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x_BLD)))
         return self.dropout_module(self.fc2(hidden))
 
     def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
-        """Return x + y; in training without y for some images, and with more of it for the others.
+        """Return x + y; in training with stochastic depth, scaled to the expectation x + y.
 
-        Source: Huang et al. 2016 (stochastic depth), scaled so that the expectation is x + y.
+        Source: Huang et al. 2016.
         """
         if not self.training or self.drop_path == 0:
             return x_BLD + y_BLD

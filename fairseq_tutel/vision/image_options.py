@@ -1,18 +1,20 @@
-"""The table of options of the task image_classification: what an image becomes before a model sees it."""
+"""The table of options of the task image_classification: preprocessing and augmentation."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from fairseq_tutel.options.option import AT_LEAST_0, NOT_NEGATIVE, Rule, option
 
+image_option = partial(option, of="task", theme="Images")
 SHARE: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
-# What photos of ImageNet are normalised by, in shares of full brightness; red, green, blue.
+# Mean and standard deviation of ImageNet's photos, from 0 to 1; red, green, blue.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Return the finite numbers of a list with commas; none of one that is empty or no such list."""
+    """Return the numbers of a list with commas, or () if any is missing or not finite."""
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -32,98 +34,71 @@ POSITIVE_NUMBERS: Rule = (
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """Options of a task on images."""
+    """Options of the task image_classification."""
 
     prefix: ClassVar[str] = "image_"
 
-    size: int = option(
+    size: int = image_option(
         0,
-        "height and width that an image is resized and cropped to around its centre; 0: those of the first "
-        "image of the training set, or of its array",
-        of="task",
-        theme="Images",
+        "height and width to which images are resized and center-cropped; 0: those of the first training "
+        "image",
         unit="pixels",
         rule=(lambda v: 0 <= v <= 16384, "give a whole number from 0 to 16384"),
     )
-    channels: int = option(
+    channels: int = image_option(
         0,
-        "1 makes images of files grey, 3 makes them red, green and blue; 0: as the first image of the "
-        "training set is",
-        of="task",
-        theme="Images",
+        "channels of images from files: 1 grey, 3 RGB; 0: those of the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
-    mean: str = option(
+    mean: str = image_option(
         "",
-        "what is taken from a channel's values, which go from 0 to 1: one number, or one of each channel; "
+        "mean that normalization subtracts from values of 0 to 1: one number, or one per channel; "
         f"empty: {', '.join(map(str, IMAGENET_MEAN))} (ImageNet's) for 3 channels, else 0.5",
-        of="task",
-        theme="Images",
         rule=NUMBERS,
     )
-    std: str = option(
+    std: str = image_option(
         "",
-        "what the result is divided by, likewise; "
+        "standard deviation by which normalization divides: one number, or one per channel; "
         f"empty: {', '.join(map(str, IMAGENET_STD))} for 3 channels, else 0.5",
-        of="task",
-        theme="Images",
         rule=POSITIVE_NUMBERS,
     )
-    errors: str = option(
+    errors: str = image_option(
         "refuse",
-        "what an image that cannot be decoded does: end the command, or be named, counted and left out",
-        of="task",
-        theme="Images",
+        "action for images that cannot be decoded: end the command, or log, count and skip them",
         choices=("refuse", "skip"),
     )
-    crop_padding: int = option(
+    crop_padding: int = image_option(
         0,
-        "in training, black on every side from which an image of the same size is cut out at random",
-        of="task",
-        theme="Images",
+        "random crop in training: width of the black border that is added before the crop",
         unit="pixels",
         rule=AT_LEAST_0,
     )
-    flip: float = option(
+    flip: float = image_option(0.0, "probability of a horizontal flip in training", rule=SHARE)
+    jitter: float = image_option(
         0.0,
-        "in training, the probability that an image is mirrored, left to right",
-        of="task",
-        theme="Images",
+        "color jitter in training: random factors of brightness, contrast and saturation, from 1 minus "
+        "this to 1 plus this",
         rule=SHARE,
     )
-    jitter: float = option(
+    erase: float = image_option(
         0.0,
-        "in training, brightness, contrast and, of colours, saturation times a number from 1 less to 1 "
-        "more than this",
-        of="task",
-        theme="Images",
+        "random erasing in training: probability that a rectangle (2 to 33 % of the area) becomes the mean",
         rule=SHARE,
     )
-    erase: float = option(
+    mixup: float = image_option(
         0.0,
-        "in training, the probability that a rectangle of 2 to 33 % of the area becomes the mean",
-        of="task",
-        theme="Images",
-        rule=SHARE,
-    )
-    mixup: float = option(
-        0.0,
-        "in training, each image is blended with the next one of its batch, with a share drawn from "
-        "Beta(a, a) of this a; 0: not",
-        of="task",
-        theme="Images",
+        "mixup in training: blend each image with the next one of its batch, by a share drawn from "
+        "Beta(a, a) for this a; 0: off",
         rule=NOT_NEGATIVE,
     )
-    cutmix: float = option(
+    cutmix: float = image_option(
         0.0,
-        "in training, each image gets a rectangle of the next one of its batch, whose share of the area is "
-        "drawn from Beta(a, a) of this a; 0: not; beside --image-mixup, one of both for each image",
-        of="task",
-        theme="Images",
+        "cutmix in training: replace a rectangle of each image by the next one of its batch, its area "
+        "drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets one of both",
         rule=NOT_NEGATIVE,
     )
 
     @property
     def mixes(self) -> bool:
-        """Whether images of a batch are mixed in training."""
+        """Whether mixup or cutmix is enabled."""
         return self.mixup > 0 or self.cutmix > 0

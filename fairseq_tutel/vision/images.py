@@ -1,6 +1,6 @@
-"""Images and labels as they stand in files, folders of pictures or arrays; decoded when they are read.
+"""Image data sets: folders of image files, or arrays. Images are decoded when they are read.
 
-N images, C channels, h and w of an image as it is stored, H and W as the model gets it.
+N images, C channels, h and w of the stored image, H and W of the model's input.
 """
 
 import math
@@ -15,26 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.vision.image_options import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    ImageConfig,
-    numbers_of,
-)
+from fairseq_tutel.vision.image_options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
-# A larger label is no number of a class but an id or a date, for each of which the head would grow.
+# Larger labels are IDs or dates and not class numbers.
 MOST_CLASSES = 1_000_000
-LONGEST = 200  # of an image's sides, the longer by the shorter
+LONGEST = 200  # largest aspect ratio
 
 
 class UnreadableImageError(Exception):
-    """An image that cannot be decoded; the text says which, and why."""
+    """An image cannot be decoded. The text has its name and the reason."""
 
 
 def refusal(reason: str) -> str:
-    """Return the sentence that refuses an image which cannot be read."""
+    """Return the error message for an unreadable image."""
     return f"{reason}; repair or remove it, or add --image-errors skip."
 
 
@@ -43,12 +38,12 @@ class ImageFolder:
 
     Attributes:
         origin: the folder.
-        class_names: of the classes, in the order of their numbers.
+        class_names: names of the classes, by their numbers.
         labels_N: [N] int64, the class of each image.
     """
 
     def __init__(self, folder: Path) -> None:
-        _pillow()  # here, not first in a worker
+        _pillow()  # checked before workers start
         self.origin = folder
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
         if not names:
@@ -76,11 +71,11 @@ class ImageFolder:
         return len(self._files)
 
     def name(self, i: int) -> str:
-        """Return where image i stands."""
+        """Return the path of image i."""
         return str(self.origin / self._files[i])
 
     def channels(self, i: int) -> int:
-        """Return the channels of an image as it is stored: 1 if it is grey, else 3.
+        """Return the channels of a stored image: 1 if it is grey, else 3.
 
         Raises:
             UnreadableImageError: it cannot be opened.
@@ -89,7 +84,7 @@ class ImageFolder:
             return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
 
     def read(self, i: int, channels: int) -> Tensor:
-        """Return image i, uint8 [C, h, w], in grey (C = 1) or red, green and blue (C = 3).
+        """Return image i, uint8 [C, h, w], grey (C = 1) or RGB (C = 3).
 
         Raises:
             UnreadableImageError: it cannot be decoded.
@@ -98,11 +93,11 @@ class ImageFolder:
 
 
 class ImageArrays:
-    """An .npz file: `images`, uint8 [N, h, w] or [N, h, w, C]; `labels`, int [N]; perhaps `classes`, names.
+    """An .npz file: `images`, uint8 [N, h, w] or [N, h, w, C]; `labels`, int [N]; optional `classes`.
 
     Attributes:
         origin: the file.
-        class_names: of the classes, where the file has names; else None.
+        class_names: names of the classes, or None.
         labels_N: [N] int64.
     """
 
@@ -115,7 +110,7 @@ class ImageArrays:
                 }
         except MemoryError:
             raise
-        except Exception as error:  # a torn zip, objects, another file: of many kinds
+        except Exception as error:  # corrupt and foreign files raise many types
             raise ValueError(
                 f"{path} is no .npz file of plain arrays ({_reason(error)}); save it with numpy.savez."
             ) from None
@@ -127,8 +122,8 @@ class ImageArrays:
             )
         if images.ndim == 4 and images.shape[1] <= 4 < images.shape[3]:
             raise ValueError(
-                f"images of {path} is {list(images.shape)}, channels before height and width as it seems; "
-                "give [images, height, width, channels]."
+                f"images of {path} is {list(images.shape)}, which looks like channels first; give "
+                "[images, height, width, channels]."
             )
         if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
             raise ValueError(
@@ -154,7 +149,7 @@ class ImageArrays:
         return len(self._images)
 
     def name(self, i: int) -> str:
-        """Return where image i stands."""
+        """Return the path of image i."""
         return f"{self.origin}[{i}]"
 
     def channels(self, i: int) -> int:
@@ -169,7 +164,7 @@ class ImageArrays:
         """
         if channels != self._images.shape[3]:
             raise ValueError(
-                f"images of {self.origin} has {self._images.shape[3]} channels, and the model gets "
+                f"images of {self.origin} has {self._images.shape[3]} channels, but the model takes "
                 f"{channels}; give arrays of {channels}, and no other --image-channels."
             )
         return torch.from_numpy(self._images[i]).permute(2, 0, 1)
@@ -179,33 +174,33 @@ Images = ImageFolder | ImageArrays
 
 
 def open_images(data: str, split: str) -> Images:
-    """Return the images of a split: of the folder DATA/SPLIT, or the file DATA/SPLIT.npz.
+    """Return the images of a split: the folder DATA/SPLIT or the file DATA/SPLIT.npz.
 
     Raises:
-        ValueError: neither is there, both are, or it is none that holds images and labels.
+        ValueError: neither or both exist, or there are no images and labels.
     """
     if not data:
-        raise ValueError("no folder of data is given; name the one that has train and valid in it.")
+        raise ValueError("no data folder is given; name the folder that contains train and valid.")
     folder = Path(data) / split
     file = folder.with_name(f"{split}.npz")
     if folder.is_dir() == file.is_file():
-        state = "neither is there" if not folder.is_dir() else "both are there"
+        state = "neither exists" if not folder.is_dir() else "both exist"
         raise ValueError(
-            f"the images of {split} stand in {folder} or {file}, and {state}; give one of them."
+            f"the images of {split} are read from {folder} or {file}, but {state}; give one of them."
         )
     try:
         return ImageFolder(folder) if folder.is_dir() else ImageArrays(file)
-    except OSError as error:  # a folder that may not be read, links in a circle
+    except OSError as error:  # no permission, cyclic links
         raise ValueError(
             f"{error.filename} cannot be read ({error.strerror}); repair or remove it."
         ) from None
 
 
 def classes_of(images: Images) -> list[str]:
-    """Return the names of a training set's classes; of numbers, those up to the largest.
+    """Return the names of a training set's classes; without names, the numbers up to the largest label.
 
     Raises:
-        ValueError: there is only one.
+        ValueError: there is only one class.
     """
     names = images.class_names
     if names is None:
@@ -216,15 +211,15 @@ def classes_of(images: Images) -> list[str]:
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
-    """Return [N] int64, the classes of images by their numbers in `classes`; names decide, where there are.
+    """Return [N] int64, the labels of images as numbers in `classes`, matched by name if they have names.
 
     Raises:
-        ValueError: a class that is not among them.
+        ValueError: a class is not among them.
     """
     if images.class_names is None:
         if images.labels_N.max() >= len(classes):
             raise ValueError(
-                f"labels of {images.origin} has {images.labels_N.max()}, and the training set has "
+                f"labels of {images.origin} has {images.labels_N.max()}, but the training set has "
                 f"{len(classes)} classes, 0 to {len(classes) - 1}."
             )
         return images.labels_N
@@ -234,16 +229,16 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
         return images.labels_N
     if unknown:
         raise ValueError(
-            f"{images.origin} has the class {unknown[0]}, which is none of the training set's "
+            f"{images.origin} has the class {unknown[0]}, which is not among the training set's "
             f"{len(classes)}, {classes[0]} to {classes[-1]}; remove it, or train with it."
         )
     return np.array([number_of[name] for name in images.class_names])[images.labels_N]
 
 
 def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str, str] | None:
-    """Return the first class that is another one, its number and names; None where all are the same.
+    """Return the number and both names of the first class that differs, or None.
 
-    As many numbers, which classes without names have, are the same; of none before nothing is known.
+    Classes without names, which have numbers instead, equal any classes of the same count.
     """
     if _same_by_number(before, now):
         return None
@@ -253,41 +248,32 @@ def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str
 
 
 def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Whether one of them is numbers, which stand for as many names, but not for themselves elsewhere."""
+    """Whether either list has numbers instead of names, and their lengths are equal."""
     numbers = [str(i) for i in range(len(now))]
     is_alike = len(before) == len(now) and set(before) != set(now)
     return is_alike and numbers in (list(before), list(now))
 
 
 def decoded(path: str, channels: int) -> Tensor:
-    """Return the image of a file, uint8 [C, h, w], in grey (C = 1) or red, green and blue (C = 3).
+    """Return the image of a file, uint8 [C, h, w], grey (C = 1) or RGB (C = 3).
 
     Raises:
         UnreadableImageError: it cannot be decoded.
     """
     with _opened(path) as image:
         try:
-            if image.mode[0] == "I":  # 16 bits of grey, which Pillow would cut off at 255
+            if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
                 image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
             pixels = np.array(image.convert(MODES[channels]))
         except MemoryError:
             raise
-        except Exception as error:  # Pillow's readers have no exception of their own
+        except Exception as error:  # Pillow raises many types
             raise UnreadableImageError(f"{path}: {_reason(error)}") from None
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
 
 
 def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Return an image in H x W: scaled until it covers that, and cropped around its centre.
-
-    Args:
-        pixels: uint8 [C, h, w].
-        height: H.
-        width: W.
-
-    Returns:
-        float32 [C, H, W], from 0 to 1.
-    """
+    """Resize uint8 [C, h, w] to cover H x W, crop the centre; return float32 [C, H, W] from 0 to 1."""
     image = pixels.float() / 255
     h, w = image.shape[1:]
     if (h, w) != (height, width):
@@ -301,19 +287,19 @@ def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation by --image-mean and --image-std, [C, 1, 1] each.
+    """Return the mean and standard deviation of normalization, [C, 1, 1] each.
 
     Raises:
-        ValueError: neither one number nor one of each channel.
+        ValueError: an option has neither one number nor one per channel.
     """
     found = []
-    for name, of_photos in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
+    for name, default in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
         text = getattr(config, name)
-        numbers = numbers_of(text) if text else of_photos if channels == 3 else (0.5,)
+        numbers = numbers_of(text) if text else default if channels == 3 else (0.5,)
         if len(numbers) not in (1, channels):
             raise ValueError(
                 f"--image-{name} is {text}, {len(numbers)} numbers for images of {channels} channels; give "
-                "one, or one of each channel."
+                "one, or one per channel."
             )
         found.append(torch.tensor(numbers).expand(channels).view(-1, 1, 1))
     return found[0], found[1]
@@ -347,24 +333,24 @@ def _pillow() -> Any:
 
 
 def _opened(path: str) -> Any:
-    """Return Pillow's image, of which only the head is read yet."""
+    """Return Pillow's image, of which only the header was read."""
     pillow = _pillow()
     try:
-        if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
+        if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe would block
             raise ValueError("no regular file")
         image = pillow.open(path)
         sides = image.width, image.height
         pixels = math.prod(sides)
-        # Scaled until it covers a square, it would fill the memory.
+        # Resized to cover a square, it would fill the memory.
         if max(sides) > LONGEST * min(sides):
             raise ValueError(
                 f"{sides[0]} x {sides[1]} pixels, one side more than {LONGEST} times the other"
             )
-        if pixels > pillow.MAX_IMAGE_PIXELS:  # where Pillow itself only warns
+        if pixels > pillow.MAX_IMAGE_PIXELS:  # Pillow itself only warns
             raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's readers have no exception of their own
+    except Exception as error:  # Pillow raises many types
         raise UnreadableImageError(f"{path}: {_reason(error)}") from None
     return image
 

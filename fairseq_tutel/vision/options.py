@@ -1,4 +1,4 @@
-"""The table of options of Swin V2: what its layers are, and which of them have experts."""
+"""The table of options of Swin V2 and its experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ vision = partial(option, theme="Vision", of="model")
 
 
 def numbers(text: str) -> list[int]:
-    """Read "2,2,18,2"; nothing where it is no list of whole numbers."""
+    """Return the whole numbers of a list such as "2,2,18,2", or [] if it is none."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
 
@@ -28,17 +28,17 @@ def _each(least: int, what: str) -> Rule:
 
 @dataclass(frozen=True)
 class SwinConfig:
-    """What a Swin V2 is, with experts or without."""
+    """Options of Swin V2, with and without experts."""
 
     prefix: ClassVar[str] = "swin_"  # of the keys
     form: str = vision(
         "v2",
-        "v2: attention by cosine, position bias of at most 16, a norm behind each step (Swin V2); moe: "
-        "attention by scaled dot product, a norm before each step (the released SwinV2-MoE)",
+        "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "
+        "scaled dot-product attention, norms before attention and FFN (the released SwinV2-MoE)",
         choices=("v2", "moe"),
     )
     patch_size: int = vision(
-        4, "side of the square of pixels that is a token at first", unit="pixels", rule=AT_LEAST_1
+        4, "side of a patch, which becomes one token", unit="pixels", rule=AT_LEAST_1
     )
     embed_dim: int = vision(
         96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
@@ -55,59 +55,59 @@ class SwinConfig:
     )
     window: int = vision(
         12,
-        "side of the square of tokens within which attention looks; a smaller image is one window",
+        "side of an attention window; a smaller image is one window",
         unit="tokens",
         rule=AT_LEAST_1,
     )
     position_windows: str = vision(
         "0",
-        "window that the position bias was trained with, where it is another now: one number, or one "
+        "window with which the position bias was trained, if --swin-window differs: one number, or one "
         "per stage; 0: the same",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
     mlp_ratio: float = vision(
-        4.0, "hidden dimension of the feed-forward step, in model dimensions", rule=POSITIVE
+        4.0, "hidden dimension of the FFN, in model dimensions", rule=POSITIVE
     )
     dropout: float = vision(
-        0.0,
-        "dropout in the feed-forward step and behind attention, a probability",
-        rule=PROBABILITY,
+        0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY
     )
     attention_dropout: float = vision(
-        0.0, "dropout of attention's weights, a probability", rule=PROBABILITY
+        0.0, "dropout probability of attention weights", rule=PROBABILITY
     )
     drop_path: float = vision(
         0.2,
-        "stochastic depth: in training an image passes over a step of the last block with this "
-        "probability, over one of the first with 0, and linearly between",
+        "stochastic depth: probability that an image skips attention or FFN of the last block in training; "
+        "0 in the first block, and linear between",
         rule=PROBABILITY,
     )
     init_std: float = vision(
-        0.02, "standard deviation that linear layers begin with", rule=POSITIVE
+        0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE
     )
     checkpoint_activations: bool = vision(
-        False, "keep only what blocks are given, and make the rest again in the backward"
+        False, "save the inputs of blocks only, and recompute the rest in backward"
     )
 
 
 @dataclass(frozen=True)
 class SwinExpertsConfig:
-    """Which blocks have experts, beyond --moe-freq, and what these do not share with dense steps."""
+    """Options of Swin V2's experts."""
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
-        2, "last stages whose blocks have experts, by --moe-freq within a stage", rule=whole(1)
+        2,
+        "number of last stages with experts; --moe-freq counts blocks within a stage",
+        rule=whole(1),
     )
     expert_dropout: float = vision(
-        0.1, "dropout of the experts' hidden layer, a probability", rule=PROBABILITY
+        0.1, "dropout probability of the experts' hidden layer", rule=PROBABILITY
     )
 
 
 def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
-    """Return (blocks, model dimension, heads, position window or 0) of every stage.
+    """Return (blocks, model dimension, heads, position window or 0) of each stage.
 
     Raises:
-        ValueError: lists that do not fit each other, or heads that do not divide a dimension.
+        ValueError: lists have different lengths, or heads do not divide a dimension.
     """
     depths, heads = numbers(config.depths), numbers(config.heads)
     windows = numbers(config.position_windows)

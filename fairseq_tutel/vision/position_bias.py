@@ -1,6 +1,6 @@
-"""Attention's bias by position: a small network of how far apart query and key are, on a scale of logs.
+"""Position bias of attention: a small network of the log-spaced offsets between query and key.
 
-M heads, N places of a window of h x w.
+M heads, N positions of a window of h x w.
 
 Source: Liu et al. 2022 (Swin Transformer V2), section 3.3.
 """
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 HIDDEN_DIM = 512
-# Of the released code: an offset of the whole window is 8 before the logarithm, and 1 behind it.
+# From the released code: the largest offset is 8 before the logarithm, and 1 after it.
 SPAN = 8
 
 
 class PositionBias(nn.Sequential):
-    """The network, by the released names: (offset down, offset right) -> 512 -> M.
+    """The network, with the released names: (offset down, offset right) -> 512 -> M.
 
     Args:
         heads: M.
-        trained_window: side that its offsets are measured by; 0: that of the window it is asked for.
+        trained_window: side of the window that scales its offsets; 0: that of the current window.
     """
 
     def __init__(self, heads: int, trained_window: int = 0) -> None:
@@ -32,7 +32,7 @@ class PositionBias(nn.Sequential):
         self.trained_window = trained_window
 
     def forward(self, window: tuple[int, int]) -> Tensor:  # type: ignore[override]
-        """Return the bias [M, N, N] of every query (first) and key in a window of h x w."""
+        """Return the bias [M, N, N] of each query (first) and key in a window of h x w."""
         weight: Any = self[0].weight
         offsets, index_NN = _offsets(*window, self.trained_window, weight.device)
         table = super().forward(offsets.to(weight.dtype))
@@ -41,8 +41,8 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return all offsets [(2h-1)(2w-1), 2] within a window, and which of them each pair [N, N] has."""
-    # What is made in inference mode could not be used by a training later.
+    """Return the offsets [(2h-1)(2w-1), 2] in a window, and the index [N, N] of each pair's offset."""
+    # Tensors created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [
             torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)

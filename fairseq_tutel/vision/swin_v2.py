@@ -1,4 +1,4 @@
-"""Swin V2, a transformer of images: patches, stages of blocks, and a class for the mean token.
+"""Swin V2, an image transformer: patch embedding, stages of blocks, and a head on the mean token.
 
 B images, L tokens of one, D model_dim, C classes.
 
@@ -17,7 +17,7 @@ from fairseq_tutel.vision.windows import windows_of
 
 
 class Stage(nn.Module):
-    """Blocks of one size of image, every second one with shifted windows, then merged patches."""
+    """Blocks of one resolution, every second one with shifted windows, then patch merging."""
 
     def __init__(
         self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None
@@ -28,7 +28,7 @@ class Stage(nn.Module):
         self.downsample = merging
 
     def forward(self, x_BLD: Tensor, size: Size) -> tuple[Tensor, Size]:
-        """Return the tokens after the stage and the size of what they show."""
+        """Return the tokens after the stage, and the size of the image in tokens."""
         both = [windows_of(*size, self.window, shifted, x_BLD.device) for shifted in (False, True)]
         for i, block in enumerate(self.blocks):
             if block.checkpoints and torch.is_grad_enabled():
@@ -39,15 +39,10 @@ class Stage(nn.Module):
 
 
 class SwinV2(nn.Module):
-    """Images of any size -> logits.
-
-    Args:
-        config: what its layers are.
-        channels: of an image.
-        num_classes: C.
+    """Images of any size -> logits of `num_classes`.
 
     Raises:
-        ValueError: options that do not fit each other.
+        ValueError: the options contradict each other.
     """
 
     def __init__(self, config: SwinConfig, channels: int, num_classes: int) -> None:
@@ -81,6 +76,6 @@ def _initialise(module: nn.Module, std: float) -> None:
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     if isinstance(module, Block) and not module.norms_first:
-        # A block adds nothing at first, as in Swin V2's released code.
+        # Blocks begin as identities, as in Swin V2's released code.
         nn.init.zeros_(module.norm1.weight)
         nn.init.zeros_(module.norm2.weight)

@@ -248,11 +248,11 @@ def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
     "arguments, message",
     [
         (["nowhere"], "nowhere does not exist; give a log of fairseq-train, or its --save-dir."),
-        (["empty"], "empty holds no record of a training: looked for fairseq's JSON lines in 1 file(s) "
+        (["empty"], "empty has no training record: looked for fairseq's JSON lines in 1 file(s) "
                     "named *.log, *.json, *.txt, and for TensorBoard's event files; train with "
                     "--log-format json --log-file empty/train.log."),
-        (["empty/a.txt"], "empty/a.txt holds no record of a training"),
-        (["run", "run"], "two runs are named run; tell them apart with --name, or drop one"),
+        (["empty/a.txt"], "empty/a.txt has no training record"),
+        (["run", "run"], "two runs are named run; give different names with --name, or drop"),
         (["run", "--output", "empty/a.txt"], "--output is empty/a.txt, which exists and is no .html file"),
         (["run", "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
         (["run", "--output", "empty"], "--output is empty; give the name of a file in an existing folder."),

@@ -193,7 +193,7 @@ SMALL = (
 def test_one_rank_measures_all_but_links(tmp_path):
     path = tmp_path / "machine.json"
     text = tool(*SMALL, "--json", path)
-    assert "No links are measured, on one rank" in text
+    assert "One rank measures no links" in text
     machine = Machine.from_json(path)
     assert 1e8 < machine.memory_bytes_per_s < 1e12
     assert 1e8 < machine.flops_per_s < 1e13
@@ -264,7 +264,7 @@ def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
 def test_one_node_says_that_links_between_nodes_are_not_measured():
     (printed, ended), _ = run_ranks(2, 2, *SMALL)
     assert ended is None
-    assert "Links between nodes are not measured, on one node" in printed
+    assert "One node measures no link between nodes" in printed
     assert {tuple(row[:3]) for row in tables(printed)[1][2:]} == {("1", "2", "linear")}
 
 

@@ -336,7 +336,7 @@ def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
 def test_tensorboard_files_of_several_runs_are_refused(tmp_path):
     for run in ("a", "b"):
         events_in(tmp_path / run, (10,))
-    with pytest.raises(ValueError, match="TensorBoard files of several trainings"):
+    with pytest.raises(ValueError, match="TensorBoard files of several runs"):
         find_log(tmp_path)
 
 

@@ -163,7 +163,7 @@ BAD_ARRAYS = {
     r"labels of .* is float64 \[2\]; give": {"labels": np.zeros(2)},
     r"labels of .* has -1; number": {"labels": np.array([0, -1])},
     r"labels of .* has 20261123; number classes .* fewer than": {"labels": np.array([0, 20261123])},
-    r"images of .* is \[2, 3, 8, 8\], channels before": {
+    r"images of .* is \[2, 3, 8, 8\], which looks like channels first": {
         "images": np.zeros((2, 3, 8, 8), np.uint8)
     },
     r"classes of .* \[3\] of 2 names; give": {"classes": np.array(["a", "a", "b"])},
@@ -182,18 +182,18 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path, sentence):
 
 
 def test_what_is_not_there_or_does_not_belong_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither is there; give one"):
+    with pytest.raises(ValueError, match="neither exists; give one"):
         open_images(str(tmp_path), "train")
     (tmp_path / "train.npz").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"is no .npz file"):
         open_images(str(tmp_path), "train")
     arrays = open_images(arrays_of(tmp_path, **OK), "train")
-    with pytest.raises(ValueError, match="1 channels, and the model gets 3; give arrays of 3"):
+    with pytest.raises(ValueError, match="1 channels, but the model takes 3; give arrays of 3"):
         arrays.read(0, 3)
-    with pytest.raises(ValueError, match=r"has 1, and the training set has 1 classes, 0 to 0"):
+    with pytest.raises(ValueError, match=r"has 1, but the training set has 1 classes, 0 to 0"):
         labels_among(arrays, ["only"])
     (tmp_path / "train").mkdir()
-    with pytest.raises(ValueError, match="both are there; give one"):
+    with pytest.raises(ValueError, match="both exist; give one"):
         open_images(str(tmp_path), "train")
     (tmp_path / "valid").mkdir()
     with pytest.raises(ValueError, match=r"has no folder in it; put images into .*valid/CLASS"):
@@ -205,6 +205,6 @@ def test_what_is_not_there_or_does_not_belong_is_refused(tmp_path):
         open_images(str(tmp_path), "valid")
     data = folder_of(tmp_path, {"dog/a.png": Image.fromarray(RAMP)}, "valid")
     with pytest.raises(
-        ValueError, match="has the class dog, which is none of the training set's 2, ant"
+        ValueError, match="has the class dog, which is not among the training set's 2, ant"
     ):
         labels_among(open_images(data, "valid"), ["ant", "cat"])

@@ -108,7 +108,7 @@ def test_attention_is_that_of_all_pairs_in_a_window(form, size, window, shifted)
     x = torch.randn(1, *size, 8, dtype=torch.float64, requires_grad=True)
     windows = windows_of(*size, window, shifted, CPU)
     same_function(
-        lambda: windows.joined(attn(windows.parted(x.flatten(1, 2)), windows))[0],
+        lambda: windows.merge(attn(windows.split(x.flatten(1, 2)), windows))[0],
         lambda: attention_by_pairs(attn, x[0], window, shifted),
         {"x": x, **dict(attn.named_parameters())},
     )

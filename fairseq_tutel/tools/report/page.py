@@ -68,7 +68,7 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"two runs are named {name}; tell them apart with --name, or drop one that is given twice."
+                f"two runs are named {name}; give different names with --name, or drop a repeated run."
             )
     return names
 
