@@ -33,14 +33,15 @@ def _train(data, folder, updates, ranks, freq, *extra):
 
 def test_two_ranks_then_one_then_three(lm_data, tmp_path):
     through, straight = tmp_path / "through", tmp_path / "straight"
-    _train(lm_data, through, 3, 2, 2, *SGD)
-    _train(lm_data, through, 5, 1, 4, *SGD)
-    _train(lm_data, straight, 5, 1, 4, *SGD)
+    words = (*SGD, "--batch-size", 8)  # some seven updates an epoch
+    _train(lm_data, through, 3, 2, 2, *words)
+    _train(lm_data, through, 5, 1, 4, *words)
+    _train(lm_data, straight, 5, 1, 4, *words)
     expected, found = _load(straight), _load(through)
     for name, tensor in expected["model"].items():
         torch.testing.assert_close(found["model"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
     # Three ranks finish the epoch: every token of the corpus was seen once.
-    finish = ("--max-epoch", 1, *SGD)
+    finish = ("--max-epoch", 1, *words)
     _train(lm_data, through, 0, 3, 1, *finish)
     _train(lm_data, straight, 0, 1, 4, *finish)
     assert _tokens_of_epoch(_load(through)) == _tokens_of_epoch(_load(straight)) > 2000

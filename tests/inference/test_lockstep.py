@@ -197,7 +197,7 @@ def fail():
     raise ValueError("no such word")
 
 
-@pytest.mark.parametrize("fate", [fail, mortal.die])
+@pytest.mark.parametrize("fate", [pytest.param(fail, marks=pytest.mark.long), mortal.die])
 def test_a_failing_rank_ends_the_others(fate):
     said, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
     assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in said[0]
