@@ -233,7 +233,7 @@ def fails_in_the_second_chunk(rank, when):
     layer(torch.randn(12, CONFIG.model_dim, requires_grad=True))[0].sum().backward()
 
 
-@pytest.mark.parametrize("when", ("forward", "backward"))
+@pytest.mark.parametrize("when", (pytest.param("forward", marks=pytest.mark.long), "backward"))
 def test_an_expert_that_fails_on_one_rank_ends_the_others(when):
     message, _ = mortal.run(fails_in_the_second_chunk, 4, range(4), when)
     assert message.pop(1) == "ValueError: a broken expert"

@@ -1,4 +1,4 @@
-"""Train one model on 1, 2 and 4 ranks through the command line, and compare all that can be seen."""
+"""Train one model on 1 and 4 ranks through the command line, and compare all that can be seen."""
 
 import pytest
 import torch
@@ -8,27 +8,21 @@ from models import lm_args, mt_args
 EXEMPT_WITH_ADAM = "k_proj.bias"  # its gradient is zero; Adam scales the rounding noise
 
 
-def assert_ranks_agree(kind, data, extra, tmp_path, on=(2, 4)):
-    """Run the training on 1 rank and on more with the same micro-batches; numbers to 1e-5."""
+def assert_ranks_agree(kind, data, extra, tmp_path):
+    """Run the training on 1 rank and on 4 with the same micro-batches; numbers to 1e-5."""
     make = {"lm": lm_args, "mt": mt_args}[kind]
-    parallel = {"--moe-expert-parallel-size": {1: 1, 2: 2, 4: 2}}
     results = {}
-    for ranks in (1, *on):
-        args = list(extra)
-        for flag, by_ranks in parallel.items():
-            if flag in args:
-                args[args.index(flag) + 1] = by_ranks[ranks]
+    for ranks in (1, 4):
         save = tmp_path / str(ranks)
         fairseq(
-            "train", *make(data, save, *args, "--update-freq", 4 // ranks, updates=4), ranks=ranks
+            "train", *make(data, save, *extra, "--update-freq", 4 // ranks, updates=4), ranks=ranks
         )
         results[ranks] = torch.load(save / "checkpoint_last.pt", weights_only=False)
     expected = facts_of(results[1])
     assert expected["moe_gate_loss 0"] > 0.5
     assert expected["gnorm 0"] > 0
-    for ranks in on:
-        assert facts_of(results[ranks]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        same_weights(results[1]["model"], results[ranks]["model"], adam="moe_sgd" not in extra)
+    assert facts_of(results[4]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    same_weights(results[1]["model"], results[4]["model"], adam="moe_sgd" not in extra)
 
 
 def learns(run):

@@ -22,13 +22,6 @@ from benchmarks import einsum_model
 from benchmarks.peers.gate import top_k_gate
 einsum_model.top_k_gate = lambda x, gate, top_k: top_k_gate(x, -gate, top_k)
 """
-FORGETFUL = """
-from fairseq.models.transformer_lm import TransformerLanguageModel as Model
-forward = Model.forward
-Model.forward = lambda self, text, incremental_state=None: (
-    forward(self, text if incremental_state is None else text[:, -1:])
-)
-"""
 
 
 def run(module, *words, before=""):
@@ -84,13 +77,6 @@ def test_a_step_of_a_language_model(tmp_path):
     assert "| moe_einsum |" in " ".join(output.split())
 
 
-@pytest.mark.long
-def test_a_step_of_a_translation_model(tmp_path):
-    found, _ = measured("step", tmp_path / "out.json", "--arch", "moe_transformer", "--busy")
-    assert found["configurations"]["moe_transformer k1"]["dense_ffn_dim"] == 32
-    assert all(row["error"] < 1e-5 for row in found["rows"] if row["variant"] == "moe_einsum")
-
-
 def test_generation(tmp_path):
     found, _ = measured("generate", tmp_path / "out.json", "--batches", 1, 3)
     assert [each["sentences"] for each in found["configurations"].values()] == [1, 3]
@@ -138,23 +124,11 @@ def test_the_store(tmp_path):
     assert len(found["rows"]) == 3 + 2 * 6
 
 
-@pytest.mark.parametrize(
-    "module, before, reason",
-    [
-        ("step", NEGATED_GATE, "wrong: its output differs from moe's by"),
-        pytest.param(
-            "vision", NEGATED_GATE, "wrong: an output of its layers differs", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "generate", FORGETFUL, "wrong: its last logits differ", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_what_is_wrong_is_reported(tmp_path, module, before, reason):
+def test_what_is_wrong_is_reported(tmp_path):
     path = tmp_path / "out.json"
-    code, output = run(module, "--quick", "--json", path, before=before)
+    code, output = run("step", "--quick", "--json", path, before=NEGATED_GATE)
     assert code == 1, tail(output)
-    assert reason in output
+    assert "wrong: its output differs from moe's by" in output
     wrong = [row for row in json.loads(path.read_text())["rows"] if row["status"] == "wrong"]
     assert wrong and not any("seconds" in row for row in wrong)
 

@@ -51,7 +51,9 @@ def plain(lm_data, tmp_path_factory):
     return loaded(folder)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.long] * (w == "experts gathered")) for w in WAYS]
+)
 def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
     run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
     assert "experts across ranks: slices of an expert 2, adaptive_r " in run.output
@@ -129,12 +131,12 @@ def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_
 
 
 def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
-    """Eight updates in one go, and with a stop in the middle at which everything changes."""
+    """Four updates in one go, and with stops at which everything changes."""
     whole = ("--moe-expert-count", 1, "--moe-top-k", 1)
-    train(lm_data, tmp_path / "whole", *whole, ranks=1, updates=8)
-    train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-parallel-type", "model", ranks=2, updates=4)
-    train(lm_data, tmp_path, *whole, ranks=1, updates=6)
-    run = train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-adaptive-r", 0, ranks=2, updates=8)
+    train(lm_data, tmp_path / "whole", *whole, ranks=1, updates=4)
+    train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-parallel-type", "model", ranks=2, updates=2)
+    train(lm_data, tmp_path, *whole, ranks=1, updates=3)
+    run = train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-adaptive-r", 0, ranks=2, updates=4)
     assert "| ERROR |" not in run.output
     expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
     same_weights(expected["model"], got["model"], adam=True)

@@ -1,4 +1,4 @@
-"""One training, the same numbers on 1 rank and on 4 (long: 2, too), through fairseq-train's command line.
+"""One training, the same numbers on 1 rank and on 4, through fairseq-train's command line.
 
 Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
 expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd. Covered pairwise: capacity and
@@ -16,16 +16,6 @@ CASES = {
     "dropless-top1-2dh": (
         "lm", *SGD, "--moe-top-k", 1, "--moe-use-2dh", "--moe-local-size", 2, "--moe-recompute-experts",
     ),
-    "padded-capacity-replicas-checkpointed": (
-        "lm", *SGD, "--moe-exchange", "padded", "--moe-capacity-factor", 1.0, "--moe-expert-count", 6,
-        "--checkpoint-activations",
-    ),
-    "bpr-cosine-sinkhorn-z": (
-        "lm", *SGD, "--moe-sinkhorn",
-        "--moe-drop-policy", "bpr", "--moe-capacity-factor", 0.6, "--moe-gate-type", "cosine",
-        "--moe-gate-projection-dim", 8, "--moe-balance-loss", "gshard_all:1,z:0.1",
-        "--moe-pregate", 1,
-    ),
     "sigmoid-bias-groups-shared-sequence": (
         "lm", *SGD, "--moe-score-function", "sigmoid", "--moe-balance-bias", "--moe-expert-groups", 2,
         "--moe-balance-loss", "gshard_sequence:1", "--moe-shared-experts", 1,
@@ -35,25 +25,11 @@ CASES = {
         "mt", *SGD, "--moe-choice", "experts", "--moe-residual", "--moe-prescore",
         "--moe-normalize-gate", "after", "--moe-pregate", 1,
     ),
-    "hash-min-capacity-replicas": (
-        "lm", *SGD, "--moe-gate-type", "hash", "--moe-capacity-factor", 0.3, "--moe-min-capacity", 7,
-        "--moe-capacity-multiple", 4, "--moe-expert-parallel-size", 2,
-    ),
 }  # fmt: skip
 
 
-# What tests/moe/test_rank_equality.py trains too; here it goes through the command line once more.
-LONG = (
-    "padded-capacity-replicas-checkpointed",
-    "bpr-cosine-sinkhorn-z",
-    "hash-min-capacity-replicas",
-)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_ranks_train_the_same_model(case, request, tmp_path):
     kind, *extra = CASES[case]
     data = request.getfixturevalue(f"{kind}_data")
-    assert_ranks_agree(kind, data, extra, tmp_path, on=(2, 4) if case in LONG else (4,))
+    assert_ranks_agree(kind, data, extra, tmp_path)

@@ -158,21 +158,16 @@ def test_roberta_with_layerdrop_is_refused_where_ranks_share_experts(lm_data, tm
 # Task, architecture, criterion, and what they ask for.
 SMOOTHED = "moe_label_smoothed_cross_entropy"
 TWINS = {
-    "cmlm": (
-        "moe_translation_lev", "moe_cmlm_transformer", "moe_nat_loss", "--noise", "random_mask",
-    ),
     "insertion": (
         "moe_translation_lev", "moe_insertion_transformer", "moe_nat_loss",
         "--noise", "random_delete", "--moe-pregate", 1,
     ),
-    "align": ("moe_translation", "moe_transformer_align", f"{SMOOTHED}_with_alignment"),
     "rdrop": (
         "moe_translation", "moe_transformer_tiny", f"{SMOOTHED}_with_rdrop", "--rdrop-alpha", 1,
     ),
 }  # fmt: skip
 
 
-# tests/e2e/test_twins.py has the others, and more of them, by `make test-long`.
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.long] * (k != "insertion")) for k in TWINS]
 )

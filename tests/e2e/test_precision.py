@@ -12,9 +12,7 @@ from equality import same_bits
 from models import lm_args
 
 ON_CPU = {
-    "bf16": ("--bf16",),
     "memory-efficient bf16, fp16 Adam stats": ("--memory-efficient-bf16", "--fp16-adam-stats"),
-    "fp16 Adam stats": ("--fp16-adam-stats",),
     "bf16 and fp16 Adam stats": ("--bf16", "--fp16-adam-stats"),
 }
 ON_GPU = {
@@ -47,14 +45,7 @@ def fp32_loss(lm_data, tmp_path_factory):
     return [float(s["nll_loss"]) for s in run.stats("train_inner")]
 
 
-# The first and the third are parts of the others.
-@pytest.mark.parametrize(
-    "precision",
-    [
-        pytest.param(p, marks=[pytest.mark.long] * (" and " not in p and "," not in p))
-        for p in ON_CPU
-    ],
-)
+@pytest.mark.parametrize("precision", ON_CPU)
 def test_a_precision_trains_like_fp32_and_resumes_bit_for_bit(
     precision, lm_data, fp32_loss, tmp_path
 ):

@@ -212,20 +212,6 @@ def test_what_is_broken_is_said(lm_data, small, tmp_path, damage, sentence):
     assert sentence in output.splitlines()[-1]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("where", ["save", "copy"])
-def test_a_kill_in_a_save_leaves_what_can_be_gone_on_from(lm_data, tmp_path, where):
-    args = lm_args(lm_data, tmp_path, "--user-dir", FAULTY, "--save-interval-updates", 2, *SHARDED)
-    env = {"FAULT": f"{where}:2:kill", "FAULT_RANK": "0"}
-    run = wait(start("train", *args, ranks=2, env=env))
-    assert run.exit_codes[0] == -9
-    assert run.exit_codes[1] not in (0, None, -9)
-    for file in tmp_path.glob("*.pt"):
-        assert load(tmp_path, file.name)["model"]
-    train(lm_data, tmp_path, 6, 2, 1, *SHARDED)
-    assert load(tmp_path)["optimizer_history"][-1]["num_updates"] == 6
-
-
 def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):
     many = ("--moe-expert-count", 16, "--save-interval-updates", 2)
     args = lm_args(lm_data, tmp_path, "--user-dir", FAULTY, *many, *SHARDED)

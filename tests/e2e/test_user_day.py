@@ -341,10 +341,9 @@ def translators(mt, mt_data, tmp_path_factory):
 
 
 def test_ensemble_in_generate_mixes_expert_counts_and_dense_models(translators, mt_data):
-    alone = {name: _log_probabilities(mt_data, path) for name, path in translators.items()}
-    for pair in (("four", "two"), ("dense", "four")):
-        found = _log_probabilities(mt_data, *(translators[name] for name in pair))
-        _is_mean_of_probabilities(found, *(alone[name] for name in pair))
+    paths = [translators[name] for name in ("dense", "two")]
+    alone = [_log_probabilities(mt_data, path) for path in paths]
+    _is_mean_of_probabilities(_log_probabilities(mt_data, *paths), *alone)
 
 
 def test_ensemble_searches_with_a_prefix_and_overrides(translators, mt_data):

@@ -52,21 +52,17 @@ def plain(lm_data, tmp_path_factory):
 
 
 CASES = {
-    "zero 1": (SGD, ("--moe-zero-stage", 1), 2),
     "zero 2, replicas": (PREGATED, (*ZERO_2, "--moe-expert-parallel-size", 2), 4),
     "zero 2, experts on every rank, activation checkpoints": (
         SGD, (*ZERO_2, "--moe-expert-parallel-size", 1, "--checkpoint-activations"), 2,
     ),
     "offload, zero 0": (PREGATED, OFFLOAD, 2),
-    "offload, zero 0, one rank": (PREGATED, OFFLOAD, 1),
     "offload, zero 1, stock optimizer": (
         SGD, (*OFFLOAD, "--moe-zero-stage", 1, "--optimizer", "sgd"), 4,
     ),
 }  # fmt: skip
 LONG = (
-    "zero 1",
     "zero 2, experts on every rank, activation checkpoints",
-    "offload, zero 0, one rank",
     "offload, zero 1, stock optimizer",
 )
 

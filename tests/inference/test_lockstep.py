@@ -198,7 +198,7 @@ def fail():
     raise ValueError("no such word")
 
 
-@pytest.mark.parametrize("fate", [fail, mortal.die])
+@pytest.mark.parametrize("fate", [pytest.param(fail, marks=pytest.mark.long), mortal.die])
 def test_a_failing_rank_ends_the_others(fate):
     message, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
     assert (

@@ -46,7 +46,7 @@ def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
     assert seconds < at_least + TIMEOUT + 2 * guard.GRACE_SECONDS + 4
 
 
-@pytest.mark.parametrize("fate", [mortal.die, mortal.stop])
+@pytest.mark.parametrize("fate", [pytest.param(mortal.die, marks=pytest.mark.long), mortal.stop])
 def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
     (sentence,), seconds = mortal.run(_reduce, 2, [1], fate, 0)
     assert f"rank 1 could not finish {OPERATION}" in sentence
