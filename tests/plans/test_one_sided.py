@@ -68,7 +68,7 @@ def plans_of(ranks):
 def bytes_put(program, m, dtype):
     """Return the bytes that a call of a program copies to each other rank."""
     total = Counter()
-    for each in program._compiled(m, 1, dtype).slices:
+    for each in program._compiled(m, 1, dtype)[0]:
         steps = each.steps
         for code, target, _ in (step for lane in steps.lanes for step in lane):
             if code == COPY and (view := steps.views[target]).rank != program.rank:

@@ -148,21 +148,6 @@ def test_calls_may_begin_before_others_end(ranks):
     assert ranks(4).run(many_at_once) == [([False] * 3, [True] * 3, True)] * 4
 
 
-def thousand():
-    program, own = (
-        TwoSided(make("one_phase", "all_reduce", dist.get_world_size()), None),
-        torch.ones(7),
-    )
-    for _ in range(1000):
-        own = run(program, own, 7, 7) / dist.get_world_size()
-    return own.tolist()
-
-
-@pytest.mark.long
-def test_a_thousand_calls_in_a_row(ranks):
-    assert ranks(4).run(thousand) == [[1.0] * 7] * 4
-
-
 TIMEOUT = 1
 
 
