@@ -18,11 +18,11 @@ from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.guard import guarded
 
 SIZE = 1 << 12
-SECONDS = 12  # a time-out, two roll calls, and a busy machine
+SECONDS = 12  # a timeout, two health checks and a busy machine
 
 
 def refused(what):
-    """Return what each of two ways to have no shared memory says, and what is left of it."""
+    """Return the error of `meet` without shared memory."""
     patch = pytest.MonkeyPatch()
 
     def full(*_):
@@ -61,7 +61,7 @@ def test_ranks_that_cannot_share_memory_say_why_all_alike(ranks, what, sentence)
 
 
 def wait_for(rank, folder, fate, is_early):
-    """Wait for rank 1, which meets its fate before or after memory is shared."""
+    """Wait for rank 1, which dies or stops before or after memory is shared."""
     shared_memory.FOLDER = folder
     guard.set_timeout(1)
     group = dist.new_group(timeout=guard.timeout_of_groups())
@@ -85,7 +85,7 @@ def test_a_dead_or_stopped_rank_is_named_and_no_file_is_left(tmp_path, fate, is_
     said, seconds = mortal.run(wait_for, 3, [0, 2], str(tmp_path), fate, is_early)
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish " in sentence
-        # gloo tells rank 2 later, which may then be late for rank 0's roll call.
+        # gloo's error reaches rank 2 later, which may then be late for rank 0's health check.
         assert is_early or ": rank 1 did not answer a roll call of 1 s" in sentence
     assert seconds < SECONDS
     assert list(tmp_path.iterdir()) == []
