@@ -93,7 +93,7 @@ def same(sizes, dtypes):
             wanted, kept = own.new_empty(after, 2), own.clone()
             two.start(own, wanted, m).wait()
             one.memory.region(rank)[: one.memory.size] = 0xFF
-            one.memory.meet()
+            one.memory.barrier()
             for _ in range(2):
                 got = own.new_empty(after, 2)
                 one.start(own, got, m).wait()

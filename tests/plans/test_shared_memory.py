@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fairseq_tutel.plans.executors import shared_memory
-from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError, meet
+from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError, rendezvous
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.guard import guarded
 
@@ -22,7 +22,7 @@ SECONDS = 12  # a timeout, two health checks and a busy machine
 
 
 def refused(what):
-    """Return the error of `meet` without shared memory."""
+    """Return the error of `rendezvous` without shared memory."""
     patch = pytest.MonkeyPatch()
 
     def full(*_):
@@ -35,7 +35,7 @@ def refused(what):
     elif what == "host" and dist.get_rank() == 1:
         patch.setattr(os, "open", lambda path, *_: full() if "/dev/shm" in path else -1)
     try:
-        meet(None, 1, 1 << 20, 1 << 20)
+        rendezvous(None, 1, 1 << 20, 1 << 20)
     except SharedMemoryError as error:
         return str(error)
     finally:
@@ -67,11 +67,11 @@ def wait_for(rank, folder, fate, is_early):
     group = dist.new_group(timeout=guard.timeout_of_groups())
     if rank == 1 and is_early:
         fate()
-    memory = meet(group, 9, SIZE, SIZE)
+    memory = rendezvous(group, 9, SIZE, SIZE)
     if rank == 1:
         fate()
     with guarded("a wait", group):
-        memory.meet()
+        memory.barrier()
 
 
 @pytest.mark.parametrize(

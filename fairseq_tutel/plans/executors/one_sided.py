@@ -29,7 +29,7 @@ from fairseq_tutel.plans.executors.one_sided_steps import (
     Steps,
     View,
 )
-from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, meet
+from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, rendezvous
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Plan
 
@@ -100,7 +100,7 @@ class OneSided:
         self._most = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
         self._slot = min(FIRST_BYTES, self._most)
         channels = len(plan.channels)
-        self.memory = meet(group, channels, self._bytes(self._most), self._bytes(self._slot))
+        self.memory = rendezvous(group, channels, self._bytes(self._most), self._bytes(self._slot))
         self._channels = [Channel(self.memory, number) for number in range(channels)]
         self._posted: dict[int, int] = defaultdict(int)
         self._calls = 0
