@@ -232,5 +232,5 @@ def all_to_all_by(
 def barrier() -> None:
     """Wait until all ranks have called this."""
     if world.size() > 1:
-        with guarded("the meeting of all ranks"):
+        with guarded("the barrier of all ranks"):
             dist.barrier()

@@ -90,8 +90,8 @@ def _placed(
     """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
-            f"{OPTION}: {file}: the plan is for the network {plan.network}, but no network file beside it "
-            "has this digest; put that network's file there."
+            f"{OPTION}: {file}: the plan is for the network {plan.network}, but no network file in its "
+            "folder has this digest; put that network's file there."
         )
     try:
         report = check(plan, plan.digest in proved)

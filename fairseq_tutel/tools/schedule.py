@@ -67,9 +67,8 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Make the plan, write the files and print the comparison."""
-    flags = ("--output", "--network", "--plot")
-    outputs = zip(flags, (arguments.output, arguments.network, arguments.plot), strict=True)
-    written: dict[str, Path] = {flag: path for flag, path in outputs if path}
+    outputs = {f"--{key}": getattr(arguments, key) for key in ("output", "network", "plot")}
+    written: dict[str, Path] = {flag: path for flag, path in outputs.items() if path}
     _refuse(arguments, written)
     collective, network = arguments.collective, find(arguments.topology)
     root = _root(collective, arguments.root, network)

@@ -8,7 +8,7 @@ from fairseq_tutel.plans.format import Place, Plan, Step, Writer
 
 
 def two_lanes() -> Plan:
-    """broadcast on 2 ranks: the root's second lane copies, once its first has sent and heard back."""
+    """Return a broadcast on 2 ranks. The root's second lane copies after its first has an answer."""
     w = Writer(2)
     w.put(0, 1, ("in", 0), ("tmp", 0))
     w.signal(0, 1)
@@ -23,7 +23,7 @@ def two_lanes() -> Plan:
 
 
 def relay() -> Plan:
-    """broadcast on 3 ranks from one to the next; the last tells the root that all are done."""
+    """Return a broadcast on 3 ranks, from rank to rank. The last signals the end to the root."""
     w = Writer(3)
     w.put(0, 1, ("in", 0), ("tmp", 0))
     w.signal(0, 1)
@@ -41,7 +41,7 @@ def relay() -> Plan:
 
 
 def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: Step) -> Plan:
-    """Return the plan with other steps in a lane from start to before stop."""
+    """Return the plan with other steps in place of a lane's start to stop - 1."""
     programs = [list(lanes) for lanes in plan.programs]
     old = programs[rank][lane]
     programs[rank][lane] = (*old[:start], *steps, *old[stop:])
@@ -79,7 +79,7 @@ def _moved(place: Place, change: int) -> Place:
 
 
 def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
-    """Return the plan after edits drawn by chance, more of which may be right than of `mutants`."""
+    """Return the plan after random edits, which keep it correct more often than `mutants`."""
     for _ in range(edits):
         rank = dice.randrange(plan.ranks)
         lane = dice.randrange(len(plan.programs[rank]))
@@ -100,7 +100,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
         elif what == "put":
             plan = _inserted(plan, dice, ends.source, Step("put", channel, (src,), dst, 1))
         elif what == "lane":
-            # What comes after goes to a lane of its own, that may wait for the first.
+            # Later steps move to their own lane, which may wait for the first.
             tells, waits = ((Step("post", None, semaphore=9),), (Step("pend", None, semaphore=9),))
             if dice.random() < 0.3:
                 tells = waits = ()
@@ -117,7 +117,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
 
 
 def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
-    """Return the plan with a step where others of its channel are."""
+    """Return the plan with a step next to others of its channel."""
     lanes = plan.programs[rank]
     homes = [i for i, lane in enumerate(lanes) if any(s.channel == step.channel for s in lane)]
     lane = dice.choice(homes or range(len(lanes)))
@@ -126,6 +126,6 @@ def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
 
 
 def in_packets(plan: Plan) -> Plan:
-    """The same plan with channels of kind ll."""
+    """Return the plan with channels of kind ll."""
     channels = tuple(replace(channel, kind="ll") for channel in plan.channels)
     return replace(plan, channels=channels)

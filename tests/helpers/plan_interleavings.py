@@ -1,7 +1,7 @@
-"""Runs a small plan in every interleaving of lanes and transfers: slow and obvious, to judge the checker.
+"""Runs a small plan in all interleavings of lanes and transfers: slow and simple, to test the checker.
 
-A channel is a queue of what was asked for, puts and signals; a put is asked for, has read, and is gone when
-it has landed. Two accesses race where both may come next. Several calls follow on each other.
+A channel is a queue of issued puts and signals. A put is issued, reads, and leaves the queue when it has
+written. Two accesses race if both may be next. Several calls follow each other.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 
 from fairseq_tutel.plans.format import REDUCING, Plan, Step
 
-# What comes next: a name, the cells that it reads and writes.
+# A possible next action: its name, and the cells that it reads and writes.
 Action = tuple[tuple[Any, ...], frozenset, frozenset]
 
 
@@ -18,21 +18,21 @@ class WrongError(Exception):
 
 
 class Interleavings:
-    """All runs of a plan of good shape.
+    """All runs of a well-formed plan.
 
     A state is (calls begun by each rank, steps taken by each lane in its call, the channels' queues).
     """
 
     def __init__(self, plan: Plan, calls: int = 3) -> None:
         self.plan, self.calls = plan, calls
-        # By call and chunk of an all_reduce, what the first rank has: all must have it.
+        # By call and chunk of an all_reduce, the first rank's result, which all must have.
         self.sums = {}
         self.lanes = [
             (r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))
         ]
 
     def wrong(self) -> str | None:
-        """Say what is wrong with some run, None where nothing is with any."""
+        """Return the problem of some run; None: all runs are correct."""
         plan = self.plan
         start = ((0,) * plan.ranks, (0,) * len(self.lanes), ((),) * len(plan.channels))
         begun, seen = [(start, {}, {})], {start}
@@ -60,7 +60,7 @@ class Interleavings:
         return self.plan.programs[rank][index]
 
     def is_over(self, state, rank: int) -> bool:
-        """Whether a rank is between two calls."""
+        """Return whether a rank is between two calls."""
         of_rank = [lane for lane, (r, _) in enumerate(self.lanes) if r == rank]
         return (
             all(state[1][lane] == len(self.steps(lane)) for lane in of_rank) or not state[0][rank]
@@ -74,7 +74,7 @@ class Interleavings:
         return [(rank, name, place.chunk + i) for i in range(n)]
 
     def actions(self, state, posts) -> Iterator[Action]:
-        """Yield all that may come next."""
+        """Yield all possible next actions."""
         calls, taken, queues = state
         for rank, call in enumerate(calls):
             if call < self.calls and self.is_over(state, rank):
@@ -180,7 +180,7 @@ class Interleavings:
         return memory[cell]
 
     def judge(self, rank: int, call: int, memory) -> None:
-        """Refuse what a rank has at a call's end, where it is not what the collective says."""
+        """Refuse a rank's result that is not the collective's."""
         plan = self.plan
         for chunk in range(plan.out_chunks):
             if plan.collective == "reduce" and rank != plan.root:

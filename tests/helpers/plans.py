@@ -1,4 +1,4 @@
-"""Plans that tests of what runs them share, and what they are to give."""
+"""Plans for tests of executors, and their results."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from fairseq_tutel.plans.placed import PlacedPlan
 
 
 def of(ranks: int) -> list[Plan]:
-    """Every generator's plans of so many ranks, those that know nodes over two."""
+    """Return plans of all generators for a number of ranks, on two nodes where nodes matter."""
     return [
         make(name, collective, ranks, nodes=2 if "nodes" in generator.options else 1)
         for name, generator in GENERATORS.items()
@@ -25,12 +25,12 @@ def of(ranks: int) -> list[Plan]:
 
 
 def placed(*plans: Plan) -> list[PlacedPlan]:
-    """As read from files, `two_phase_all_reduce.json` say."""
+    """Return plans as if read from files such as `two_phase_all_reduce.json`."""
     return [PlacedPlan(plan.name.replace(" ", "_"), plan, check(plan)) for plan in plans]
 
 
 def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
-    """Return every rank's `out`: the plan's moves one after another, in one process."""
+    """Return each rank's `out` after the plan's moves, one after another in one process."""
     layout, like = Layout(walk(plan), sizes), ins[0]
     memory = [
         {"in": own}
@@ -49,7 +49,7 @@ def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
 
 
 def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
-    """Return what the collective is to give on every rank, by its definition; sums in rank order."""
+    """Return the collective's result on each rank by its definition, with sums in rank order."""
     n, root = plan.ranks, plan.root or 0
     if plan.collective == "all_gather":
         return [torch.cat(list(ins))] * n
@@ -71,7 +71,7 @@ def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inputs(plan: Plan, m: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return every rank's `in`, of shards of m elements: random, and with no two alike."""
+    """Return each rank's `in` with random shards of m elements."""
     generator = torch.Generator().manual_seed(m)
     shards = plan.in_chunks // plan.chunks
     return [

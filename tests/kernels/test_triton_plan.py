@@ -1,10 +1,10 @@
-"""Plans whose ranks share a device: their table, what takes it in plain torch, and the Triton kernel.
+"""Plans whose ranks share a device: their table, its execution in plain torch, and the Triton kernel.
 
-Covered: every generator's plans at sizes that do not divide, several calls in a row, blocks of their own
-sizes, lanes that wait for each other; whoever waits in vain is named, and more lanes than a GPU holds are
-refused. On a GPU (`-m gpu`) all lanes at once: 100 000 calls with other data each, so that a stale read
-shows. Interpreted, lanes cannot wait for each other: they are taken level by level, in launches of their
-own. Nor does the interpreter round to bf16, which it cuts.
+Covered: plans of all generators at sizes that do not divide, several calls in a row, blocks of different
+sizes, lanes that wait for each other; endless waits are named, and more lanes than a GPU holds are refused.
+On a GPU (`-m gpu`) all lanes run at once: 100 000 calls with different data, so that a stale read shows.
+Interpreted, lanes cannot wait for each other, so they run level by level, in separate launches. The
+interpreter truncates to bf16 and does not round.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 
 def compare(plan: Plan, m, dtype: torch.dtype, backend: str, calls: int = 3, device="cpu") -> None:
-    """Hold calls in a row against the plan's moves one after another, bit for bit."""
+    """Compare calls in a row with the plan's moves one after another, bit for bit."""
     runner = OnOneDevice(plan, m, torch.device(device), backend)
     generator = torch.Generator(device).manual_seed(calls)
     ins = [
@@ -36,7 +36,7 @@ def compare(plan: Plan, m, dtype: torch.dtype, backend: str, calls: int = 3, dev
 
 
 def two_lanes() -> Plan:
-    """An all_gather in which a lane puts what another one has copied, over packets."""
+    """Return an all_gather in which a lane puts chunks that another lane has copied."""
     w = Writer(2, "ll")
     for rank in range(2):
         w.copy(rank, ("in", 0), ("tmp", 0), lane=0)
@@ -53,7 +53,7 @@ def two_lanes() -> Plan:
 
 
 def blocks() -> tuple[Plan, tuple[tuple[int, ...], ...]]:
-    """Rows of an all_to_all as routing makes them, through other ranks."""
+    """Test rows of an all_to_all of unequal blocks, through other ranks."""
     sizes = tuple(tuple((3 * s + 5 * d) % 4 for d in range(4)) for s in range(4))
     return make("two_hops", "all_to_all", 4, nodes=2), sizes
 
@@ -69,7 +69,7 @@ def compare_interpreted() -> None:
 
 
 def compare_memory() -> None:
-    """Every element of the memory, after more calls than it has temporary halves."""
+    """Test each element of the memory after more calls than it has temporary halves."""
     from fairseq_tutel.kernels import reference_plan, triton_plan
 
     calls, table = 3, OnOneDevice(make("ring", "all_reduce", 3), 4, torch.device("cpu")).table
@@ -86,7 +86,7 @@ def wait_in_vain(backend: str, device: str, spins: int) -> None:
     runner = OnOneDevice(make("ring", "all_reduce", 3), 4, torch.device(device), backend)
     rows = runner.table.rows
     last = int((rows[:, 0] == WAIT).nonzero()[-1])
-    rows[last, 3] += 1  # in the second call it waits for one more signal than there are
+    rows[last, 3] += 1  # in the second call it waits for a signal that does not come
     channel = rows[last, 1]
     ins = [torch.ones(2, 4, device=device) for _ in range(3)]
     with pytest.raises(RuntimeError, match=rf"in vain: .*rank 2, lane 0 for channel {channel}\b"):
@@ -139,7 +139,7 @@ def test_compiled_plans_give_the_same_bits(ranks, dtype):
 @pytest.mark.parametrize("ranks", (8, 16))
 def test_no_read_is_stale_in_a_hundred_thousand_calls(name, ranks):
     plan = make(name, "all_reduce", ranks)
-    compare(plan, 61, torch.float32, "reference", device="cuda")  # the twin, by the same measure
+    compare(plan, 61, torch.float32, "reference", device="cuda")  # plain torch, for comparison
     for _ in range(10):
         compare(plan, 61, torch.float32, "triton", calls=10_000, device="cuda")
 

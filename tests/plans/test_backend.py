@@ -1,4 +1,4 @@
-"""Which plan runs a collective: by its dtype and its bytes."""
+"""The choice of a plan for a collective, by dtype and bytes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The checker: plans that are right pass and are measured, and every kind of wrong one is refused."""
+"""The checker accepts and measures correct plans and refuses each kind of wrong plan."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -104,7 +104,7 @@ OWN = ("copy", 0, IN, OUT)
             writing(("pend", 0, 0, {"lane": 0}), ("post", 0, 0, {"lane": 0})),
             "step 0 (pend) waits for rank 0, lane 0, step 1 (post), which comes after itself",
         ),
-        # 3. races: in a call, with the caller, with the next call, with the one after it
+        # 3. races: within a call, with the caller, with the next call and the one after
         (
             with_steps(ONE, 0, 0, 2, 4, *ONE.programs[0][0][3:1:-1]),
             "rank 0, lane 0, step 2 (reduce) and rank 1, lane 0, step 0 (put) access tmp[1] of rank 0",

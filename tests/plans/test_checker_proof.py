@@ -1,7 +1,7 @@
-"""The checker's verdict is that of all interleavings, and no edit of a right plan passes that changes it.
+"""The checker agrees with a search of all interleavings, and accepts no edit that changes a plan's result.
 
-Covered: every deletion, duplication, swap of neighbours and change of an offset in the plans by name, and
-small plans after edits drawn by chance; the executors' rounds.
+Covered: each deletion, duplication, swap of adjacent steps and changed offset in the plans by name; random
+edits of small plans; the executors' rounds.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ LONG = pytest.mark.long
 
 
 def by_name(ranks, most=10**6):
-    """All plans by name, of up to so many steps."""
+    """Yield all plans by name with at most `most` steps."""
     for name, generator in GENERATORS.items():
         for collective in generator.collectives:
             for nodes in (1, ranks) if "nodes" in generator.options else (1,):
@@ -40,7 +40,7 @@ def is_right(plan):
 
 
 def compare(plan):
-    """Check a plan against all its interleavings, if it has a shape that can be run; return the verdict."""
+    """Compare the checker with all interleavings of a well-formed plan; return the verdict."""
     try:
         check_shape(plan)
     except PlanError:
@@ -58,13 +58,13 @@ def test_edits_that_pass_are_right_in_every_interleaving(most):
     assert found["wrong"] > found["right"] and found["malformed"] > found["right"]
 
 
-# The one deletion that passes: a reader's later signal says as much as this flush.
+# The one accepted deletion: a later signal of the reader makes this flush unnecessary.
 NEEDLESS = [("tree reduce", "deleted", "rank 2, lane 0, step 6 (flush)")]
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=LONG)])
 def test_edits_of_larger_plans_that_pass_change_nothing(ranks):
-    """They repeat what has been done, or swap neighbours that need no order; all others are refused.
+    """Accepted edits repeat a step, or swap adjacent steps that need no order.
 
     A signal and a wait need none where neither end waits for both, a flush and what it does not protect.
     """
@@ -83,7 +83,7 @@ def test_edits_of_larger_plans_that_pass_change_nothing(ranks):
 
 
 def without_answer():
-    """`relay`, where the root is told nothing: it may be ahead by any number of calls."""
+    """Return `relay` without the signal to the root, which may be ahead by any number of calls."""
     return with_steps(with_steps(relay(), 0, 0, 4, 5), 2, 0, 2, 3)
 
 

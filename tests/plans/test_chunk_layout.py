@@ -1,7 +1,7 @@
-"""Chunks to ranges of elements: plans run in one process, move by move, and give what they are to give.
+"""Layouts of chunks: plans that run in one process, move by move, give their results.
 
-Covered: every generator's plans at sizes that do not divide; blocks of an all-to-all with sizes of
-their own that pass through other ranks; neighbours are one piece.
+Covered: plans of all generators at sizes that the number of chunks does not divide; blocks of an all-to-all
+of different sizes, through other ranks; adjacent chunks are one piece.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Forests: what their trees are and how fast they are, and plans over them, which the checker takes."""
+"""Forests: the shape and speed of their trees, and plans over them, which the checker accepts."""
 
 import time
 from collections import Counter
@@ -41,7 +41,7 @@ def assert_is_a_forest(forest):
     assert copies == dict.fromkeys(roots_of(network, forest.root), share.trees)
     for (a, b), load in forest.loads.items():
         assert load <= share.capacities[a][b] <= share.stretch * network.matrix[a][b]
-    # Not more than what it was allowed, and as nothing less is enough, as much.
+    # At most the allowed load, and as much, since less is not enough.
     assert forest.seconds == share.seconds >= forest.best.seconds
 
 
@@ -111,14 +111,14 @@ def test_an_all_reduce_has_as_many_trees_in_both_directions():
 def test_absurd_numbers_of_trees_take_no_time():
     assert grow(find("dgx_a100:1"), trees=10**10).share.trees == 10**10
     assert grow(find("boxes:2x2:99991:7")).share.trees < 10
-    # No few trees are within 5 %.
+    # No small number of trees is within 5 %.
     links = [(3, 0, 1685), (0, 3, 601), (4, 1, 952), (1, 4, 2328), (1, 2, 124), (2, 3, 1084), (0, 1, 2357),
              (4, 2, 1817), (4, 3, 416), (3, 2, 416), (2, 0, 1273), (1, 3, 857), (3, 4, 857)]  # fmt: skip
     assert grow(network_of(2, links)).share.trees == 2958
 
 
 def test_a_box_s_ranks_send_to_all_others_at_once():
-    """Not along chains, though these load links no more."""
+    """Trees are no chains, although chains load links no more."""
     depths = {name: grow(find(name)).depth for name in ("star:8", "dgx_a100:1", "dgx_a100:2")}
     assert depths == {"star:8": 1, "dgx_a100:1": 1, "dgx_a100:2": 2}
 
@@ -142,7 +142,7 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
     assert (plan.network, plan.root) == (network.digest, root)
     phases = [forest for forest in (adding, handing) if forest]
     assert Fraction(plan.cut) == phases[0].best.seconds
-    # One hop more where ranks say first that they have begun.
+    # One more hop if ranks first signal that they have begun.
     ready = collective in ("all_gather", "broadcast", "reduce")
     assert report.depth <= sum(forest.depth for forest in phases) + ready
     messages = Counter()
@@ -169,7 +169,7 @@ def test_slices_follow_each_other_along_the_trees(collective):
     whole, cut = (check(plan_of(collective, *forests, slices=slices)) for slices in (1, 3))
     assert cut.bytes_of_link == whole.bytes_of_link
     assert len(cut.loads) <= len(whole.loads) + 2 * sum(map(bool, forests))
-    # Trees of one root may meet in a round where they did not before.
+    # Slices of one root's trees may now share a round.
     assert cut.predicted(1, 0.0, 1.0) <= (1 if root else 0.9) * whole.predicted(1, 0.0, 1.0)
 
 
@@ -181,7 +181,7 @@ def test_plans_of_shipped_networks_are_right():
 
 @LONG
 def test_generation_takes_polynomial_time():
-    """With k = 1 over boxes, N = 8 to 64: as a power of N below 4 (2.7 measured), and a minute at most."""
+    """With k = 1 over boxes, for N = 8 to 64: less than N^4 (N^2.7 measured), at most a minute."""
     seconds = {}
     for boxes in (1, 2, 4, 8):
         began = time.process_time()

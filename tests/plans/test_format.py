@@ -1,4 +1,4 @@
-"""The plan's file: it is read as it was written, and what is no plan is refused in a sentence."""
+"""A plan's file: it is read as written, and other content is refused in one sentence."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Plans by name: the checker lets all pass, and they send what their docstrings say."""
+"""Plans by name: the checker accepts all, and they send the messages that their docstrings list."""
 
 from collections import Counter
 from fractions import Fraction
@@ -14,7 +14,7 @@ RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
 
 def plans(name: str, counts=RANKS):
-    """All that a generator makes."""
+    """Return all plans of a generator."""
     generator = GENERATORS[name]
     for collective in generator.collectives:
         for ranks in counts:
@@ -33,7 +33,7 @@ def test_every_plan_is_right(name):
 
 
 def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
-    """Messages that a rank sends, and what is in them in units of its `in`."""
+    """Return the number of messages that a rank sends, and their size in units of its `in`."""
     of_rank = [s for r, _, _, s in plan.steps() if r == rank and s.channel is not None]
     ours = [s for s in of_rank if to(plan.channels[s.channel].target)]
     puts = Counter()

@@ -1,4 +1,4 @@
-"""Plans that keep a chunk in a place of `out` of another length are refused: sizes need not divide."""
+"""Plans that keep a chunk in a place of `out` of another length are refused."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from fairseq_tutel.plans.format import PlanError, Writer
 
 
 def gather_parked():
-    """all_gather: each rank parks its short chunk in the place of the long one."""
+    """all_gather: each rank keeps its short chunk in the place of the long one."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
@@ -24,7 +24,7 @@ def gather_parked():
 
 
 def exchange_parked():
-    """all_to_all: a rank parks the other's block in the place of its own."""
+    """all_to_all: a rank keeps the other rank's block in the place of its own."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
@@ -56,7 +56,7 @@ def sum_parked(collective):
 
 
 def sum_of_blocks():
-    """all_to_all that also adds blocks of two sources in `tmp`, for nobody."""
+    """all_to_all that also adds blocks of two sources in `tmp`, which no step reads."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank

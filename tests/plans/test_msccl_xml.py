@@ -1,4 +1,4 @@
-"""MSCCL's files: those that its tools write are plans that the checker lets pass, and ours come back."""
+"""MSCCL's files: the checker accepts those of its tools, and written plans are read back."""
 
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ from fairseq_tutel.plans.generators import GENERATORS, make
 from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
 
-# As MSCCLang writes it: in place, where the output is the only buffer.
+# A file of MSCCLang, in place: the output is the only buffer.
 GATHER = """<algo name="allgather_ring" proto="LL" nchannels="1" nchunksperloop="3" ngpus="3" coll="allgather"
  inplace="1" outofplace="0" minBytes="3072" maxBytes="0">
   <gpu id="0" i_chunks="0" o_chunks="3" s_chunks="0">
@@ -40,7 +40,7 @@ GATHER = """<algo name="allgather_ring" proto="LL" nchannels="1" nchunksperloop=
 
 
 def algorithm(coll: str, loop: int, gpus: list, **attributes) -> str:
-    """A file: a gpu is blocks (send, recv, steps), a step "type src dst [dep]": "rrc i0 o1 2.0"."""
+    """Return a file. A gpu is blocks (send, recv, steps), a step "type src dst [dep]": "rrc i0 o1 2.0"."""
     given = {"name": coll, "proto": "Simple", "inplace": 1} | attributes
     lines = [
         f'<algo nchunksperloop="{loop}" ngpus="{len(gpus)}" coll="{coll}" '
@@ -111,7 +111,7 @@ def scattered() -> str:
 
 
 def exchanged() -> str:
-    """alltoall in place: what leaves is overwritten by what comes, when it has left."""
+    """alltoall in place: sent chunks are overwritten by received ones."""
     gpus = [
         [(1, 1, ["s i1 o0", "r i0 o1"])],
         [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])],
@@ -130,7 +130,7 @@ def one_scratch() -> str:
 
 
 def depended() -> str:
-    """allreduce where rank 0 sends copies before it adds to them, and asks for what came last first."""
+    """allreduce: rank 0 sends copies before it adds to them, and reads the last message first."""
     local = ["cpy i0 o0", "cpy i1 o1", "nop i0 i0 1.1", "re s1 o1 2.1", "re s0 o0 2.0"]
     sums = ["cpy s0 o0", "re i0 o0", "cpy s1 o1", "re i1 o1"]
     gpus = [
@@ -164,7 +164,7 @@ def test_sizes_and_kind_of_a_file():
 
 
 def in_common(plan: Plan) -> tuple:
-    """What a plan and its file share: sizes, kinds, what is sent, and how much is added at once."""
+    """Return all that a plan and its file have in common: sizes, kinds, messages and sums."""
     sums = sorted((rank, len(step.src)) for rank, _, _, step in plan.steps() if step.op == "reduce")
     sizes = (plan.collective, plan.ranks, plan.chunks, plan.min_bytes, plan.max_bytes)
     return *sizes, sums, {channel.kind for channel in plan.channels}, check(plan).bytes_of_link

@@ -1,9 +1,9 @@
-"""Plans in shared memory: the two-sided form's bits, and no byte beyond the plan's.
+"""Plans in shared memory: the same bits as by messages, and only the plan's bytes.
 
-Covered: every generator, no elements to a million and numbers that do not divide,
-memory full of what nobody wrote; rows; several lanes that wait for each other; blocks of unequal sizes,
-through other ranks; bytes by source and destination; memory that grows, or cannot; many calls with pauses;
-a killed and a stopped rank in the middle of them; what does not fit is refused.
+Covered: all generators; 0 to a million elements, and numbers that do not divide; memory with arbitrary
+content; rows; several lanes that wait for each other; blocks of unequal sizes, through other ranks; bytes
+by source and destination; memory that grows, or cannot; many calls with pauses; a killed and a stopped rank
+among them; tensors of wrong sizes are refused.
 """
 
 import errno
@@ -37,7 +37,7 @@ OF_NODES = ("hierarchical", "two_hops")
 
 
 def in_lanes(ranks):
-    """All-reduce of two chunks, a lane each; the second lane adds up when the first has."""
+    """Return an all_reduce of two chunks, each in a lane; lane 0 sums after lane 1."""
     w = Writer(ranks)
     for rank, lane in itertools.product(range(ranks), (1, 0)):
         others = [each for each in range(ranks) if each != rank]
@@ -68,7 +68,7 @@ def plans_of(ranks):
 def bytes_put(program, m, dtype):
     """Return the bytes that a call of a program copies to each other rank."""
     total = Counter()
-    for each in program._compiled(m, 1, dtype).slices:
+    for each in program._compiled(m, 1, dtype)[0]:
         steps = each.steps
         for code, target, _ in (step for lane in steps.lanes for step in lane):
             if code == COPY and (view := steps.views[target]).rank != program.rank:
@@ -81,7 +81,7 @@ def shards(plan, m):
 
 
 def same(sizes, dtypes):
-    """Return what is other than in two-sided form."""
+    """Return the plans with other results than by messages."""
     rank, wrong = dist.get_rank(), []
     for plan in plans_of(dist.get_world_size()):
         two, one = TwoSided(plan, None), OneSided(plan, None)
@@ -93,7 +93,7 @@ def same(sizes, dtypes):
             wanted, kept = own.new_empty(after, 2), own.clone()
             two.start(own, wanted, m).wait()
             one.memory.region(rank)[: one.memory.size] = 0xFF
-            one.memory.meet()
+            one.memory.barrier()
             for _ in range(2):
                 got = own.new_empty(after, 2)
                 one.start(own, got, m).wait()
@@ -122,7 +122,7 @@ def test_bits_and_bytes_of_any_size_and_kind(ranks, number, m):
 
 
 def ragged(calls):
-    """Return all-to-alls of blocks of random sizes that came out wrong, and what is said of others."""
+    """Return wrong all-to-alls of blocks of random sizes."""
     number, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     draw = random.Random(3)
     programs = [
@@ -150,7 +150,7 @@ def test_blocks_of_any_sizes(ranks):
 
 
 def unfit():
-    """Return what is said of tensors that do not fit."""
+    """Return the error for tensors of a wrong size."""
     program = OneSided(make("linear", "all_to_all", 2), None)
     with pytest.raises(ValueError) as error:
         program.start(torch.ones(5), torch.ones(6), 3).wait()
@@ -222,7 +222,7 @@ def test_calls_in_a_row_with_pauses(ranks, number, calls):
 
 
 def until_the_end(rank, folder, fate):
-    """Call a plan again and again; rank 1 meets its fate in the middle."""
+    """Call a plan repeatedly; rank 1 dies or stops in the middle."""
     shared_memory.FOLDER = folder
     guard.set_timeout(1)
     group = dist.new_group(timeout=guard.timeout_of_groups())
@@ -240,12 +240,12 @@ def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish the all-reduce of" in sentence
         assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
-    assert seconds < 12  # a time-out, two roll calls, and a busy machine
+    assert seconds < 12  # a timeout, two health checks and a busy machine
     assert list(tmp_path.iterdir()) == []
 
 
 def limits_and_complex():
-    """Return the time-out of a group, and whether complex numbers come."""
+    """Return the timeout of a group, and a gathered tensor of complex numbers."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=7))
     own = torch.full((3,), complex(dist.get_rank(), 1), dtype=torch.complex128)
     out = own.new_zeros(6)

@@ -19,7 +19,7 @@ from fairseq_tutel.plans.forestcoll.optimum import (
 
 ONE_WAY_RING = network_of(4, [(0, 1, 1), (1, 2, 1), (2, 3, 1), (3, 0, 1)])
 UNEVEN_LINE = network_of(3, [(0, 1, 1), (1, 0, 1), (1, 2, 2), (2, 1, 2)])
-# Two GPUs at each of two switches, and one over these.
+# Two GPUs at each of two switches, which a third one connects.
 TREE_OF_SWITCHES = network_of(
     4,
     [
@@ -70,7 +70,7 @@ def check_every_cut(seed):
         assert best.seconds == widest_cut(network, roots), seed
         share = optimal_share(network, best)
         assert is_enough(network, roots, share)
-        # The cut shows it by itself.
+        # The cut alone proves the bound.
         inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
         assert not inside.issuperset(range(network.ranks))
         leaving = sum(
@@ -91,7 +91,7 @@ def test_no_cut_of_many_small_networks_is_narrower():
 
 
 def test_a_number_of_trees_gets_the_least_stretch():
-    """Beside every whole part of U b there is for the links, by trial in small steps."""
+    """Compare with all values of U b rounded down, by small steps."""
     for seed in range(12):
         network = random_network(Random(seed), most=7, both=True)
         roots = roots_of(network, None)

@@ -1,7 +1,7 @@
-"""Plans of a run are read and proved, or refused in a sentence that names file, reason and fix.
+"""The plans of a run are read and checked, or refused in a sentence with file, reason and fix.
 
-Covered: a file, a folder, its network's file, an order by names; what is no plan, a wrong plan, no plan
-at all; other ranks, hosts, collectives; a network whose file is not there.
+Covered: a file, a folder, its network's file, the order of names; no plan, a wrong plan; other ranks, hosts
+and collectives; a network without its file.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def test_a_folder_has_plans_in_the_order_of_names_and_their_network(tmp_path):
     assert found[1].report.depth == 1
     assert placed_plans.read(str(tmp_path / "b.json")) == found[1:]
     groups = [range(4), (0, 2), (0, 1)]
-    for local in (0, 2):  # who shares a host, if anybody says
+    for local in (0, 2):  # ranks of a host, if known
         placed_plans.refuse_unused(found, groups, local)
         assert found[1].fits(range(4), local) and not found[1].fits((0, 1), local)
 
@@ -54,14 +54,14 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
         (json.dumps(network.to_json(BOXES)), r"x\.json: This is no plan: "),
         (
             json.dumps(to_json(PLAN)),
-            r"x\.json: the plan is for the network \w+, but no network file beside it",
+            r"x\.json: the plan is for the network \w+, but no network file in its folder",
         ),
     ],
 )
 def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
     (tmp_path / "x.json").write_text(data)
     for place in (tmp_path / "x.json", tmp_path):
-        if "gpus" in data and place == tmp_path:  # a network's file beside none
+        if "gpus" in data and place == tmp_path:  # a folder with a network's file alone
             continue
         with pytest.raises(ValueError, match=sentence) as error:
             placed_plans.read(str(place))

@@ -1,6 +1,6 @@
-"""Random plans at random sizes: both executors give what the plan's steps give chunk by chunk.
+"""Random plans at random sizes: both executors give the result of the plan's steps, chunk by chunk.
 
-The oracle holds every chunk as a tensor of its own, so it computes no ranges of elements.
+The oracle holds each chunk as its own tensor, so it computes no ranges of elements.
 """
 
 from random import Random
@@ -19,7 +19,7 @@ from fairseq_tutel.plans.format import PlanError
 
 
 def random_plan(dice, ranks):
-    """A generated plan after up to three edits that leave it right."""
+    """Return a generated plan after up to three edits that keep it correct."""
     plan = dice.choice(plans.of(ranks))
     for _ in range(30):
         edited = drawn(dice, plan, 1)
@@ -39,7 +39,7 @@ def cut(shard, chunks):
 
 
 def evaluated(plan, shards):
-    """Every rank's `out`; shards are each rank's, in order."""
+    """Return each rank's `out` for each rank's shards."""
     held = {}
     for rank, own in enumerate(shards):
         pieces = [piece for shard in own for piece in cut(shard, plan.chunks)]

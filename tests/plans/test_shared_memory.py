@@ -13,16 +13,16 @@ import pytest
 import torch.distributed as dist
 
 from fairseq_tutel.plans.executors import shared_memory
-from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError, meet
+from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError, rendezvous
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.guard import guarded
 
 SIZE = 1 << 12
-SECONDS = 12  # a time-out, two roll calls, and a busy machine
+SECONDS = 12  # a timeout, two health checks and a busy machine
 
 
 def refused(what):
-    """Return what each of two ways to have no shared memory says, and what is left of it."""
+    """Return the error of `rendezvous` without shared memory."""
     patch = pytest.MonkeyPatch()
 
     def full(*_):
@@ -35,7 +35,7 @@ def refused(what):
     elif what == "host" and dist.get_rank() == 1:
         patch.setattr(os, "open", lambda path, *_: full() if "/dev/shm" in path else -1)
     try:
-        meet(None, 1, 1 << 20, 1 << 20)
+        rendezvous(None, 1, 1 << 20, 1 << 20)
     except SharedMemoryError as error:
         return str(error)
     finally:
@@ -61,17 +61,17 @@ def test_ranks_that_cannot_share_memory_say_why_all_alike(ranks, what, sentence)
 
 
 def wait_for(rank, folder, fate, is_early):
-    """Wait for rank 1, which meets its fate before or after memory is shared."""
+    """Wait for rank 1, which dies or stops before or after memory is shared."""
     shared_memory.FOLDER = folder
     guard.set_timeout(1)
     group = dist.new_group(timeout=guard.timeout_of_groups())
     if rank == 1 and is_early:
         fate()
-    memory = meet(group, 9, SIZE, SIZE)
+    memory = rendezvous(group, 9, SIZE, SIZE)
     if rank == 1:
         fate()
     with guarded("a wait", group):
-        memory.meet()
+        memory.barrier()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_dead_or_stopped_rank_is_named_and_no_file_is_left(tmp_path, fate, is_
     said, seconds = mortal.run(wait_for, 3, [0, 2], str(tmp_path), fate, is_early)
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish " in sentence
-        # gloo tells rank 2 later, which may then be late for rank 0's roll call.
+        # gloo's error reaches rank 2 later, which may then be late for rank 0's health check.
         assert is_early or ": rank 1 did not answer a roll call of 1 s" in sentence
     assert seconds < SECONDS
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Traffic of rings, of recursive doubling and of all-to-alls over networks, beside what is the least."""
+"""Traffic of rings, recursive doubling and all-to-alls over networks, against the lower bounds."""
 
 from fractions import Fraction
 
@@ -55,7 +55,7 @@ def test_messages_in_a_box_stay_in_it_where_that_is_faster():
     assert len(loads) > 2 and all(vertex < 16 for link in loads for vertex in link)
 
 
-# Seconds of a byte from everyone to everyone.
+# Seconds for one byte between each pair of ranks.
 ALL_TO_ALL = {
     "ring:4": 2, "ring:8": 8, "full:8": 1, "hypercube:3": 4, "star:4": 3, "mesh:2x4": 8, "torus:4x4": 8,
     "boxes:2x4:10:1": 4, "boxes:2x2:3:1": 2, "dgx_a100:1": "7/300", "dgx_a100:2": "8/25",
@@ -68,7 +68,7 @@ def test_known_bounds_of_all_to_alls(network):
     pytest.importorskip("scipy")
     bound = exact = Fraction(ALL_TO_ALL.get(network, 4))
     if isinstance(network, Network):
-        exact = 6  # of which the cut shows 4
+        exact = 6  # the cut's bound is 4
     else:
         network = find(network)
     found, cut, is_all = cut_bound(network)

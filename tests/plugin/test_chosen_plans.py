@@ -1,4 +1,4 @@
-"""Which all-to-alls a tuner tries: those that layers know, and plans that are not foretold to be slow."""
+"""The all-to-alls that a tuner tries: built-in ones, and plans without a slow prediction."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 
 @pytest.fixture(autouse=True)
 def given(monkeypatch):
-    """Let a run be given three plans for four ranks, one of which is slow."""
+    """Give a run three plans for four ranks, one of them slow."""
     quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
     slow = replace(quick[0], name="slow", report=SimpleNamespace(loads=[{(0, 1): 1000}]))
     monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))

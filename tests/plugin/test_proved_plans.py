@@ -1,4 +1,4 @@
-"""Plans are checked on one rank of a host; the others trust its verdict on plans of the same digest."""
+"""Plans are checked on one rank of a host; the other ranks skip plans with the same digest."""
 
 import json
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
 
 
 def refused(path):
-    """Return what this rank raises for wrong plans, and how many it has checked itself."""
+    """Return this rank's error for a wrong plan, and how many plans it has checked."""
     checks, check = [], placed.check
     given = SimpleNamespace(moe_collective_plans=path, moe_local_size=2)
     with pytest.MonkeyPatch.context() as patch:

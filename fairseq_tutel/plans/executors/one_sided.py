@@ -29,7 +29,7 @@ from fairseq_tutel.plans.executors.one_sided_steps import (
     Steps,
     View,
 )
-from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, meet
+from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, rendezvous
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Plan
 
@@ -56,20 +56,11 @@ class Slice(NamedTuple):
         offset: distance from the first slice, in elements of each chunk.
         steps: this rank's steps.
         regions: by parity of the call, the views of regions for numpy and for torch, made at the first use.
-        callers: the other views.
     """
 
     offset: int
     steps: Steps
     regions: dict[int, tuple[list[Array], list[Tensor | None]]]
-    callers: list[View]
-
-
-class Compiled(NamedTuple):
-    """A call of one size: its slices, and the elements that it needs of each caller's buffer."""
-
-    slices: list[Slice]
-    elements: dict[str, int]
 
 
 class Call:
@@ -109,7 +100,7 @@ class OneSided:
         self._most = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
         self._slot = min(FIRST_BYTES, self._most)
         channels = len(plan.channels)
-        self.memory = meet(group, channels, self._bytes(self._most), self._bytes(self._slot))
+        self.memory = rendezvous(group, channels, self._bytes(self._most), self._bytes(self._slot))
         self._channels = [Channel(self.memory, number) for number in range(channels)]
         self._posted: dict[int, int] = defaultdict(int)
         self._calls = 0
@@ -135,16 +126,16 @@ class OneSided:
         needed = self._longest(sizes) * width * own.element_size()
         if self._slot < min(needed, self._most):
             self._grow(needed)
-        compiled = self._for_sizes(sizes, width, own.dtype)
+        slices, needs = self._for_sizes(sizes, width, own.dtype)
         flat = {"in": _flat(own), "out": _flat(out)}
-        for buffer, elements in compiled.elements.items():
+        for buffer, elements in needs.items():
             if flat[buffer].numel() != elements:
                 raise ValueError(
                     f"{self.plan.name} needs {elements} elements of `{buffer}` for sizes of {sizes}, and "
                     f"has {flat[buffer].numel()}."
                 )
         moved = {buffer: _for_numpy(tensor) for buffer, tensor in flat.items()}
-        for each in compiled.slices:
+        for each in slices:
             self._run(each, flat, moved)
 
     def _longest(self, sizes: Sizes) -> int:
@@ -160,7 +151,8 @@ class OneSided:
             each.regions[parity] = self._region(steps, parity, flat["in"].dtype)
         inner_arrays, inner_tensors = each.regions[parity]
         arrays, tensors = inner_arrays.copy(), inner_tensors.copy()
-        for number, (buffer, _, start, length) in enumerate(each.callers, len(arrays)):
+        callers = steps.views[len(arrays) :]
+        for number, (buffer, _, start, length) in enumerate(callers, len(arrays)):
             first = start + each.offset
             whole = length == moved[buffer].size
             arrays.append(moved[buffer] if whole else moved[buffer][first : first + length])
@@ -231,7 +223,10 @@ class OneSided:
         self._slot = slots[-1]
         self._for_sizes.cache_clear()
 
-    def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> Compiled:
+    def _compiled(
+        self, sizes: Sizes, width: int, dtype: torch.dtype
+    ) -> tuple[list[Slice], dict[str, int]]:
+        """Return the slices of a call, and the elements of the caller's buffers."""
         layout = Layout(self.walked, sizes)
         lengths = {kind: layout.length(kind) * width for kind in self._program.kinds}
         starts = {
@@ -246,11 +241,10 @@ class OneSided:
             key = tuple(cut.values())
             if key not in made:
                 steps = self._program.steps(cut, starts, min(longest, window))
-                callers = [view for view in steps.views if view.is_callers]
-                made[key] = Slice(0, steps, {}, callers)
+                made[key] = Slice(0, steps, {})
             slices.append(made[key]._replace(offset=offset))
-        used = {view.buffer for each in slices for view in each.callers}
-        return Compiled(slices, {buffer: starts[buffer][-1] for buffer in sorted(used)})
+        used = {view.buffer for each in slices for view in each.steps.views if view.is_callers}
+        return slices, {buffer: starts[buffer][-1] for buffer in sorted(used)}
 
     def _region(
         self, steps: Steps, parity: int, dtype: torch.dtype

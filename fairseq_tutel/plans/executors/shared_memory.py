@@ -55,7 +55,7 @@ class SharedMemoryError(OSError):
 
 
 class SharedMemory:
-    """The shared memory of a group. Made by `meet`.
+    """The shared memory of a group. Made by `rendezvous`.
 
     Attributes:
         words: int64; word `line(i)` is the first of the caller's i-th line.
@@ -73,7 +73,7 @@ class SharedMemory:
         self._first, self._start, total = _measures(self.ranks, lines, region)
         self._mapped = mmap.mmap(descriptor, total)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
-        self._meetings = self._generation = 0
+        self._barriers = self._generation = 0
         # Not earlier: closing any descriptor of a file releases the process's locks on it.
         weakref.finalize(self, os.close, descriptor)
 
@@ -97,19 +97,19 @@ class SharedMemory:
             while self.words[word] < least:
                 backoff.pause([source])
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have called this. Collective, as is `grow`."""
-        self._meetings += 1
-        self.words[self.rank * WORDS_OF_LINE] = self._meetings
+        self._barriers += 1
+        self.words[self.rank * WORDS_OF_LINE] = self._barriers
         for rank in range(self.ranks):
-            self.wait(rank * WORDS_OF_LINE, self._meetings, rank)
+            self.wait(rank * WORDS_OF_LINE, self._barriers, rank)
 
     def grow(self, size: int) -> bool:
         """Give regions more bytes, and lose their contents; return whether there were enough.
 
         At least half of the folder's size stays free for others, such as data loaders.
         """
-        self.meet()
+        self.barrier()
         self._generation += 1
         word = self.ranks * WORDS_OF_LINE
         if self.rank == 0:
@@ -198,7 +198,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
 
 
-def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
+def rendezvous(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
     """Make shared memory for a group's ranks. Collective.
 
     Args:
@@ -245,7 +245,7 @@ def meet(group: dist.ProcessGroup | None, lines: int, region: int, size: int) ->
 
 def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
     """Return the caller's first line, the first byte of the regions, and the number of bytes."""
-    first = ranks + 1  # a line for each rank's `meet`, and one for `grow`
+    first = ranks + 1  # a line for each rank's `barrier`, and one for `grow`
     start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
     return first, start, start + ranks * _whole_pages(region)
 
