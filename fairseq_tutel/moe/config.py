@@ -2,7 +2,7 @@
 
 An option is one entry: a field of one of these dataclasses with all that options.py's `Option` names. Made
 from it are flags and hydra keys (plugin/flags.py), refusals, the lines of what has no effect
-(plugin/announce.py), what converters know (convert/names.py), `python -m fairseq_tutel flags` and
+(plugin/announce.py), what converters use (convert/dense.py), `python -m fairseq_tutel flags` and
 docs/flags.md.
 
 Options of a model say what is computed and are saved with it. A task's say how it is computed and may
