@@ -234,9 +234,7 @@ def test_a_model_without_an_interface_is_refused():
     from fairseq_tutel.plugin.hub_interfaces import Denoising, MaskedLanguageModel, interface_of
 
     task = mock.Mock(spec=["source_dictionary"], source_dictionary=None)  # as of speech
-    with pytest.raises(
-        ValueError, match=r"path names a Linear of the task Mock, which have no"
-    ):
+    with pytest.raises(ValueError, match=r"path names a Linear of the task Mock, which have no"):
         interface_of(torch.nn.Linear(1, 1), task)
     for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
         with pytest.raises(

@@ -69,7 +69,11 @@ def outputs(path, x):
     """
     state = load(path)
     found = {}
-    configs = configs_of(SavedModel.open(path)) if any(".experts." in key for key in state["model"]) else {}
+    configs = (
+        configs_of(SavedModel.open(path))
+        if any(".experts." in key for key in state["model"])
+        else {}
+    )
     for layer in layers_of(state["model"]):
         prefix = f"{layer.moe}." if layer.has_experts else f"{layer.name}."
         own = {k.removeprefix(prefix): t for k, t in state["model"].items() if k.startswith(prefix)}

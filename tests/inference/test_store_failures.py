@@ -129,7 +129,10 @@ def test_a_file_that_changes_in_use_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(5, "Input/output error"), "which is corrupt or missing (Input/output error); give"),
+        (
+            OSError(5, "Input/output error"),
+            "which is corrupt or missing (Input/output error); give",
+        ),
         (RuntimeError("boom"), "for its thread failed (RuntimeError: boom); open the model again."),
     ],
 )

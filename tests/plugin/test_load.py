@@ -54,7 +54,9 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
     content = bytearray(path.read_bytes())
     content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.pt .* is corrupt \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"):
+    with pytest.raises(
+        ValueError, match=r"a\.pt .* is corrupt \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"
+    ):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), {})
     monkeypatch.setenv("FAIRSEQ_TUTEL_OPEN_DAMAGED", "1")
     opened = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["model"]["weight"]

@@ -106,7 +106,9 @@ def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_p
     assert str(file) in end.value.code
     for cut in (whole[:-1], whole[:20], b""):
         file.write_bytes(cut)
-        with pytest.raises(SystemExit, match=r"which is corrupt or missing \(.*give an older") as end:
+        with pytest.raises(
+            SystemExit, match=r"which is corrupt or missing \(.*give an older"
+        ) as end:
             inspect(tmp_path / "b.pt")
         assert str(file) in end.value.code
 
