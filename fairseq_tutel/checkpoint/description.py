@@ -13,7 +13,7 @@ from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.options.option import flag_of, plain
+from fairseq_tutel.options.option import plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
 # Other systems, by a part of a tensor's name.
@@ -58,18 +58,15 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
     if not weights:
         raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
     layers = moe_layers(state)
-    facts: Facts = {"file": str(path), "bytes_of_file": path.stat().st_size}
-    facts["kind"] = _kind(weights, layers, is_checkpoint)
+    facts: Facts = {
+        "file": str(path),
+        "bytes_of_file": path.stat().st_size,
+        "kind": _kind(weights, layers, is_checkpoint),
+    }
     if shards:
         facts["shards"] = _described_shards(shards)
     if check:
-        for tensor in shards:
-            for expert in range(tensor.shape[0]):
-                tensor.read(expert, 1)  # compares the digest
-        if not is_whole(str(path)):
-            raise ValueError(
-                f"FILE names {path}, whose bytes differ from their checksums; give an older checkpoint."
-            )
+        _verify(path, shards)
         facts["checked"] = zipfile.is_zipfile(path)  # others have no checksums
     experts = {key for key in weights if EXPERTS.search(key)}
     facts["bytes"] = {
@@ -77,29 +74,35 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
         "other weights": _bytes(weights[key] for key in weights if key not in experts),
     }
     if is_checkpoint:
-        facts["bytes"]["optimizer state"] = _bytes(
-            tensor for _, tensor in _tensors(state.get("last_optimizer_state"))
-        )
+        optimizer = _tensors(state.get("last_optimizer_state"))
+        facts["bytes"]["optimizer state"] = _bytes(tensor for _, tensor in optimizer)
         facts |= _of_training(state)
     if layers:
         facts["layers"] = [_layer(weights, layer) for layer in layers]
-    options = _options(state) if layers and is_checkpoint else {}
-    defaults = {option.key: option.default for option in options_of("model")}
-    if options.keys() & defaults.keys():
-        facts["options"] = {
-            flag_of(key): plain(options[key])
-            for key, default in defaults.items()
-            if key in options and plain(options[key]) not in (None, default)
-        }
-    facts["tensors"] = _grouped(weights)
-    return facts
+    if layers and is_checkpoint:
+        facts |= _changed_options(state)
+    return {**facts, "tensors": _grouped(weights)}
 
 
-def _options(state: dict[str, Any]) -> Facts:
-    """Return the model's options, or those of a pretrained model inside it."""
+def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
+    for tensor in shards:
+        for expert in range(tensor.shape[0]):
+            tensor.read(expert, 1)  # compares the digest
+    if not is_whole(str(path)):
+        raise ValueError(
+            f"FILE names {path}, whose bytes differ from their checksums; give an older checkpoint."
+        )
+
+
+def _changed_options(state: dict[str, Any]) -> Facts:
+    """Return the options of experts that differ from their defaults, if the file has some."""
     options = SavedModel(state).options
-    around = options.get("w2v_args")
-    return around.get("model", options) if isinstance(around, dict) else options
+    inner = options.get("w2v_args")  # of a pretrained model inside the model
+    options = inner.get("model", options) if isinstance(inner, dict) else options
+    known = [option for option in options_of("model") if option.key in options]
+    values = [(option, plain(options[option.key])) for option in known]
+    changed = {o.flag: value for o, value in values if value not in (None, o.default)}
+    return {"options": changed} if known else {}
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from fairseq_tutel.checkpoint.files import (
     let_checkpoints_load,
     refused_class,
     system_error,
+    unlike_a_file,
 )
 
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
@@ -33,8 +34,10 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
         ValueError: the file is missing, corrupt or of another kind.
     """
     let_checkpoints_load()
+    if (kind := unlike_a_file(path)) is not None:
+        raise ValueError(f"{flag} names {path}, which is {kind}; give a checkpoint file.")
     if not path.is_file():
-        raise ValueError(f"{flag} names {path}, which {_unlike_a_file(path)}.")
+        raise ValueError(f"{flag} names {path}, which does not exist.")
     fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
     # A compressed entry could expand without limit.
     if zipfile.is_zipfile(path) and not has_an_end(str(path)):
@@ -70,9 +73,3 @@ def _loaded(path: Path) -> Any:
     module, _, name = DICTIONARY.rpartition(".")
     let_checkpoints_load(getattr(import_module(module), name))
     return load()
-
-
-def _unlike_a_file(path: Path) -> str:
-    if path.is_dir():
-        return "is a folder; give a file in it"
-    return "is no ordinary file; give one" if path.exists() else "does not exist"

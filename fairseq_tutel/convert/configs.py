@@ -25,7 +25,7 @@ def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
 
 
 def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
-    from fairseq_tutel.plugin.flags import layer_config
+    from fairseq_tutel.plugin.registration.flags import layer_config
 
     weights, num_experts = saved.weights, saved.num_experts(layer)
     hidden = weights.get(f"{layer.moe}.experts.fc1_weight")

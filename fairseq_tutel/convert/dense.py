@@ -1,6 +1,5 @@
 """Makes a dense checkpoint of one with experts."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import DENSE, PARTS, Layer, SavedModel
-from fairseq_tutel.convert.configs import ROWS, configs_of
+from fairseq_tutel.convert.configs import configs_of
 from fairseq_tutel.convert.names import without_experts
 from fairseq_tutel.convert.upcycle_layer import sums_to_1
 from fairseq_tutel.moe.config import MoEConfig, label_of
@@ -33,7 +32,7 @@ def to_dense(
             this is constant, else 1.
 
     Returns:
-        The labels of layers that got padding, with their width, and of those whose outputs change.
+        The layers that got padding, with their width, and those whose outputs may change, by label.
 
     Raises:
         ValueError: experts that no dense FFN can represent.
@@ -44,7 +43,7 @@ def to_dense(
         usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
         total = usual if weight is None else weight
         made[layer] = _dense_ffn(saved, layer, config, chosen[layer], total)
-        if total != usual or not _is_exact(saved, layer, config, chosen[layer]):
+        if total != usual or not _is_exact(saved, layer, config):
             changed.append(layer.label)
     made |= {layer: saved.dense_ffn(layer) for layer in saved.layers if not layer.has_experts}
     widths, padded = _pad(made)
@@ -143,42 +142,13 @@ def _refuse(config: MoEConfig, layer: Layer, number: int) -> None:
         )
 
 
-def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int]) -> bool:
-    """Whether the dense FFN with the usual weight computes the outputs of the layer, in evaluation.
-
-    It does if a token's weights sum to 1 and the experts repeat with a period p: each token gets all p
-    kinds with equal weight, since p is 1 or the gate scores them alike. The dense FFN does the same.
-    """
-    drops = capacity_of(config, training=False).is_limited
-    if not sums_to_1(config) or config.choice == "experts" or config.prescore or drops:
+def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
+    """Whether the gate has no effect in evaluation: experts are equal, and their weights sum to 1."""
+    if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
-    return any(
-        _repeats(saved, layer, config, p)
-        for p in range(1, len(chosen) + 1)
-        if len(counts := Counter(i % p for i in chosen)) == p and len(set(counts.values())) == 1
+    return not capacity_of(config, training=False).is_limited and all(
+        torch.equal(expert, stack[0]) for stack in saved.stacks(layer).values() for expert in stack
     )
-
-
-def _repeats(saved: SavedModel, layer: Layer, config: MoEConfig, p: int) -> bool:
-    """Whether experts repeat with period p, and a token always chooses p neighbors of equal weight."""
-    if config.num_experts % p or config.top_k % p:
-        return False
-    return (p == 1 or _scores_neighbors_alike(saved, layer, config, p)) and all(
-        torch.equal(stack[i], stack[i % p])
-        for stack in saved.stacks(layer).values()
-        for i in range(p, config.num_experts)
-    )
-
-
-def _scores_neighbors_alike(saved: SavedModel, layer: Layer, config: MoEConfig, p: int) -> bool:
-    kind = config.gate_types[config.gate_index]
-    if kind == "hash":
-        return p == config.num_experts
-    if kind not in ROWS or config.balance_bias:
-        return False
-    gate = "gate" if config.gate_index == 0 else f"other_gates.{config.gate_index - 1}"
-    rows_ED = saved.weights[f"{layer.moe}.{gate}.{ROWS[kind]}"]
-    return torch.equal(rows_ED, rows_ED[::p].repeat_interleave(p, dim=0))
 
 
 def _padded(ffn: Tensors, width: int) -> Tensors:

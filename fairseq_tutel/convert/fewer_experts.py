@@ -17,7 +17,7 @@ Groups = Sequence[Sequence[int]]
 
 def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
     """Return groups of neighboring experts, as many as a value of --moe-expert-count says."""
-    from fairseq_tutel.plugin.flags import expert_counts
+    from fairseq_tutel.plugin.registration.flags import expert_counts
 
     found: dict[Layer, Groups] = {}
     for layer, count in zip(configs, expert_counts(text, len(configs)), strict=True):

@@ -93,7 +93,7 @@ def open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any
         if "patch_embed.proj.weight" not in weights:
             raise ValueError(
                 f"--input names {own[0]}, which holds no Swin (no patch_embed.proj.weight in its model); "
-                "give a released .pth file, and keep .master beside the files of ranks."
+                "give a released .pth file, and keep .master next to the files of ranks."
             )
         ranks.append(weights)
         for name in sorted(ranks[0].keys() ^ weights.keys()):

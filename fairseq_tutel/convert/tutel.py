@@ -28,6 +28,64 @@ def rank_file(pattern: str, rank: int, size: int) -> Path:
     return Path(pattern.replace("{rank}", str(rank)).replace("{size}", str(size)))
 
 
+def from_tutel(
+    paths: list[Path],
+    namespace: str | None = None,
+    default_experts: int | None = None,
+    layer: str = LAYERS[0],
+    activation: str = "linear",
+) -> tuple[Any, list[str]]:
+    """Join the files of all ranks; return the content of one file, and notes as sentences.
+
+    Args:
+        paths: the file of each rank.
+        namespace: keys of the weights in a file, joined by /; None for the usual ones.
+        default_experts: number of experts per layer for files that lack it.
+        layer: class of the layers of a state dict here, one of LAYERS.
+        activation: activation of the experts of a fairseq checkpoint.
+
+    Raises:
+        ValueError: a file is missing or corrupt, or the files do not fit together.
+    """
+    ranks, state, keys = _open_ranks(paths, namespace)
+    layers = _layer_counts(ranks, default_experts)
+    in_example = keys == ["model"] and bool(state.get("cfg") or state.get("args"))
+    prefix = "moe." * (layer == LAYERS[0] and not in_example)
+    weights, notes = _joined(ranks, layers, prefix)
+    state = _with_weights(state, keys, weights)
+    if in_example:
+        saved = SavedModel(state, flag=FLAG)
+        notes += tutel_fairseq.to_ours(saved, layers, activation)
+    elif keys:
+        notes += _leave_out(state, keys[0], "its tensors are those of rank 0")
+    return state, notes
+
+
+def _open_ranks(paths: list[Path], namespace: str | None) -> tuple[list[Tensors], Any, list[str]]:
+    """Open the files of all ranks; their tensors are mapped.
+
+    Returns:
+        The weights of every rank, the content of rank 0's file, and the keys of the weights in it.
+
+    Raises:
+        ValueError: a file is missing or corrupt, or lacks a weight that another has.
+    """
+    ranks: list[Tensors] = []
+    for path in paths:
+        state = read_file(path, FLAG)
+        weights, found = _weights_in(state, path, namespace)
+        refuse_weights(weights, f"{FLAG} {path}")
+        if not ranks:
+            first, keys = state, found
+        ranks.append(weights)
+        for name in ranks[0].keys() ^ weights.keys():
+            lacking = path if name in ranks[0] else paths[0]
+            raise ValueError(
+                f"{FLAG} names {lacking}, which lacks {name}; give the files of one model."
+            )
+    return ranks, first, keys
+
+
 def _weights_in(state: Any, path: Path, namespace: str | None) -> tuple[Tensors, list[str]]:
     """Return the weights in a file, and the keys that lead to them.
 
@@ -53,86 +111,7 @@ def _weights_in(state: Any, path: Path, namespace: str | None) -> tuple[Tensors,
     return found, keys
 
 
-def _with_weights(state: Any, keys: list[str], weights: Tensors) -> Any:
-    """Return a shallow copy of a file's content with other weights."""
-    if not keys:
-        return weights
-    return {**state, keys[0]: _with_weights(state[keys[0]], keys[1:], weights)}
-
-
-def _leave_out(state: dict[str, Any], kept: str, why: str) -> list[str]:
-    """Remove all keys that lead to tensors, except one; return a sentence for each."""
-    dropped = [key for key, value in state.items() if key != kept and _has_tensor(value)]
-    for key in dropped:
-        del state[key]
-    return [f"{key} is left out: {why}." for key in dropped]
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
-    return torch.is_tensor(value)
-
-
-def from_tutel(
-    paths: list[Path],
-    namespace: str | None = None,
-    default_experts: int | None = None,
-    layer: str = LAYERS[0],
-    activation: str = "linear",
-) -> tuple[Any, list[str]]:
-    """Join the files of all ranks; return the content of one file, and notes as sentences.
-
-    Args:
-        paths: the file of each rank.
-        namespace: keys of the weights in a file, joined by /; None for the usual ones.
-        default_experts: number of experts per layer for files that lack it.
-        layer: class of the layers of a state dict here, one of LAYERS.
-        activation: activation of the experts of a fairseq checkpoint.
-
-    Raises:
-        ValueError: a file is missing or corrupt, or the files do not fit together.
-    """
-    ranks, state, keys = open_ranks(paths, namespace)
-    layers = layer_counts(ranks, default_experts)
-    in_example = keys == ["model"] and bool(state.get("cfg") or state.get("args"))
-    prefix = "moe." * (layer == LAYERS[0] and not in_example)
-    weights, notes = _joined(ranks, layers, prefix)
-    state = _with_weights(state, keys, weights)
-    if in_example:
-        saved = SavedModel(state, flag=FLAG)
-        notes += tutel_fairseq.to_ours(saved, layers, activation)
-    elif keys:
-        notes += _leave_out(state, keys[0], "its tensors are those of rank 0")
-    return state, notes
-
-
-def open_ranks(paths: list[Path], namespace: str | None) -> tuple[list[Tensors], Any, list[str]]:
-    """Open the files of all ranks; their tensors are mapped.
-
-    Returns:
-        The weights of every rank, the content of rank 0's file, and the keys of the weights in it.
-
-    Raises:
-        ValueError: a file is missing or corrupt, or lacks a weight that another has.
-    """
-    ranks: list[Tensors] = []
-    for path in paths:
-        state = read_file(path, FLAG)
-        weights, found = _weights_in(state, path, namespace)
-        refuse_weights(weights, f"{FLAG} {path}")
-        if not ranks:
-            first, keys = state, found
-        ranks.append(weights)
-        for name in ranks[0].keys() ^ weights.keys():
-            lacking = path if name in ranks[0] else paths[0]
-            raise ValueError(
-                f"{FLAG} names {lacking}, which lacks {name}; give the files of one model."
-            )
-    return ranks, first, keys
-
-
-def layer_counts(ranks: list[Tensors], default: int | None) -> dict[str, int]:
+def _layer_counts(ranks: list[Tensors], default: int | None) -> dict[str, int]:
     """Return the number of experts of each of Tutel's layers, by the prefix of its names.
 
     Raises:
@@ -222,3 +201,24 @@ def our_layer(ranks: list[Tensors], prefix: str, num_experts: int) -> Tensors:
     }
     whole = our_experts(parts, num_experts, widths[0] if widths else None)
     return {**gates, **{f"experts.{key}": tensor for key, tensor in whole.items()}}
+
+
+def _with_weights(state: Any, keys: list[str], weights: Tensors) -> Any:
+    """Return a shallow copy of a file's content with other weights."""
+    if not keys:
+        return weights
+    return {**state, keys[0]: _with_weights(state[keys[0]], keys[1:], weights)}
+
+
+def _leave_out(state: dict[str, Any], kept: str, why: str) -> list[str]:
+    """Remove all keys that lead to tensors, except one; return a sentence for each."""
+    dropped = [key for key, value in state.items() if key != kept and _has_tensor(value)]
+    for key in dropped:
+        del state[key]
+    return [f"{key} is left out: {why}." for key in dropped]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
+    return torch.is_tensor(value)

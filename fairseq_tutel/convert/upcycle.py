@@ -46,13 +46,13 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
     """Set the names and options of a MoE model; return its MoE layers with their configurations."""
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
-    from fairseq_tutel.plugin.flags import (
+    from fairseq_tutel.plugin.install import refuse_options
+    from fairseq_tutel.plugin.registration.flags import (
         EncoderDecoderOptions,
         ModelOptions,
         defaults,
         expert_counts,
     )
-    from fairseq_tutel.plugin.install import refuse_options
 
     layers, options = saved.layers, saved.options
     if any(layer.has_experts for layer in layers):
@@ -134,7 +134,7 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
 
 
 def _config_of(args: argparse.Namespace, ffn: Mapping[str, Tensor], num_experts: int) -> MoEConfig:
-    from fairseq_tutel.plugin.flags import layer_config
+    from fairseq_tutel.plugin.registration.flags import layer_config
 
     hidden_dim, model_dim = ffn["fc1.weight"].shape
     return layer_config(

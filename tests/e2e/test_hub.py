@@ -80,7 +80,7 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     ):
         with pytest.raises(ValueError, match=sentence):
             model.translate(text, **options)
-    with pytest.raises(TypeError, match="not copied or pickled; open its checkpoint again"):
+    with pytest.raises(TypeError, match="cannot be copied or pickled; open its checkpoint again"):
         pickle.dumps(model)
 
 
@@ -135,7 +135,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     with pytest.raises(ValueError, match=r"^file given not found, which .* names for bpe or"):
         fairseq_tutel.from_checkpoint(path, sentencepiece_model="given")
     (tmp_path / "dict.txt").write_text("w1 1\n")
-    with pytest.raises(ValueError, match=r"not of the size that the dictionaries in .* ask"):
+    with pytest.raises(ValueError, match=r"do not fit the dictionaries in "):
         fairseq_tutel.from_checkpoint(path)
 
 

@@ -200,7 +200,7 @@ REFUSED = {
         ("GOOD", "--output", "FOLDER/new/"),
         "--output is FOLDER/new/; give the name of a file, without / at its end",
     ),
-    "no ordinary file": (("/dev/null",), "--inputs names /dev/null, which is no ordinary file"),
+    "a device": (("/dev/null",), "--inputs names /dev/null, which is a pipe, device or socket"),
     "output in no folder": (
         ("GOOD", "--output", "FOLDER/none/mean.pt"),
         "--output is FOLDER/none/mean.pt; give the name of a file in an existing folder",

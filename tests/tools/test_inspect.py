@@ -232,5 +232,5 @@ def test_inspect_refuses_what_has_no_tensors_to_convert(value, sentence, tmp_pat
         inspect(tmp_path / "a.pt")
     with pytest.raises(SystemExit, match=r"b\.pt, which does not exist"):
         inspect(tmp_path / "b.pt")
-    with pytest.raises(SystemExit, match=r", which is a folder; give a file in it\.$"):
+    with pytest.raises(SystemExit, match=r", which is a folder; give a checkpoint file\.$"):
         inspect(tmp_path)

@@ -31,7 +31,7 @@ change if the weights of its experts are divided by their sum, the default for a
 DENSE = """
 convert dense: make a dense checkpoint, which stock fairseq opens. In every MoE layer one expert becomes the
 feed-forward network, or several side by side with even weights. Shared experts become part of it. Gates are
-removed; the tool prints whether the outputs change.
+removed; the tool prints where the outputs may change.
 """
 SOURCE = "a checkpoint with experts"
 NEW_RUN = "start a new training run from it"
@@ -190,7 +190,7 @@ def _dense(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     print(f"wrote {output}: {saved.name('model')}; {NEW_RUN}")
     if changed:
         print(
-            f"its outputs are not the MoE model's: the gate makes a difference in {', '.join(changed)}"
+            f"its outputs differ from the MoE model's if the gate has an effect in {', '.join(changed)}"
         )
     else:
         print("its outputs are the MoE model's, to rounding")

@@ -93,7 +93,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     plugin.register()
     from fairseq.dataclass.utils import gen_parser_from_dataclass
 
-    from fairseq_tutel.plugin.flags import EncoderDecoderOptions, made
+    from fairseq_tutel.plugin.registration.flags import EncoderDecoderOptions, made
 
     group = parser.add_argument_group("the experts, as for fairseq-train; saved with the model")
     for options in (EncoderDecoderOptions, made("SwinExpertsOptions", OF_SWIN)):
