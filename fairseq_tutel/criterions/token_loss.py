@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.slabs import slabs
+from fairseq_tutel.plugin.feed_forward import unwrapped
 
 
 def token_loss(
@@ -112,8 +113,7 @@ class TokenLossMixin:
 
 def _normalizes_logits(model: Any) -> bool:
     """Whether log-probabilities are the plain log-softmax of the first output."""
-    while hasattr(model, "module"):
-        model = model.module
+    model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
     return (
         isinstance(decoder, FairseqDecoder)

@@ -127,10 +127,6 @@ class ZeroState:
         """Return a parameter's whole state from this rank's part, with its fp32 master if it has one.
 
         Collective over the ranks that share the parameter.
-
-        Args:
-            index: of the parameter.
-            state: of this rank, in the optimizer.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:

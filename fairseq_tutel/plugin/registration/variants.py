@@ -25,14 +25,7 @@ def change_class(instance: Any, cls: type) -> None:
 
 
 def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> type:
-    """Return the MoE variant of a fairseq class, named MoE plus its name.
-
-    Args:
-        stock: the class.
-        before: base classes that precede it.
-        module: name of the module that the variant belongs to, for pickling.
-        attributes: of the variant.
-    """
+    """Return the MoE variant of a fairseq class, named MoE plus its name."""
     name = f"MoE{stock.__name__}"
     namespace = {"__doc__": stock.__doc__, "__module__": module, **attributes}
     variant = type(name, (*before, stock), namespace)

@@ -64,13 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
-    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source.
-
-    Args:
-        function: not wrapped yet.
-        parameters: names that the wrapper expects.
-        digest: of the source that the wrapper was written for.
-    """
+    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source."""
     found = tuple(inspect.signature(function).parameters)
     if found != parameters:
         raise ImportError(
