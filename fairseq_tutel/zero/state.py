@@ -172,7 +172,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         return grad.to(dtype).mul_(factor)
 
     if bucket.gradient is not None:
-        bucket.gradient = widened(bucket.gradient)
+        bucket.set_gradient(widened(bucket.gradient))
         grads = bucket.gradients()
     else:
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]

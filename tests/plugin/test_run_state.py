@@ -1,7 +1,7 @@
-"""State of the integration: one object holds it, and one function changes the classes of fairseq's objects.
+"""State of the integration: one object holds it, and one table has the changes of other objects.
 
-Covered: fields are restored after an error; assignments to __class__; module-level lists and dictionaries
-that functions change.
+Covered: fields are restored after an error; attributes that are set on other objects; module-level lists
+and dictionaries that functions change.
 """
 
 import ast
@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.run_state import RunState
+
+register()
+from fairseq_tutel.plugin.registration.wrapped import CHANGED  # noqa: E402
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 INTEGRATION = [
@@ -28,16 +32,29 @@ def test_fields_are_restored_after_an_error():
     assert (run.checkpoint, run.is_saving) == ("a.pt", False)
 
 
-def test_one_function_changes_classes():
+CONFIGURATIONS = {"cfg", "root", "distributed", "section", "node", "member"}
+
+
+def set_from_outside(path):
+    """Yield attributes that a file sets on other objects."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value)
+            of_configuration = owner.split(".")[0] in CONFIGURATIONS
+            if (
+                owner not in ("self", "ctx")
+                and not of_configuration
+                and node.attr not in ("data", "grad")
+            ):
+                yield node.attr
+
+
+def test_attributes_of_other_objects_are_in_one_table():
+    files = [*INTEGRATION, *(PACKAGE / "zero").glob("*.py"), *(PACKAGE / "ranks").glob("*.py")]
     found = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in INTEGRATION
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and node.attr == "__class__"
+        (p.relative_to(PACKAGE).as_posix(), name) for p in files for name in set_from_outside(p)
     }
-    assert found == {"plugin/registration/variants.py"}
+    assert found == {(file, name) for file, name, _ in CHANGED}
 
 
 def changed_in_functions(path):
@@ -53,9 +70,9 @@ def changed_in_functions(path):
                 owner = node.func.value
                 if node.func.attr in CHANGING and getattr(owner, "id", None) in names - {"RUN"}:
                     yield owner.id
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                if getattr(node.value, "id", None) in names:
-                    yield node.value.id
+            is_stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            if is_stored and getattr(node.value, "id", None) in names:
+                yield node.value.id
 
 
 def test_no_module_has_state_of_its_own():
