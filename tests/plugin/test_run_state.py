@@ -42,7 +42,7 @@ def set_from_outside(path):
             owner = ast.unparse(node.value)
             of_configuration = owner.split(".")[0] in CONFIGURATIONS
             if (
-                owner not in ("self", "ctx")
+                owner not in ("self", "ctx", "_State")
                 and not of_configuration
                 and node.attr not in ("data", "grad")
             ):
