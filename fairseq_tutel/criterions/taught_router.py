@@ -25,7 +25,7 @@ from fairseq_tutel.moe.gates import HashGate, gate_input, gate_logits
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Chosen, Routing, placed
 from fairseq_tutel.moe.slots import Capacity
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrapped
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ def forward_with_router_loss(
             f"not those of the target {tuple(target.shape[::-1])} (time, batch), which have the losses; "
             "drop it."
         )
-    inner: Any = model
-    while hasattr(inner, "module"):  # a data-parallel wrapper; there are no gradients to reduce
-        inner = inner.module
-    losses = []
+    inner, losses = unwrapped(model), []  # there are no gradients to reduce
     for expert in range(layer.config.num_experts):
         with torch.no_grad(), _drawing_from(before), _routed_by(layer, _Forced(expert)):
             # `forward` runs no hook, which would start another micro-batch.

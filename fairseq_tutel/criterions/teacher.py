@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
+from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers, unwrapped
 from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
 from fairseq_tutel.plugin.run_state import RUN, config_of
 
@@ -32,12 +32,7 @@ EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
 
 
 class Teacher:
-    """A model in eval mode that is not trained: neither the criterion nor checkpoints contain it.
-
-    Args:
-        options: of distillation.
-        task: the student's.
-    """
+    """A model in eval mode that is not trained: neither the criterion nor checkpoints contain it."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task, self.overrides = options, task, _read(options)
@@ -149,11 +144,6 @@ def refuse_others(path: str, state: Any, task: Any) -> None:
     """Refuse a checkpoint of another task or another dictionary than the student's.
 
     The file has the number of a teacher's words; its data folder, if it still exists, has the words.
-
-    Args:
-        path: of the checkpoint.
-        state: its content.
-        task: the student's.
     """
     of_teacher, of_student = state["cfg"]["task"], config_of(task)
     names = [_name(cfg).removeprefix("moe_") for cfg in (of_teacher, of_student)]
@@ -196,11 +186,9 @@ def _dictionary_of(cfg: Any, side: str) -> Path | None:
 
 def scores_of(model: Any, output: Any) -> Tensor:
     """Return scores [N, V] from a model's output; their softmax are its probabilities."""
-    while hasattr(model, "module"):
-        model = model.module
     first = output if torch.is_tensor(output) else output[0]
     first = first.flatten(end_dim=-2)
-    adaptive = getattr(getattr(model, "decoder", None), "adaptive_softmax", None)
+    adaptive = getattr(getattr(unwrapped(model), "decoder", None), "adaptive_softmax", None)
     if adaptive is None:
         return first
     # fairseq's own table has no gradient, and only the words of the target's cluster.

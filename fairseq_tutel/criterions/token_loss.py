@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.slabs import slabs
+from fairseq_tutel.plugin.feed_forward import unwrapped
 
 
 def token_loss(
@@ -54,8 +55,8 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        ctx.weights = _weights(smoothing, logits_NV.shape[1])
-        of_target, of_each = ctx.weights
+        ctx.factors = _factors(smoothing, logits_NV.shape[1])
+        of_target, of_each = ctx.factors
         ctx.mark_non_differentiable(nll)
         # Two tensors: fairseq adds to the loss in place.
         return of_target * nll + of_each * spread, nll
@@ -64,7 +65,7 @@ class _TokenLoss(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, at_target_N, counts_N = ctx.saved_tensors
-        of_target, of_each = ctx.weights
+        of_target, of_each = ctx.factors
         dlogits_NV = torch.empty_like(logits_NV)
         scales_N = torch.where(counts_N, dloss, 0.0)
         of_all = of_target + of_each * logits_NV.shape[1]
@@ -84,7 +85,7 @@ class _TokenLoss(torch.autograd.Function):
         return dlogits_NV, None, None, None
 
 
-def _weights(smoothing: float, words: int) -> tuple[float, float]:
+def _factors(smoothing: float, words: int) -> tuple[float, float]:
     """Return the weights of the target's and of every word's log-probability."""
     of_each = smoothing / (words - 1) if smoothing else 0.0
     return 1 - smoothing - of_each, of_each
@@ -112,8 +113,7 @@ class TokenLossMixin:
 
 def _normalizes_logits(model: Any) -> bool:
     """Whether log-probabilities are the plain log-softmax of the first output."""
-    while hasattr(model, "module"):
-        model = model.module
+    model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
     return (
         isinstance(decoder, FairseqDecoder)

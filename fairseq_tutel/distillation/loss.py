@@ -29,13 +29,7 @@ class Answers:
 
 
 def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
-    """Return the min(K, V) most probable words of each row, without a gradient.
-
-    Args:
-        scores_NV: a teacher's logits or log-probabilities, any float dtype.
-        top_k: K.
-        temperature: T.
-    """
+    """Return the min(K, V) most probable words of each row, without a gradient."""
     top_k = min(top_k, scores_NV.shape[1])
     wide = torch.promote_types(scores_NV.dtype, torch.float32)
     words_NK = scores_NV.new_empty(len(scores_NV), top_k, dtype=torch.int64)

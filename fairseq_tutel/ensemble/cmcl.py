@@ -143,11 +143,7 @@ class _ConfidentLoss(torch.autograd.Function):
 
 
 def mean_log_probs(logits_MXC: Tensor) -> Tensor:
-    """Return the log of the mean of the members' probabilities, [..., C], in fp32 at least.
-
-    Args:
-        logits_MXC: [M, ..., C], any float dtype.
-    """
+    """Return the log of the mean of the members' probabilities, [..., C], in fp32 at least."""
     return _MeanLogProbs.apply(logits_MXC)
 
 

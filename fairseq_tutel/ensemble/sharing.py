@@ -19,11 +19,6 @@ def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Te
     sigma is elementwise Bernoulli(keep) in training, drawn for every pair, and its mean in evaluation.
     (The authors' code draws it in evaluation, too, so that outputs vary.)
 
-    Args:
-        features_M: M tensors of one shape.
-        keep: probability of a 1.
-        training: the members are in training mode.
-
     Source: Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
     if not training:

@@ -46,12 +46,7 @@ EnsembleOptions = made("EnsembleOptions", options_in(EnsembleConfig))
 
 @register_model(NAME)
 class EnsembleModel(BaseFairseqModel):
-    """M members that get the same input.
-
-    Args:
-        members: models that return logits, as a tensor or first in a tuple.
-        config: the ensemble's own options.
-    """
+    """M members that get the same input."""
 
     def __init__(self, members: list[nn.Module], config: EnsembleConfig) -> None:
         super().__init__()

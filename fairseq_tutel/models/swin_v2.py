@@ -93,12 +93,16 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
                 "recomputes a block without the earlier one whose input its gate reads; drop one."
             )
         model = super().build_model(cfg, task)
-        model.expert_stages = own.expert_stages
+        model.choose_stages(own.expert_stages)
         sides = [side for side, _, _ in model.moe_stacks()]
         facts = {**EXPERTS, "activation_dropout": own.expert_dropout}
         freqs, of_sides = dict.fromkeys(sides, cfg.moe_freq), dict.fromkeys(sides, facts)
         install_experts(model, cfg, task, freqs, of_sides)
         return model
+
+    def choose_stages(self, number: int) -> None:
+        """Set how many of the last stages may have experts."""
+        self.expert_stages = number
 
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
         """Return the stages that may have experts, for `named_stacks`."""

@@ -33,7 +33,9 @@ class FusedAdam(Adam):
     Jukebox, utils/fp16.py.
     """
 
-    fp16_stats = False
+    def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.fp16_stats = fp16_stats
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -149,8 +151,7 @@ class MoEFairseqAdam(ZeroOptimizerMixin, FairseqAdam):
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
         if cfg.fp16_adam_stats:
             FairseqOptimizer.__init__(self, cfg)  # FairseqAdam's would need apex
-            self._optimizer = FusedAdam(params, **self.optimizer_config)
-            self._optimizer.fp16_stats = True
+            self._optimizer = FusedAdam(params, True, **self.optimizer_config)
             return
         super().__init__(cfg, params)
         if type(self._optimizer) is Adam or self.zero is not None:

@@ -103,11 +103,7 @@ class MoEOptimizerMixin:
         return list(self.params)
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the state of this rank's experts [e, ...], with masters; all ranks call it.
-
-        Args:
-            index: of the experts' parameter in `model_params`.
-        """
+        """Return the state of this rank's experts [e, ...], with masters; all ranks call it."""
         parameter = self.model_params()[index]
         state = dict(self.optimizer.state.get(parameter, {}))
         if self.holds_masters:
@@ -132,10 +128,6 @@ class MoEOptimizerMixin:
         """Put these in place of the local values, by parameter and key, into rank 0's next `state_dict`.
 
         Collective where the state of other parameters is apart, which comes along.
-
-        Args:
-            state: of the same parameters on all ranks; the values of rank 0 count.
-            topology: of this rank.
         """
         self._gathered_state = state if topology.rank == 0 else None
 

@@ -5,6 +5,7 @@ fairseq's loss scaling needs another wrapper.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,7 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 
 
 def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
-    """Refuse options that do not work with partitions.
-
-    Args:
-        root: the FairseqConfig.
-        asked: its ZeRO options.
-    """
+    """Refuse options that do not work with partitions."""
     common, name = root.common, str(root.optimizer._name)
     bad = [
         (
@@ -102,8 +98,13 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
             f"--use-bmuf is set, which averages whole weights; drop it or {asked.flags}.",
         ),
     ]
-    for wrong, message in bad:
-        if wrong:
+    refuse_first(bad)
+
+
+def refuse_first(rules: Iterable[tuple[Any, str]]) -> None:
+    """Raise the message of the first rule whose condition holds."""
+    for condition, message in rules:
+        if condition:
             raise ValueError(message)
 
 

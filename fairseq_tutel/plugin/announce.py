@@ -154,15 +154,7 @@ def announce_exchange(layers: Sequence[MoELayer]) -> None:
 def announce_no_effect(
     layers: Sequence[MoELayer], model_cfg: Any, task_cfg: Any, local: int, half: bool
 ) -> None:
-    """Warn of options without effect in training; the criterion, built later, warns of its own.
-
-    Args:
-        layers: of the model.
-        model_cfg: configuration of the model.
-        task_cfg: configuration of the task.
-        local: ranks of a node; 0 if unknown.
-        half: the model computes in fp16 or bf16.
-    """
+    """Warn of options without effect in training; the criterion, built later, warns of its own."""
     first, sides = layers[0], read(SidesConfig, model_cfg)
     facts = Facts(
         layer=first.config,
@@ -189,12 +181,7 @@ def announce_no_effect(
 
 
 def warn(config: MoEConfig, has_decoder: bool) -> None:
-    """Warn of options with a surprising effect.
-
-    Args:
-        config: of the first MoE layer.
-        has_decoder: a decoder layer has experts.
-    """
+    """Warn of options with a surprising effect."""
     if config.choice == "experts" and has_decoder:
         logger.warning(
             "--moe-choice experts lets a token's experts depend on later tokens: a decoder then trains "

@@ -115,10 +115,6 @@ class MoEFeedForward(MoELayer):
         """Keep the arguments of the stock layer's call.
 
         Token ids are kept here, since a recomputation may follow the other side's embedding.
-
-        Args:
-            padding_mask: [batch, time] bool or None.
-            generates: the call is a step of generation.
         """
         self._padding_mask, self._generates = padding_mask, generates
         self._token_ids = self.context.token_ids
@@ -191,6 +187,13 @@ def _record(output: MoEOutput) -> MoERecord:
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
     """Return the MoE layers of a model, which may be in a data-parallel wrapper, in order."""
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside data-parallel wrappers."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
 
 
 def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:

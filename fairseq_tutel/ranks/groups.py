@@ -95,11 +95,7 @@ class Topology:
         return self.world_size // self.expert_parallel_size
 
     def part(self, num_experts: int) -> Part:
-        """Return which of a layer's experts, or shards, this rank holds.
-
-        Raises:
-            ValueError: the topology was made for other experts.
-        """
+        """Return which of a layer's experts, or shards, this rank holds."""
         size = self.expert_parallel_size
         if num_experts % size and size % num_experts:
             raise ValueError(
@@ -118,11 +114,7 @@ class Topology:
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the group that gathers s / r shards of an expert under r >= 1; None for one shard.
-
-        Raises:
-            ValueError: the topology was made for other experts, or for another r.
-        """
+        """Return the group that gathers s / r shards of an expert under r >= 1; None for one shard."""
         joined = slices // degree
         if joined > 1 and joined not in self.share_groups:
             raise ValueError(

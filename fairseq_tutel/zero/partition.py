@@ -80,6 +80,10 @@ class Partition:
             own = own.to("cpu" if offload else own.device, wide, copy=True)
         self.own = nn.Parameter(own)
 
+    def put_at(self, start: int) -> None:
+        """Set the position in the bucket."""
+        self.start = start
+
     @property
     def is_padded(self) -> bool:
         """Whether the partition is larger than the parameter."""
@@ -99,7 +103,7 @@ class Bucket:
         self.partitions, self.share = list(partitions), partitions[0].share
         self.length = 0
         for partition in self.partitions:
-            partition.start = self.length
+            partition.put_at(self.length)
             self.length += partition.length
         self.gradient: Tensor | None = None
 
@@ -126,6 +130,10 @@ class Bucket:
                 for row, run in _rows(partition, stacked, grad.reshape(-1)):
                     row.copy_(run)
         return stacked.view(-1)
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Set this rank's reduced gradients [M]."""
+        self.gradient = gradient
 
     def gradients(self) -> list[Tensor | None]:
         """Return this rank's gradient of every partition, flat, in the parameters' dtype."""

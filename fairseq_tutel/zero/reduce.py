@@ -32,7 +32,8 @@ def reduce_gradients(bucket: Bucket) -> Started:
     started = start_reduce_scatter(reduced, stacked, what, share.group)
 
     def arrived() -> None:
-        bucket.gradient = reduced if bucket.gradient is None else bucket.gradient.add_(reduced)
+        former = bucket.gradient
+        bucket.set_gradient(reduced if former is None else former.add_(reduced))
 
     return started.then(arrived)
 

@@ -127,10 +127,6 @@ class ZeroState:
         """Return a parameter's whole state from this rank's part, with its fp32 master if it has one.
 
         Collective over the ranks that share the parameter.
-
-        Args:
-            index: of the parameter.
-            state: of this rank, in the optimizer.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:
@@ -176,7 +172,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         return grad.to(dtype).mul_(factor)
 
     if bucket.gradient is not None:
-        bucket.gradient = widened(bucket.gradient)
+        bucket.set_gradient(widened(bucket.gradient))
         grads = bucket.gradients()
     else:
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]

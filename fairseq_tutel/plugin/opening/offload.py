@@ -33,15 +33,7 @@ counters_logger = logging.getLogger("expert_store")
 def store_options(
     task_cfg: Any, layer: MoEConfig, opened: bool, pregated: bool, device: torch.device
 ) -> StoreConfig:
-    """Return a task's options of the expert store, with `auto` resolved; warn of inapplicable ones.
-
-    Args:
-        task_cfg: the task's configuration.
-        layer: of the model's first MoE layer.
-        opened: the model is opened from a checkpoint, for use.
-        pregated: the model has pre-gated blocks.
-        device: that the run will use.
-    """
+    """Return a task's options of the expert store, with `auto` resolved; warn of inapplicable ones."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store

@@ -70,12 +70,7 @@ class Scored:
 
 
 def log_perplexity(results: dict[str, Any], tokens: int) -> None:
-    """Log the loss and the perplexity of all ranks' tokens. Collective.
-
-    Args:
-        results: of fairseq-eval-lm's `main` on this rank: the mean loss of its tokens, in bits.
-        tokens: their number.
-    """
+    """Log the loss and the perplexity of all ranks' tokens. Collective."""
     own = float(results["loss"]) * tokens, tokens
     parts = world.all_gather_object(own, "the gathering of all ranks' losses")
     total = sum(count for _, count in parts)
@@ -141,11 +136,7 @@ class Command:
             self.lockstep.rest()
 
     def end(self, results: Any) -> None:
-        """Serve the other ranks until all have finished; then log common results.
-
-        Args:
-            results: returned by the command's `main`.
-        """
+        """Serve the other ranks until all have finished; then log common results."""
         if self.lockstep is not None:
             self.lockstep.end()
             logger.info(

@@ -27,7 +27,7 @@ Other changes to the process:
   fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
   of a user's (`registration/task_options.py`); --is-moe is removed from sys.argv under --user-dir;
 - when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
-  classes of tasks and iterators (the table in `registration/variants.py`);
+  and classes of tasks and iterators (`CHANGED` below);
 - when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
   configuration gets torchrun's ranks, and a rank's GPU becomes torch's current one (`training/startup.py`);
   ranks that use a model write results to separate folders (`opening/several_ranks.py`); without a GPU
@@ -64,13 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
-    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source.
-
-    Args:
-        function: not wrapped yet.
-        parameters: names that the wrapper expects.
-        digest: of the source that the wrapper was written for.
-    """
+    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source."""
     found = tuple(inspect.signature(function).parameters)
     if found != parameters:
         raise ImportError(
@@ -113,6 +107,33 @@ WRAPPED = (
     (PathManager, "copy", save.copy, "src_path dst_path overwrite", "1d3c09d3f196"),
     (distributed_utils, "call_main", call_main, "cfg main kwargs", "c2a32fa44fa2"),
     (FP16Optimizer, "build_optimizer", build_optimizer, "cfg params kwargs", "c7ff6d890b7d"),
+)  # fmt: skip
+
+# Attributes of other objects that are set, because fairseq or torch constructs or reads them: the file, the
+# attribute, and the reason. Configurations, and data and gradients of tensors, are not listed.
+CHANGED = (
+    ("plugin/registration/variants.py", "__class__", "`change_class`: fairseq constructs tasks that --task "
+     "names, their iterators, models whose build_model names a class, data sets whose __del__ fails"),
+    ("plugin/registration/task_options.py", "__dataclass", "as fairseq's register_task does"),
+    ("plugin/registration/task_options.py", "add_args", "flags of a task without a dataclass"),
+    ("plugin/registration/process.py", "_max_len", "ends a thread that reads batches"),
+    ("plugin/registration/wrapped.py", "excepthook", "prints error sentences"),
+    ("plugin/feed_forward.py", "fc1", "a stock layer's forward calls it"),
+    ("plugin/feed_forward.py", "fc2", "likewise"),
+    ("plugin/feed_forward.py", "activation_fn", "likewise"),
+    ("plugin/feed_forward.py", "ffn_layernorm", "likewise"),
+    ("plugin/feed_forward.py", "p", "the repr of a lightconv layer reads its dropout's"),
+    ("plugin/install.py", "_ddp_params_and_buffers_to_ignore", "DistributedDataParallel reads it"),
+    ("plugin/training/finite.py", "train", "fairseq's training loop has no hook before its first epoch"),
+    ("plugin/training/startup.py", "_buffer", "fairseq's all_gather_list allocates it on a GPU"),
+    ("plugin/training/startup.py", "_cpu_buffer", "likewise"),
+    ("plugin/training/task.py", "_cur_epoch_itr", "releases the workers of an iterator"),
+    ("plugin/training/task.py", "dataloader", "likewise"),
+    ("optim/zero.py", "disable_mem_eff_fp16_loading_hack", "fairseq would replace the loaded state"),
+    ("optim/zero.py", "__name__", "the Trainer compares it with a checkpoint's"),
+    ("ranks/groups.py", "param_group", "the only attribute that fairseq copies to fp32 masters"),
+    ("ranks/guard.py", "daemon", "a timer must not keep the process"),
+    ("zero/reduce.py", "zero_hook", "fairseq rebuilds its optimizer; the latest one's hook replaces it"),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import variant_name
-from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_with_zero, zero_options
+from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.options.option import flag_of, read
 from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.run_state import config_of, device_of
@@ -158,9 +158,7 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
             "--use-bmuf is set, which averages experts as if they were replicas; drop it.",
         ),
     ]
-    for wrong, message in bad:
-        if wrong:
-            raise ValueError(message)
+    refuse_first(bad)
 
 
 def _refuse_with_pregating(model: nn.Module, ahead: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.plugin.feed_forward import unwrapped
 from fairseq_tutel.plugin.training.loaded_optimizer import mismatch, optimizers_of
 from fairseq_tutel.plugin.training.resume import SAVED, flag_and_path, mapped, updates_of
 from fairseq_tutel.ranks import world
@@ -134,8 +135,7 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
         model: its buffers and frozen weights are ignored.
         failed_at: the update whose weights failed; None if these were not saved.
     """
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]  # fairseq's wrappers
+    model = unwrapped(model)
     untrained = {name for name, _ in model.named_buffers()}
     untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
 

@@ -77,11 +77,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
 
 
 def flag_and_path(cfg: Any) -> tuple[str, str]:
-    """Return the option that names the first checkpoint, and its path, in fairseq's order.
-
-    Args:
-        cfg: the checkpoint section of the FairseqConfig.
-    """
+    """Return the option that names the first checkpoint, and its path, in fairseq's order."""
     path = _restored(cfg)
     if path == _last(cfg) and not os.path.lexists(path):
         if cfg.continue_once is not None:
@@ -255,12 +251,7 @@ def _other_checkpoints(path: str) -> list[str]:
 
 
 def warn_of_changed_options(path: str | None, cfg: Any) -> None:
-    """Warn of the experts' options that differ between a checkpoint's model and this one's.
-
-    Args:
-        path: of the checkpoint that training will resume from; None for none.
-        cfg: the configuration of the model that is built.
-    """
+    """Warn of the experts' options that differ between a checkpoint's model and this one's."""
     if path is None or not world.is_first() or not zipfile.is_zipfile(path):
         return
     try:

@@ -47,12 +47,7 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Hold the lease of a folder in the block. Collective at its start.
-
-    Args:
-        save_dir: of rank 0.
-        writes: rank 0 will write there.
-    """
+    """Hold the lease of a folder in the block. Collective at its start."""
     lease = _taken_by_rank_zero(save_dir, writes)
     if lease is None:
         yield
@@ -152,13 +147,7 @@ def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> bool:
 
 
 def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
-    """Write every rank's experts, with their state; the next checkpoint refers to them. Collective.
-
-    Args:
-        trainer: the Trainer.
-        inner: the optimizer whose state is saved; None for none.
-        topology: of this rank.
-    """
+    """Write every rank's experts, with their state; the next checkpoint refers to them. Collective."""
     model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
     # The optimizer identifies parameters, or masters of half ones, by their index in this list.
     trained = getattr(trainer.optimizer, "fp16_params", None) or (

@@ -105,17 +105,7 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 
 
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
-    """Compare all ranks' options, and set the time-out of their collectives.
-
-    Args:
-        root: the FairseqConfig.
-        model: the stock model, before its FFNs are replaced.
-        task: the fairseq task.
-
-    Raises:
-        ValueError: ranks differ, or --moe-comm-timeout is no time.
-        CommunicationError: a rank did not arrive within --moe-comm-timeout.
-    """
+    """Compare all ranks' options, and set the time-out of their collectives."""
     set_timeout(config_of(task))
     if not dist.is_initialized():
         return
