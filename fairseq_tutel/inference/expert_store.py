@@ -197,6 +197,8 @@ class ExpertStore:
             self._used = set()
             self._prefetch(index, experts)
 
+    expect = prefetch  # the former name
+
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
         """Return the buffers of experts of a stack; they are valid until the next call of any block.
 

@@ -80,7 +80,7 @@ def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
         "prefetch-all": ([size] * len(n), n[0]),
     }[policy]
     assert counters.calls == len(n)
-    assert counters.requested == sum(n)
+    assert counters.asked == sum(n)
     assert counters.hits == 0
     assert counters.cancelled == 0 or policy == "prefetch-all"
     assert counters.fetches + counters.cancelled == (

@@ -133,7 +133,7 @@ def test_a_file_that_changes_in_use_is_named(tmp_path):
             OSError(5, "Input/output error"),
             "which is corrupt or missing (Input/output error); give",
         ),
-        (RuntimeError("boom"), "for its thread failed (RuntimeError: boom); open the model again."),
+        (RuntimeError("boom"), ": its thread failed (RuntimeError: boom); open the model again."),
     ],
 )
 def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch, error, message):
@@ -268,7 +268,7 @@ def test_a_store_that_its_own_thread_collects_is_closed(tmp_path, monkeypatch):
     before = set(threads())
     store = ExpertStore("prefetch-all")
     model = opened(FFN, store, source)
-    store._expect(0, [0])
+    store._prefetch(0, [0])
     (thread,) = set(threads()) - before
     gc.disable()  # it is this thread's turn otherwise
     try:

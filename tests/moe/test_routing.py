@@ -168,7 +168,7 @@ def test_a_negative_factor_drops_exactly_what_its_absolute_value_drops(top_k):
     assert int(plus.dropped_K.sum()) > 0
 
 
-def test_dropless_keeps_every_assignment():
+def test_dropless_keeps_every_copy():
     r = route(torch.zeros(12, E), 2)  # ties: all tokens choose experts 0 and 1
     assert r.counts_E.tolist() == [12, 12, 0, 0, 0]
     assert (r.row_of_TK >= 0).all()

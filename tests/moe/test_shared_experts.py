@@ -105,7 +105,7 @@ FORMS = (
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
-def test_shared_experts_equal_their_formula(beside, form, padded):
+def test_experts_beside_equal_their_formula(beside, form, padded):
     check(build(**beside, **form), padded)
 
 
