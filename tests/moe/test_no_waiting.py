@@ -48,6 +48,6 @@ def test_routing_losses_and_metrics_ask_no_device(rules, padded, factor):
             logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
         )
         found = balance.balance_losses(dict.fromkeys(balance.LOSSES, 1.0), decided, gate)
-        rows_LN, _ = metrics.metric_rows([metrics.tally_of(decided)])
+        rows_LN, _ = metrics.metric_rows([metrics.count_routing(decided)])
     assert decided.source_of_R.device.type == rows_LN.device.type == "meta"
     assert all(loss.shape == () and loss.device.type == "meta" for loss in found.values())
