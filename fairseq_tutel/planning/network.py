@@ -260,14 +260,9 @@ def _flat(ranks: int, both: Both, switches: Iterable[str] = ()) -> Network:
 
 
 def boxes(number: int, local: int, inside: int, between: int, unit: str = "units") -> Network:
-    """Return boxes with a switch each, and one switch between them.
+    """Return boxes of `local` GPUs with a switch each, and one switch between them.
 
-    Args:
-        number: number of boxes.
-        local: GPUs of a box.
-        inside: bandwidth of a GPU within its box.
-        between: bandwidth of a GPU to other boxes.
-        unit: unit of bandwidths.
+    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
