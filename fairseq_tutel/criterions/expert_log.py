@@ -40,24 +40,15 @@ class Layout:
     - for each logged layer its metrics and its tokens
     - assignments of each expert of the logged layers
     - dropped assignments of each of these experts
-
-    Attributes:
-        losses: names of the losses.
-        top_k: K, which determines the names of metrics.
-        layers: labels of the logged layers.
-        experts: E of each logged layer.
-        limited: whether an expert can be full, for each logged layer.
-        lists: whether they are logged as lists.
-        scalars: whether they are logged as scalars.
     """
 
     losses: tuple[str, ...]
-    top_k: int
-    layers: tuple[str, ...]
-    experts: tuple[int, ...]
-    limited: tuple[bool, ...]
-    lists: bool
-    scalars: bool
+    top_k: int  # K, which determines the names of metrics
+    layers: tuple[str, ...]  # labels of the logged layers
+    experts: tuple[int, ...]  # E of each logged layer
+    limited: tuple[bool, ...]  # whether an expert can be full, for each logged layer
+    lists: bool  # whether they are logged as lists
+    scalars: bool  # whether they are logged as scalars
 
     @property
     def averages(self) -> list[str]:

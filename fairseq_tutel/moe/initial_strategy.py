@@ -1,12 +1,15 @@
-"""The strategy that a configuration gives a layer, before anything is measured.
+"""The strategy that a configuration gives a layer, and the predicted seconds of any strategy.
 
 T tokens, D model_dim, K top_k, s shards of an expert, r ranks to which a row is sent.
 """
 
+from dataclasses import replace
+
 import torch
 
-from fairseq_tutel.moe.adaptive import allowed_degrees
+from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
 from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.planning.cost import Cluster, Work, step_seconds
 from fairseq_tutel.planning.links import faster_algorithm
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import Strategy, degree_of
@@ -74,6 +77,35 @@ def static_degree(config: MoEConfig, slices: int) -> int:
             "--scale-fc needs the whole; give 0 or 1."
         )
     return degree
+
+
+def predicted_seconds(
+    config: MoEConfig,
+    topology: Topology,
+    strategy: Strategy,
+    tokens: int,
+    machine: Machine,
+    element_bytes: int,
+) -> float:
+    """Return the seconds of a layer's forward and backward by the cost model; plans count as linear."""
+    grid, size = topology.grid, topology.expert_parallel_size
+    nodes, local = (grid.nodes, grid.local) if grid else (1, size)
+    slices = topology.slices(config.num_experts)
+    degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
+    algorithm = "linear" if strategy.plan else strategy.algorithm
+    work = Work(
+        tokens=tokens,
+        model_dim=config.model_dim,
+        hidden_dim=config.hidden_dim,
+        experts=config.num_experts,
+        top_k=config.top_k,
+        bytes_per_element=element_bytes,
+        glu=config.expert_type == "glu",
+    )
+    cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+    return step_seconds(
+        work, machine, cluster, replace(strategy, adaptive_r=degree, algorithm=algorithm)
+    )
 
 
 def is_tuned(config: MoEConfig) -> bool:

@@ -41,35 +41,20 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A number of a layer that is logged.
+    """A number of a layer that is logged, by exactly one of `token_sum` and `of_counts`."""
 
-    Exactly one of `token_sum` and `of_counts` is given.
-
-    Attributes:
-        name: its key in the log. In a metric of every choice, {} stands for the choice, from 1.
-        help: its row in the docs.
-        token_sum: returns the sum over tokens, [] or [K]; the metric is its mean over real tokens.
-        of_counts: returns the metric of each layer, [L] or [L, K].
-        layers: name of its list over layers in the JSON log; empty: none is logged.
-        title: of its chart in the report; without one, the chart is named like the metric.
-        unit: label of the chart's axis.
-        text: how to read the chart.
-        drawn: whether the report draws it.
-        from_zero: whether the chart's axis begins at 0.
-        unless_zero: whether a chart of zeros alone is left out.
-    """
-
-    name: str
-    help: str
+    name: str  # key in the log; in a metric of every choice, {} stands for the choice, from 1
+    help: str  # row in the docs
+    # Returns the sum over tokens, [] or [K]; the metric is its mean over real tokens.
     token_sum: Callable[[Decisions], Tensor] | None = None
-    of_counts: Callable[[Counts], Tensor] | None = None
-    layers: str = ""
-    title: str = ""
-    unit: str = ""
-    text: str = ""
-    drawn: bool = True
-    from_zero: bool = False
-    unless_zero: bool = False
+    of_counts: Callable[[Counts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
+    layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
+    title: str = ""  # of its chart in the report; empty: its name
+    unit: str = ""  # label of the chart's axis
+    text: str = ""  # how to read the chart
+    drawn: bool = True  # whether the report draws it
+    from_zero: bool = False  # the chart's axis begins at 0
+    unless_zero: bool = False  # a chart of zeros alone is left out
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
         """Return the names of its columns, or those made of another name: one, or one for each choice."""
@@ -169,21 +154,13 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCounts:
-    """Counts and sums of one layer in one micro-batch, on the device and without a gradient.
+    """Counts and sums of one layer in one micro-batch, on the device and without a gradient."""
 
-    Attributes:
-        num_tokens: [] int64, real tokens.
-        assigned_KE: [K, E] int64, assignments of each choice to each expert, dropped or not.
-        kept_E: [E] int64, assignments that got a slot.
-        dropped_K: [K] int64, assignments of each choice that got none.
-        sums_S: [S] the sums over tokens of `METRICS`, in their order.
-    """
-
-    num_tokens: Tensor
-    assigned_KE: Tensor
-    kept_E: Tensor
-    dropped_K: Tensor
-    sums_S: Tensor
+    num_tokens: Tensor  # [] int64, real tokens
+    assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not
+    kept_E: Tensor  # int64, assignments that got a slot
+    dropped_K: Tensor  # int64, assignments of each choice that got none
+    sums_S: Tensor  # the sums over tokens of `METRICS`, in their order
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,10 +19,11 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.files.small import json_of
-from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
+from fairseq_tutel.moe.adaptive import allowed_degrees
+from fairseq_tutel.moe.initial_strategy import predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.run_options import TaskConfig
-from fairseq_tutel.planning.cost import OVERLAPS, Cluster, Work, step_seconds
+from fairseq_tutel.planning.cost import OVERLAPS
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 from fairseq_tutel.planning.tuner import Tuner
@@ -170,29 +170,17 @@ class UpdateTuner:
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
         """Return the seconds of all layers' forward and backward that the cost model predicts."""
         assert self._machine is not None
-        if strategy.plan:
-            strategy = replace(strategy, algorithm="linear")
-        total = 0.0
-        for layer in self.layers:
-            config, topology = layer.config, layer.topology
-            size, grid = topology.expert_parallel_size, topology.grid
-            nodes, local = (grid.nodes, grid.local) if grid else (1, size)
-            work = Work(
-                tokens=tokens,
-                model_dim=config.model_dim,
-                hidden_dim=config.hidden_dim,
-                experts=config.num_experts,
-                top_k=config.top_k,
-                bytes_per_element=_weights(layer)[0].element_size(),
-                glu=config.expert_type == "glu",
+        return sum(
+            predicted_seconds(
+                layer.config,
+                layer.topology,
+                strategy,
+                tokens,
+                self._machine,
+                _weights(layer)[0].element_size(),
             )
-            slices = layer.experts.part.slices
-            degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
-            cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-            total += step_seconds(
-                work, self._machine, cluster, replace(strategy, adaptive_r=degree)
-            )
-        return total
+            for layer in self.layers
+        )
 
     def _record(self, milliseconds: float, tokens: float) -> None:
         assert self._last is not None

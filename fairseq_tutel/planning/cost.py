@@ -20,33 +20,19 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The computation of one rank in a step.
+    """The computation of one rank in a step."""
 
-    Attributes:
-        tokens: T.
-        model_dim: D.
-        hidden_dim: H of one expert.
-        experts: E of a layer, over all ranks.
-        top_k: K.
-        bytes_per_element: size of weights, gradients and rows: 2 or 4.
-        glu: whether experts have three matrices instead of two.
-        layers: number of MoE layers.
-        dense_parameters: parameters trained by data parallelism.
-        zero_stage: --moe-zero-stage.
-        offload: whether optimizer state is in host memory.
-    """
-
-    tokens: int
-    model_dim: int
-    hidden_dim: int
-    experts: int
-    top_k: int = 2
-    bytes_per_element: int = 2
-    glu: bool = False
-    layers: int = 1
-    dense_parameters: int = 0
+    tokens: int  # T
+    model_dim: int  # D
+    hidden_dim: int  # H of one expert
+    experts: int  # E of a layer, over all ranks
+    top_k: int = 2  # K
+    bytes_per_element: int = 2  # of weights, gradients and rows: 2 or 4
+    glu: bool = False  # experts have three matrices instead of two
+    layers: int = 1  # MoE layers
+    dense_parameters: int = 0  # trained by data parallelism
     zero_stage: int = 0
-    offload: bool = False
+    offload: bool = False  # optimizer state is in host memory
 
     @property
     def rows(self) -> int:
@@ -182,7 +168,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
     refuse(work, cluster, strategy)
     size = work.bytes_per_element
     stored = _stored_parameters(work, cluster)
-    held = _held(work, cluster)
+    bytes_held = held(work, cluster)
     gathered = _computed_parameters(work, cluster, strategy) - stored
     copies = max(1, strategy.adaptive_r)
     rows_bytes = copies * work.rows * work.model_dim * size
@@ -191,19 +177,14 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
     )
     buffers = (2 if strategy.algorithm == "linear" else 3) if _sends_rows(cluster, strategy) else 0
     return {
-        "parameters": held.weights,
-        "gradients": held.gradients,
-        "optimizer state": held.state,
+        "parameters": bytes_held.weights,
+        "gradients": bytes_held.gradients,
+        "optimizer state": bytes_held.state,
         "activations": work.layers * saved * size,
         "row buffers": buffers * rows_bytes,
         # Gathered weights of all layers are kept for backward, with the gradients of one layer.
         "gathered weights": (work.layers + 1) * gathered * size,
     }
-
-
-def host_bytes(work: Work, cluster: Cluster) -> int:
-    """Return a rank's bytes of optimizer state in host memory."""
-    return _held(work, cluster).host
 
 
 def refuse(work: Work, cluster: Cluster, strategy: Strategy) -> None:
@@ -277,7 +258,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
                 strategy=strategy,
                 parts=step_parts(work, machine, cluster, strategy),
                 memory=memory,
-                host=host_bytes(work, cluster),
+                host=held(work, cluster).host,
                 fits=sum(memory.values()) <= machine.memory_bytes,
             )
         )
@@ -381,7 +362,7 @@ def _gathers_of_both(machine: Machine) -> int:
     return 3 if machine.reduce_scatter_as_all_reduce else 2
 
 
-def _held(work: Work, cluster: Cluster) -> Held:
+def held(work: Work, cluster: Cluster) -> Held:
     """Return a rank's bytes of parameters, gradients and optimizer state."""
     return held_bytes(
         [work.dense_parameters],

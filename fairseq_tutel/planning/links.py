@@ -27,15 +27,9 @@ def exchange_seconds(
     algorithm: str,
     on_link: int | None = None,
 ) -> float:
-    """Return the seconds of one even all-to-all.
+    """Return the seconds of one even all-to-all; see `all_gather_seconds`.
 
-    Args:
-        bytes_per_rank: bytes of a rank's input, including its own share.
-        machine: the hardware profile.
-        nodes: N of the group.
-        local: L, ranks of the group in a node.
-        algorithm: one of `strategy.ALGORITHMS`.
-        on_link: as in `all_gather_seconds`.
+    `bytes_per_rank` is the input of a rank, including its own share.
     """
     ranks = nodes * local
     if ranks == 1:
@@ -61,11 +55,7 @@ def plan_seconds(
 ) -> float:
     """Return the seconds of a collective plan; for a linear all-to-all, equal to `exchange_seconds`.
 
-    Args:
-        loads: for each round, fractions of `bytes_per_rank` by (source, target).
-        bytes_per_rank: bytes of a rank's input.
-        machine: the hardware profile.
-        local: L, ranks of a node.
+    `loads` has, for each round, fractions of `bytes_per_rank` by (source, target).
     """
     total = machine.launch_s
     for load in loads:

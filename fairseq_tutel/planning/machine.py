@@ -13,15 +13,10 @@ _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 
 @dataclass(frozen=True)
 class Link:
-    """A link of a rank.
+    """A link of a rank."""
 
-    Attributes:
-        alpha_s: seconds for each message.
-        bytes_per_s: bandwidth in one direction.
-    """
-
-    alpha_s: float
-    bytes_per_s: float
+    alpha_s: float  # of each message
+    bytes_per_s: float  # in one direction
 
     def seconds(self, messages: float, num_bytes: float) -> float:
         """Return the seconds of messages with a total of bytes."""
@@ -30,31 +25,18 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The hardware profile of one rank.
-
-    Attributes:
-        name: name in tables.
-        intra: link of a rank within its node.
-        inter: link of a rank to other nodes, or of a node if `inter_shared`.
-        memory_bytes_per_s: bandwidth of reads and writes together.
-        flops_per_s: achieved FLOP/s of the experts.
-        gate_flops_per_s: FLOP/s of the gate, in fp32.
-        memory_bytes: memory of a rank.
-        launch_s: seconds of a collective before its first message.
-        inter_shared: whether the ranks of a node share one link to other nodes.
-        reduce_scatter_as_all_reduce: whether a reduce-scatter costs an all-reduce, as in gloo.
-    """
+    """The hardware profile of one rank."""
 
     name: str
-    intra: Link
-    inter: Link
-    memory_bytes_per_s: float
-    flops_per_s: float
-    gate_flops_per_s: float
+    intra: Link  # of a rank within its node
+    inter: Link  # of a rank to other nodes, or of a node if `inter_shared`
+    memory_bytes_per_s: float  # reads and writes together
+    flops_per_s: float  # achieved by the experts
+    gate_flops_per_s: float  # of the gate, in fp32
     memory_bytes: float
-    launch_s: float = 0.0
-    inter_shared: bool = False
-    reduce_scatter_as_all_reduce: bool = False
+    launch_s: float = 0.0  # of a collective, before its first message
+    inter_shared: bool = False  # the ranks of a node share one link to other nodes
+    reduce_scatter_as_all_reduce: bool = False  # a reduce-scatter costs an all-reduce, as in gloo
 
     def to_json(self, path: Path) -> None:
         """Write the file of `plan --machine` and --moe-machine-file."""

@@ -15,19 +15,12 @@ def partition_length(numel: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank between two collectives, without activations.
-
-    Attributes:
-        weights: weights of the model.
-        gradients: gradients after backward, at their maximum.
-        state: optimizer state on the device, with fp32 masters.
-        host: optimizer state in host memory.
-    """
+    """Bytes of one rank between two collectives, without activations."""
 
     weights: int = 0
-    gradients: int = 0
-    state: int = 0
-    host: int = 0
+    gradients: int = 0  # after backward, at their maximum
+    state: int = 0  # optimizer state on the device, with fp32 masters
+    host: int = 0  # optimizer state in host memory
 
     @property
     def device(self) -> int:

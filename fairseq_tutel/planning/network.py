@@ -92,11 +92,7 @@ class Network:
 
 
 def find(text: str) -> Network:
-    """Return a network by its FILE.json or by a name such as `ring:8`.
-
-    Raises:
-        ValueError: there is no such network.
-    """
+    """Return a network by its FILE.json or by a name such as `ring:8`."""
     if text.endswith(".json"):
         return read(Path(text))
     kind, _, given = text.partition(":")
@@ -117,11 +113,7 @@ def find(text: str) -> Network:
 
 
 def read(path: Path) -> Network:
-    """Read a network's file.
-
-    Raises:
-        ValueError: the file cannot be read or is no network.
-    """
+    """Read a network's file."""
     try:
         data = json_of(path)
     except (OSError, ValueError) as error:
@@ -147,11 +139,7 @@ def to_json(network: Network) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Network:
-    """Return the network of a JSON value.
-
-    Raises:
-        ValueError: it is no network.
-    """
+    """Return the network of a JSON value."""
     _demand(isinstance(data, Mapping), "it is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
     known = {"format", "name", "unit", "gpus", "switches", "links"}
@@ -177,11 +165,7 @@ def from_json(data: Any) -> Network:
 
 
 def checked(network: Network) -> Network:
-    """Return the network, if collectives can run on it.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Return the network, or raise a ValueError if collectives cannot run on it."""
     names = network.vertices
     for twice in _repeated(names):
         _demand(False, f"two vertices have the name {twice!r}")
@@ -276,14 +260,9 @@ def _flat(ranks: int, both: Both, switches: Iterable[str] = ()) -> Network:
 
 
 def boxes(number: int, local: int, inside: int, between: int, unit: str = "units") -> Network:
-    """Return boxes with a switch each, and one switch between them.
+    """Return boxes of `local` GPUs with a switch each, and one switch between them.
 
-    Args:
-        number: number of boxes.
-        local: GPUs of a box.
-        inside: bandwidth of a GPU within its box.
-        between: bandwidth of a GPU to other boxes.
-        unit: unit of bandwidths.
+    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]

@@ -26,11 +26,7 @@ def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> N
 
 
 def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> None:
-    """Check that numbers are at least 1, --top-k is at most --experts, and --dtype is in DTYPES.
-
-    Raises:
-        ValueError: an option has a wrong value.
-    """
+    """Check that numbers are at least 1, --top-k is at most --experts, and --dtype is in DTYPES."""
     for key, _, _ in numbers:
         if getattr(arguments, key) < 1:
             raise ValueError(
@@ -92,11 +88,7 @@ def add_conversion(
 
 
 def output_path(text: str) -> Path:
-    """Return --output as a path.
-
-    Raises:
-        ValueError: it ends with a slash.
-    """
+    """Return --output as a path."""
     if text.endswith("/"):
         raise ValueError(f"--output is {text}; give the name of a file, without / at its end.")
     return Path(text)
@@ -112,9 +104,6 @@ def refuse_output(
         inputs: files that are never replaced. With any, the output must be an ordinary file.
         overwrite: whether another file may be replaced.
         flag: option of the output.
-
-    Raises:
-        ValueError: the output cannot be written, or would replace a file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
@@ -134,9 +123,6 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
     """Yield a temporary name with the same suffix, and replace the file after the block.
 
     Devices and links are written directly.
-
-    Raises:
-        ValueError: the file cannot be written.
     """
     is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path
@@ -158,9 +144,6 @@ def needing(what: str, extra: str = "") -> Iterator[None]:
     Args:
         what: the option or tool that needs the import.
         extra: the extra of this package that installs it; else it is installed by its own name.
-
-    Raises:
-        ValueError: an import failed.
     """
     try:
         yield

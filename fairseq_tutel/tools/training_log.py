@@ -52,21 +52,13 @@ class Record:
 
 @dataclass
 class Log:
-    """The records of a log, in order.
-
-    Attributes:
-        entries: the records.
-        starts: for each start of a process in the log, the number of records before it.
-        ranks: for each of them, the number of ranks.
-        damaged: numbers of unreadable lines.
-        evaluations: records of fairseq-validate, by data subset.
-    """
+    """The records of a log, in order."""
 
     entries: list[Record] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    damaged: list[int] = field(default_factory=list)
-    evaluations: dict[str, Record] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)  # records before each start of a process
+    ranks: list[int] = field(default_factory=list)  # number of ranks at each start
+    damaged: list[int] = field(default_factory=list)  # numbers of unreadable lines
+    evaluations: dict[str, Record] = field(default_factory=dict)  # of fairseq-validate, by subset
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,7 @@ class Stage(nn.Module):
 
 
 class SwinV2(nn.Module):
-    """Images of any size -> logits of `num_classes`.
-
-    Raises:
-        ValueError: the options contradict each other.
-    """
+    """Images of any size -> logits of `num_classes`."""
 
     def __init__(self, config: SwinConfig, channels: int, num_classes: int) -> None:
         super().__init__()

@@ -17,23 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Windows:
-    """Maps between the tokens of an image and the positions in its windows.
+    """Maps between the tokens of an image and the positions in its windows."""
 
-    Attributes:
-        shape: (height, width) of a window; N is its product.
-        number: G.
-        tokens_P: int64, the token at each position, 0 if it is empty; None: positions are tokens in order.
-        positions_L: int64, the position of each token.
-        empty_P1: bool, the empty positions; None: there are none.
-        mask_G1NN: fp32, 0 where a query attends to a key, else -inf; None: no mask.
-    """
-
-    shape: tuple[int, int]
-    number: int
-    tokens_P: Tensor | None
-    positions_L: Tensor
-    empty_P1: Tensor | None
-    mask_G1NN: Tensor | None
+    shape: tuple[int, int]  # (height, width) of a window; N is its product
+    number: int  # G
+    tokens_P: Tensor | None  # int64, 0 at empty positions; None: positions are tokens in order
+    positions_L: Tensor  # int64, the position of each token
+    empty_P1: Tensor | None  # bool; None: there are no empty positions
+    mask_G1NN: Tensor | None  # fp32, 0 where a query attends to a key, else -inf; None: no mask
 
     def split(self, x_BLD: Tensor) -> Tensor:
         """Return x_BPD, window by window, with zeros at empty positions."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import route, routing_metrics
-from fairseq_tutel.moe.metrics import count_routing, metric_names, metric_rows
+from fairseq_tutel.moe import metrics
+from fairseq_tutel.moe.metrics import Metric, count_routing, metric_names, metric_rows
 
 
 def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
@@ -78,8 +79,8 @@ def test_metrics_are_finite_where_a_probability_underflows():
 
 
 def test_metrics_carry_no_gradient():
-    metrics = routing_metrics(route(logits(4, 3).requires_grad_(), 2))
-    assert not any(value.requires_grad for value in metrics.values())
+    found = routing_metrics(route(logits(4, 3).requires_grad_(), 2))
+    assert not any(value.requires_grad for value in found.values())
 
 
 def test_layers_of_several_sizes_are_rows_in_their_order():
@@ -132,3 +133,19 @@ def test_what_padding_holds_does_not_matter():
         weights_TK=clean.weights_TK.masked_fill(padding, math.nan),
     )  # fmt: skip
     assert routing_metrics(clean) == routing_metrics(dirty)
+
+
+def test_one_entry_of_the_table_adds_a_metric(monkeypatch):
+    added = (
+        Metric(name="largest_probability", help="", token_sum=lambda it: it.probs_TE.amax(1).sum()),
+        Metric(name="used{}", help="", of_counts=lambda it: it.assigned_LKE.gt(0).sum(dim=2)),
+    )
+    monkeypatch.setattr(metrics, "METRICS", (added[0], *metrics.METRICS, added[1]))
+    routing = route(logits(15, 4), 2, 0.5, real_T=torch.arange(15) < 9)
+    got = {name: float(value) for name, value in routing_metrics(routing).items()}
+    assert got.pop("largest_probability") == pytest.approx(
+        float(routing.probs_TE[:9].amax(1).mean())
+    )
+    for j, used in enumerate(routing.assigned_KE.gt(0).sum(dim=1).tolist(), start=1):
+        assert got.pop(f"used{j}") == used
+    assert got == pytest.approx(direct_metrics(routing, [t < 9 for t in range(15)]), rel=1e-5)

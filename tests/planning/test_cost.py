@@ -148,7 +148,7 @@ def test_zero_and_offload_by_hand():
     def held(stage, offload=False):
         asked = replace(work, zero_stage=stage, offload=offload)
         memory = cost.memory_bytes(asked, cluster, Strategy(adaptive_r=1))
-        return memory["gradients"], memory["optimizer state"], cost.host_bytes(asked, cluster)
+        return memory["gradients"], memory["optimizer state"], cost.held(asked, cluster).host
 
     assert held(0) == (6 * whole, 12 * whole, 0)
     assert held(1) == (2 * whole, 12 * cut, 0)

@@ -68,32 +68,18 @@ def sections_of(runs: dict[str, Run]) -> list[Section]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity.
-
-    Texts may contain the words of `_words_of` in braces.
-
-    Attributes:
-        keys: pattern of logged keys. With a group, every match is a curve, named by `part`.
-        unit: label of the y axis.
-        text: how to read the chart.
-        part: name of a curve, with {} for the pattern's group.
-        log: logarithmic y axis.
-        from_zero: the y axis begins at 0.
-        against_time: a second chart is drawn against time.
-        validation: validation subsets are drawn, too.
-        unless_zero: a chart of zeros alone is left out.
-    """
+    """A chart of one quantity. Texts may contain the words of `_words_of` in braces."""
 
     title: str
-    keys: str
-    unit: str
-    text: str
-    part: str = ""
-    log: bool = False
-    from_zero: bool = False
-    against_time: bool = False
-    validation: bool = False
-    unless_zero: bool = False
+    keys: str  # pattern of logged keys; with a group, every match is a curve
+    unit: str  # label of the y axis
+    text: str  # how to read the chart
+    part: str = ""  # name of a curve, with {} for the pattern's group
+    log: bool = False  # logarithmic y axis
+    from_zero: bool = False  # the y axis begins at 0
+    against_time: bool = False  # a second chart is drawn against time
+    validation: bool = False  # validation subsets are drawn, too
+    unless_zero: bool = False  # a chart of zeros alone is left out
 
 
 def _chart_of(metric: Metric) -> Chart:
