@@ -62,6 +62,7 @@ CASES = {
     ),
 }  # fmt: skip
 LONG = (
+    "zero 2, replicas",  # the test of four ranks and one has it
     "zero 2, experts on every rank, activation checkpoints",
     "offload, zero 1, stock optimizer",
 )
