@@ -35,7 +35,6 @@ class CriterionConfig:
             "give a finite number, at least 0, which is for no balance loss",
         ),
         no_effect=(NO_BALANCE_LOSS,),
-        in_metas_branch=True,
     )
     moe_gate_loss_combine_method: str = balance(
         "average",
@@ -43,7 +42,6 @@ class CriterionConfig:
         of="criterion",
         choices=("average", "sum"),
         no_effect=(NO_BALANCE_LOSS,),
-        in_metas_branch=True,
     )
     moe_gate_loss_transform: str = balance(
         "none",
@@ -51,7 +49,6 @@ class CriterionConfig:
         of="criterion",
         choices=("none", "neg_log"),
         no_effect=(NO_BALANCE_LOSS,),
-        in_metas_branch=True,
     )
     moe_log_layers: bool = logging(
         False,

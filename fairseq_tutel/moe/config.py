@@ -150,7 +150,6 @@ class MoEConfig:
         "/ experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
         "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
         choices=("tokens", "experts"),
-        others_compute=lambda v: v == "tokens",
         excluded=(HASHED,),
     )
     gate_type: str = routing(
@@ -158,7 +157,6 @@ class MoEConfig:
         "how the gate scores tokens: linear, cosine (similarity of a projection and one vector per "
         "expert), hash (of the token ID, without parameters), or your own package.module.Class; several "
         "names separated by commas give several gates for the same experts",
-        others_compute=lambda v: v == "linear",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
@@ -174,7 +172,6 @@ class MoEConfig:
         "softmax",
         "how logits become scores: softmax over the experts, or sigmoid of each logit",
         choices=("softmax", "sigmoid"),
-        others_compute=lambda v: v == "softmax",
         excluded=(HASHED,),
     )
     normalize_gate: str = routing(
@@ -188,19 +185,16 @@ class MoEConfig:
         1.0,
         "factor for all weights, applied last",
         rule=POSITIVE,
-        others_compute=lambda v: 0 < v <= 1,
     )
     prescore: bool = routing(
         False,
         "multiply the experts' inputs by the weights, instead of their outputs",
-        others_compute=lambda v: not v,
     )
     expert_groups: int = routing(
         1,
         "groups of consecutive experts; a token first chooses groups (by the sum of the best "
         "top_k / groups-per-token scores in each), then experts within them",
         rule=AT_LEAST_1,
-        others_compute=lambda v: v == 1,
         excluded=(EXPERTS_CHOOSE, HASHED),
     )
     groups_per_token: int = routing(
@@ -262,7 +256,6 @@ class MoEConfig:
         False,
         "balance by a bias that is added to scores for the choice only; after every update it rises for "
         "experts below the mean load and falls for experts above",
-        others_compute=lambda v: not v,
         excluded=(EXPERTS_CHOOSE, HASHED),
     )
     bias_update_rate: float = balance(
@@ -276,19 +269,16 @@ class MoEConfig:
         "ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), then "
         "W2; or your own package.module.Class, a torch module that is one expert",
         rule=one_of(EXPERT_TYPES, or_class=True),
-        others_compute=lambda v: v == "ffn",
     )
     shared_experts: int = experts(
         0,
         "shared experts, which process every token; their output is added",
         rule=AT_LEAST_0,
-        others_compute=lambda v: v == 0,
     )
     residual: bool = experts(
         False,
         "residual MoE: a dense FFN of an expert's size in parallel to the experts; a learned softmax mixes "
         "the two outputs",
-        others_compute=lambda v: not v,
     )
     expert_grad_norm: str = experts(
         "world_size",

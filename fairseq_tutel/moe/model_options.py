@@ -55,7 +55,6 @@ class ModelConfig:
         "input; 0: off",
         unit="MoE layers",
         rule=whole(0, unit="MoE layers"),
-        others_compute=lambda v: v == 0,
     )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")

@@ -111,5 +111,4 @@ class TaskConfig:
         "all_to_all_cuda_time_ms; synchronizes with the GPU once per micro-batch",
         unit="milliseconds",
         no_effect=(ALL_LOCAL,),
-        in_metas_branch=True,
     )

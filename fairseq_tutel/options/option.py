@@ -63,8 +63,6 @@ class Option:
         excluded: conditions on a MoEConfig under which a value other than the default is refused.
         of_any_training: a task's option has an effect on models without experts, too.
         same_as: for an older name: the field of MoEConfig and the value that it sets.
-        others_compute: tests whether systems without this option compute the same with a value.
-        in_metas_branch: Meta's branch has the option in its task and criterion, too.
         flag: set if it does not follow from the key.
         name: the field's name.
         key: the name in fairseq's configuration.
@@ -82,8 +80,6 @@ class Option:
     excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False
     same_as: tuple[str, Any] | None = None
-    others_compute: Callable[[Any], bool] | None = None
-    in_metas_branch: bool = False
     flag: str = ""
     name: str = ""
     key: str = ""
