@@ -83,10 +83,12 @@ def _entry(state: Any, keys: tuple[str | int, ...]) -> Any:
 
 
 def _is_count(value: Any, whole: bool = False) -> bool:
+    if whole:
+        return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
     # fairseq saves the training time of several ranks as a tensor.
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
-    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and value >= 0
 
 

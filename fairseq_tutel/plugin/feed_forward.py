@@ -322,7 +322,8 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     # Encoder layers get the mask as `encoder_padding_mask`, first after x. Decoder layers, which also get
     # an encoder's mask, and older encoder layers get it as `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
-        mask = kwargs.get("self_attn_padding_mask", layer.fc1.context.padding_mask)
+        given = "self_attn_padding_mask" in kwargs
+        mask = kwargs["self_attn_padding_mask"] if given else layer.fc1.context.padding_mask
         state = kwargs.get("incremental_state", args[3] if len(args) > 3 else None)
     else:
         mask = kwargs.get("self_attn_padding_mask", args[1] if len(args) > 1 else None)

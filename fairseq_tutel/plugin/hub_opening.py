@@ -19,7 +19,7 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
 from fairseq_tutel.plugin.registration.process import is_refusal
-from fairseq_tutel.plugin.registration.stock_errors import sentence_of
+from fairseq_tutel.plugin.registration.stock_errors import REASON, is_machine_error, sentence_of
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
@@ -76,11 +76,24 @@ def open_interface(
             model.to(device=device, dtype=dtype)
         return interface_of(models[0], task)(cfg, task, models).to(device).eval()
     except Exception as error:
-        found = _sentence(error, files, data)
-        text = str(found) if found else None if is_refusal(error) else sentence_of(error)
+        text = _text_of(error, files, data)
         if text is None:
             raise
         raise ValueError(printable(text).replace("\n", " ")) from error
+
+
+def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
+    """Return one sentence for an error; None if its own text is one, or if the machine caused it."""
+    found = _sentence(error, files, data)
+    if found is not None:
+        return str(found)
+    if is_refusal(error) or is_machine_error(error) or isinstance(error, ImportError | OSError):
+        return None
+    reason = f"{type(error).__name__}: {error}"[:REASON]
+    return sentence_of(error) or (
+        f"{files[0]} cannot be opened with these options ({reason}); leave options out, or give another "
+        "checkpoint."
+    )
 
 
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:

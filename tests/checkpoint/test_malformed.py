@@ -34,6 +34,11 @@ NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
             "extra_state.train_iterator.epoch",
             WHOLE,
         ),
+        (
+            {"optimizer_history": [{"num_updates": torch.tensor(10)}]},
+            "optimizer_history.-1.num_updates",
+            WHOLE,
+        ),
         ({"optimizer_history": [{"num_updates": None}]}, "optimizer_history.-1.num_updates", WHOLE),
         ({"extra_state": [1, 2]}, "extra_state", "a dictionary"),
         ({"extra_state": {"train_iterator": 5}}, "extra_state.train_iterator", "a dictionary"),

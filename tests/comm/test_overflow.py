@@ -33,7 +33,6 @@ def _config(optimizer: str):
     from fairseq_tutel import plugin
 
     plugin.register()
-    make_topology([2], 2)
     cfg = OmegaConf.structured(FairseqConfig)
     if optimizer == "moe_sgd":  # of the older generation, without a dataclass
         cfg.optimizer = OmegaConf.create({"lr": [0.1], "momentum": 0.0, "weight_decay": 0.0})
@@ -42,6 +41,14 @@ def _config(optimizer: str):
     OmegaConf.update(cfg.optimizer, "_name", optimizer, force_add=True)
     cfg.optimization.lr = [0.1]
     return cfg
+
+
+def _on_shared_experts(step, *arguments):
+    """Run a step in a training run whose two ranks share the experts."""
+    from fairseq_tutel.plugin.run_state import RUN
+
+    with RUN.having(topology=make_topology([2], 2)):
+        return step(*arguments)
 
 
 def fp16(poison: float) -> tuple[bool, float]:
@@ -90,7 +97,7 @@ def amp(poison: float) -> tuple[bool, float]:
 
 
 def test_a_step_under_amp_is_as_long_as_without(ranks):
-    for weights, scale in ranks(2).run(_amp_step, "moe_sgd", 1.0):
+    for weights, scale in ranks(2).run(_on_shared_experts, _amp_step, "moe_sgd", 1.0):
         assert weights == pytest.approx([0.9] * 3)
         assert scale == 16.0
 
@@ -98,7 +105,7 @@ def test_a_step_under_amp_is_as_long_as_without(ranks):
 @pytest.mark.parametrize("mode", [fp16, amp])
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_every_rank_skips_the_step_of_one_rank_s_overflow(ranks, mode, poison):
-    first, second = ranks(2).run(mode, poison)
+    first, second = ranks(2).run(_on_shared_experts, mode, poison)
     assert first == second
     skipped, scale = first
     assert skipped

@@ -13,6 +13,7 @@ from typing import Any
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf, gen_parser_from_dataclass
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_tutel.checkpoint.files import CORRUPT, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
@@ -43,6 +44,7 @@ FOREIGN_FILE_ERRORS = (
     RuntimeError,
     EOFError,
     pickle.UnpicklingError,
+    OmegaConfBaseException,
 )
 
 
