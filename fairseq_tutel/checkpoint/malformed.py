@@ -84,7 +84,7 @@ def _entry(state: Any, keys: tuple[str | int, ...]) -> Any:
 
 def _is_count(value: Any, whole: bool = False) -> bool:
     if whole:
-        return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
     # fairseq saves the training time of several ranks as a tensor.
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
