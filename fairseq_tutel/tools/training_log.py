@@ -302,7 +302,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
         raise ValueError(
             f"{path} holds the logs of several runs ({names}); name one of them, or several to "
-            "overlay them; if they are parts of one training, join them in one file first."
+            "overlay them; if they are parts of one run, join them in one file first."
         )
     if found:
         ((text, log),) = found.items()

@@ -260,9 +260,7 @@ def test_a_captured_output_beside_the_log_is_no_second_run(tmp_path):
 def test_a_folder_with_several_runs_is_refused(tmp_path):
     (tmp_path / "a.log").write_text(inner(10, loss="1"))
     (tmp_path / "b.log").write_text(inner(10, loss="2"))
-    with pytest.raises(
-        ValueError, match=r"several trainings \(.*a\.log, .*b\.log\); name one of them"
-    ):
+    with pytest.raises(ValueError, match=r"several runs \(.*a\.log, .*b\.log\); name one of them"):
         find_log(tmp_path)
 
 
