@@ -102,7 +102,9 @@ def _problem_of(key: Any, value: Any) -> str | None:
         return None
     if value.layout != torch.strided or value.is_nested:
         return "a sparse or nested tensor"
-    if value.is_quantized or (key.endswith(("weight", "bias")) and not value.is_floating_point()):
+    # Masks of attention are named "bias" in some models.
+    is_number = value.is_floating_point() or value.dtype in (torch.bool, torch.uint8)
+    if value.is_quantized or (key.endswith(("weight", "bias")) and not is_number):
         return f"a tensor of the dtype {value.dtype}"
     if value.device.type == "meta":
         return "a tensor without data (meta)"

@@ -99,6 +99,7 @@ def test_a_weight_that_no_model_can_load_is_refused(value, problem):
                 "param_groups": [{"amsgrad": True, "betas": (0.9, 1)}],
             }
         },
+        {"model": {"attn.bias": torch.ones(2, dtype=torch.bool)}},
         {"model": {"w": torch.ones(2), "layer._extra_state": torch.empty(0, device="meta")}},
     ],
 )

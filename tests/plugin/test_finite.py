@@ -174,6 +174,17 @@ def test_a_moment_of_another_form_is_refused(tmp_path, key, value):
         run(trainer, tmp_path)
 
 
+def test_what_older_versions_and_other_flags_leave_is_accepted(tmp_path):
+    trainer = trainer_in(tmp_path)
+    (group,) = trainer.optimizer.optimizer.param_groups
+    group |= {"amsgrad": True, "foreach": True, "unknown": object()}
+    for state in trainer.optimizer.optimizer.state.values():
+        state |= {"momentum_buffer": None, "max_exp_avg_sq": state["exp_avg_sq"].clone()}
+    assert mismatch(trainer) is None
+    del group["amsgrad"]
+    assert mismatch(trainer) == "the optimizer's missing amsgrad"
+
+
 def test_moments_of_no_parameter_are_refused(tmp_path):
     trainer = trainer_in(tmp_path)
     (tmp_path / "checkpoint_last.pt").touch()
@@ -196,6 +207,7 @@ def test_moments_of_no_parameter_are_refused(tmp_path):
         ("betas", None),
         ("weight_decay", math.inf),
         ("amsgrad", True),
+        ("maximize", True),
     ],
 )
 def test_an_option_of_the_optimizer_without_meaning_is_refused(tmp_path, key, value):

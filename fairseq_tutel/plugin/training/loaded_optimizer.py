@@ -33,28 +33,33 @@ def optimizers_of(trainer: Any) -> Iterator[Any]:
 def mismatch(trainer: Any) -> str | None:
     """Return the first option or state of the optimizers that does not fit; None if all fit."""
     for optimizer in optimizers_of(trainer):
-        for group in optimizer.param_groups:
-            for key, default in optimizer.defaults.items():
-                if key in group and key != "lr" and not _is_like(group[key], default, key):
-                    return f"the optimizer's {key} {shown(group[key])}"
         for parameter, state in optimizer.state.items():
             if not torch.is_tensor(parameter):
                 return f"the optimizer's state of the unknown parameter {shown(parameter)}"
             for key in SHAPED if isinstance(state, Mapping) else ():
-                if key in state and not _has_form(state[key], parameter):
+                # SGD without momentum has None there.
+                if state.get(key) is not None and not _has_form(state[key], parameter):
                     return f"the optimizer's {key} of a parameter {tuple(parameter.shape)}"
+        for group in optimizer.param_groups:
+            for key, default in optimizer.defaults.items():
+                if key not in group:
+                    return f"the optimizer's missing {key}"
+                if key != "lr" and not _is_like(group[key], default, key):
+                    return f"the optimizer's {key} {shown(group[key])}"
+            states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+            if group.get("amsgrad") and any("max_exp_avg_sq" not in state for state in states):
+                return "the optimizer's amsgrad True"
     return None
 
 
 def _is_like(value: Any, default: Any, key: str) -> bool:
     """Whether an option's value has the type and range of its default."""
     if isinstance(default, bool):
-        return value is None or (isinstance(value, bool) and value == default)
+        return value is None or (isinstance(value, bool) and (key != "maximize" or not value))
     if isinstance(default, tuple | list):
         is_list = isinstance(value, tuple | list) and len(value) == len(default)
-        return is_list and all(
-            _is_number(each, most=1 if key == "betas" else math.inf) for each in value
-        )
+        most = 1 if key == "betas" else math.inf
+        return is_list and all(_is_number(each, most=most) for each in value)
     if isinstance(default, int | float):
         return _is_number(value, least=0 if default >= 0 else -math.inf)
     return default is None or isinstance(value, type(default))
