@@ -131,7 +131,7 @@ def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path, size
     torn = (trained / "checkpoint_last.pt").read_bytes()[:size]
     (tmp_path / "checkpoint_last.pt").write_bytes(torn)
     output = refused("train", *lm_args(lm_data, tmp_path))
-    assert "checkpoint_last.pt, which is torn" in output
+    assert "checkpoint_last.pt, which is corrupt" in output
     assert "older checkpoint" in output
 
 

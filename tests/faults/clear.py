@@ -13,7 +13,7 @@ CLEAR = (
     r"an injected fault",
     r"MemoryError: rank \d+ had too little memory in ",
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
-    r"rror: .* which is torn",
+    r"rror: .* which is corrupt",
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
     r"error: rank \d+ could not (write its experts|prepare or commit the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",

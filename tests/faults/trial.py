@@ -137,7 +137,7 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
     trial, extra = result.trial, ()
     if torn is not None:
         refused = " ".join(last_error(log) for log in result.logs)
-        if "which is torn" not in refused and "files are missing" not in refused:
+        if "which is corrupt" not in refused and "files are missing" not in refused:
             result.problems.append(f"{torn.name} was torn, and the training does not say so")
         torn.unlink(missing_ok=True)
         older = files.newest(p for p in _whole(trial, save_dir) if "last" not in p.name)

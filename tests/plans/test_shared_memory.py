@@ -86,6 +86,6 @@ def test_a_dead_or_stopped_rank_is_named_and_no_file_is_left(tmp_path, fate, is_
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish " in sentence
         # gloo's error reaches rank 2 later, which may then be late for rank 0's health check.
-        assert is_early or ": rank 1 did not answer a roll call of 1 s" in sentence
+        assert is_early or ": rank 1 did not answer a health check of 1 s" in sentence
     assert seconds < SECONDS
     assert list(tmp_path.iterdir()) == []
