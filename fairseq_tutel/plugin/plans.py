@@ -18,15 +18,13 @@ from fairseq_tutel.planning.tuner import HOPELESS
 from fairseq_tutel.plans import placed
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.placed import PlacedPlan
+from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 from fairseq_tutel.ranks.world import Work
 
 logger = logging.getLogger(__name__)
-
-# By path, the plans of the last run that were read: checks take seconds, and files may change meanwhile.
-_read: dict[str, tuple[PlacedPlan, ...]] = {}
 
 
 def plans_of(task_cfg: Any, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
@@ -36,9 +34,9 @@ def plans_of(task_cfg: Any, proved: frozenset[str] = frozenset()) -> tuple[Place
         ValueError: a plan cannot be read, or is wrong.
     """
     path = read(TaskConfig, task_cfg).moe_collective_plans
-    if path and path not in _read:
-        _read[path] = placed.read(path, proved)
-    return _read[path] if path else ()
+    if path and path not in RUN.plans:
+        RUN.plans[path] = placed.read(path, proved)
+    return RUN.plans[path] if path else ()
 
 
 def prove_once_a_host(task_cfg: Any) -> None:
@@ -49,7 +47,7 @@ def prove_once_a_host(task_cfg: Any) -> None:
     Raises:
         ValueError: a plan cannot be read, or is wrong; the same on all ranks.
     """
-    _read.clear()
+    RUN.plans.clear()
     given = read(TaskConfig, task_cfg)
     operation = "the check of collective plans"
     if not any(world.all_gather_object(given.moe_collective_plans, operation)):

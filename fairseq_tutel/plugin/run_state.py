@@ -19,6 +19,7 @@ from fairseq_tutel.ranks.groups import Topology
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.lease import Lease
     from fairseq_tutel.inference.expert_store import ExpertStore
+    from fairseq_tutel.plans.placed import PlacedPlan
     from fairseq_tutel.plugin.opening.several_ranks import Command
 
 
@@ -35,6 +36,7 @@ class RunState:
         command: a command that uses models on several ranks.
         opens_teacher: a model is being opened that is called in step with training.
         stores: expert stores of open models.
+        plans: collective plans by path; a file may change after it was checked.
         at_exit: functions to call before the last error line.
     """
 
@@ -48,6 +50,7 @@ class RunState:
     stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(
         default_factory=WeakValueDictionary
     )
+    plans: "dict[str, tuple[PlacedPlan, ...]]" = field(default_factory=dict)
     at_exit: list[Callable[[], None]] = field(default_factory=list)
 
     def update(self, **values: Any) -> None:

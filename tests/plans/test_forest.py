@@ -125,7 +125,7 @@ def test_a_box_s_ranks_send_to_all_others_at_once():
 
 def test_numbers_of_trees_that_switches_can_not_share_are_refused():
     network = random_network(Random(17), most=6)
-    with pytest.raises(ValueError, match=r"^made up has no 2 trees a root"):
+    with pytest.raises(ValueError, match=r"^made up has no 2 trees per root"):
         grow(network, None, 2)
 
 

@@ -9,6 +9,7 @@ from fairseq_tutel.plans import checker, placed
 from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plugin import plans
+from fairseq_tutel.plugin.run_state import RUN
 
 
 def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
@@ -34,7 +35,7 @@ def test_the_first_rank_of_a_host_checks_for_the_others(monkeypatch, tmp_path):
         plans.prove_once_a_host(None)
         assert plans.plans_of(None)[0].plan == plan
         assert len(checked) == (rank == 0)
-    plans._read.clear()
+    RUN.plans.clear()
 
 
 def refused(path):

@@ -91,7 +91,12 @@ def imported_modules(path: Path, modules: set[str]) -> set[str]:
     """Return the modules that a file's import runs, but for packages that it is in: they run before."""
     tree = ast.parse(path.read_text())
     functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-    lazy = {node for function in functions for node in ast.walk(function)}
+    for_types = (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
+    lazy = {node for block in (*functions, *for_types) for node in ast.walk(block)}
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and node not in lazy:
