@@ -30,6 +30,8 @@ COUNTS: tuple[tuple[str | int, ...], ...] = (
     ("optimizer_history", -1, "num_updates"),
 )
 COUNT = "a number of at least 0"
+# Entries of fairseq's meters.
+METERS = ("val", "sum", "count", "n", "init", "start", "round")
 ABSENT = object()
 # A larger tensor that repeats its data is not a weight that anyone saved.
 MOST_REPEATED_BYTES = 2**30
@@ -56,6 +58,9 @@ def refuse_malformed(state: Any, path: str) -> None:
     for _, key, value in walk(state.get("last_optimizer_state")):
         if key == "step" and not _is_count(value):
             raise _error(path, value, ("the optimizer's step",), COUNT)
+    for container, key, value in walk(_entry(state, ("extra_state", "metrics"))):
+        if isinstance(container, dict) and key in METERS and isinstance(value, str):
+            raise _error(path, value, (f"a metric's {key}",), "a number")
     refuse_weights(state.get("model") or {}, path)
 
 
@@ -106,6 +111,8 @@ def _problem_of(key: Any, value: Any) -> str | None:
     is_number = value.is_floating_point() or value.dtype in (torch.bool, torch.uint8)
     if value.is_quantized or (key.endswith(("weight", "bias")) and not is_number):
         return f"a tensor of the dtype {value.dtype}"
+    if value.ndim == 0 and ".experts." in key:
+        return "a single number"
     if value.device.type == "meta":
         return "a tensor without data (meta)"
     size = value.numel() * value.element_size()

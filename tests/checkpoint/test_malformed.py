@@ -40,6 +40,11 @@ NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
             WHOLE,
         ),
         ({"optimizer_history": [{"num_updates": None}]}, "optimizer_history.-1.num_updates", WHOLE),
+        (
+            {"extra_state": {"metrics": {"train": [(0, "loss", "AverageMeter", {"val": "x"})]}}},
+            "a metric's val",
+            "a number",
+        ),
         ({"extra_state": [1, 2]}, "extra_state", "a dictionary"),
         ({"extra_state": {"train_iterator": 5}}, "extra_state.train_iterator", "a dictionary"),
         ({"last_optimizer_state": {"state": (1,)}}, "last_optimizer_state.state", "a dictionary"),
@@ -86,10 +91,22 @@ def test_a_weight_that_no_model_can_load_is_refused(value, problem):
         refuse_malformed({"model": {"fc1.weight": value()}}, "x.pt")
 
 
+def test_experts_that_are_a_single_number_are_refused():
+    with pytest.raises(
+        ValueError, match="has a single number as the weight 'fc1.experts.fc1_weight'"
+    ):
+        refuse_malformed({"model": {"fc1.experts.fc1_weight": torch.tensor(1.0)}}, "x.pt")
+
+
 @pytest.mark.parametrize(
     "state",
     [
         {},
+        {
+            "extra_state": {
+                "metrics": {"train": [(0, "loss", "AverageMeter", {"val": 1, "round": None})]}
+            }
+        },
         {"extra_state": None, "last_optimizer_state": None, "optimizer_history": []},
         {"extra_state": {"previous_training_time": torch.tensor(0.2)}},
         {"last_optimizer_state": {"state": {0: {"step": 4}, 1: {"step": torch.tensor(4.0)}}}},

@@ -223,3 +223,11 @@ def test_an_option_that_names_a_device_is_refused(part, tmp_path):
     file.touch()
     for name in (str(file), str(tmp_path), "nothing", "a\0b", ""):
         refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")
+
+
+def test_a_model_of_too_many_layers_is_refused_before_it_is_built():
+    refuse_bad_references({"cfg": {"model": {"decoder_layers": 10_000, "layers": "12"}}}, "x.pt")
+    with pytest.raises(
+        ValueError, match=r"^x\.pt has 1000000000 as its option decoder_layers; give a .* 10,000"
+    ):
+        refuse_bad_references({"cfg": {"model": {"decoder_layers": 10**9}}}, "x.pt")

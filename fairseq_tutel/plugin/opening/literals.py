@@ -45,6 +45,8 @@ PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
+# A model of more layers is not one that anyone trained; building it takes hours.
+MOST_LAYERS = 10_000
 # Parts of a configuration whose options name files that fairseq opens.
 OPENED = ("task", "model", "bpe", "tokenizer")
 # The only accepted interpolation: another option, which is checked, too.
@@ -103,6 +105,10 @@ def refuse_bad_references(state: Mapping[str, Any], path: str) -> None:
                 "values."
             ) from error
     for key, value in options_within({part: (cfg or {}).get(part) for part in OPENED}):
+        if key.endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(
+                f"{path} has {value} as its option {key}; give a file with at most {MOST_LAYERS:,} layers."
+            )
         if isinstance(value, str) and is_pipe(value):
             raise ValueError(
                 f"{path} has {shown(value)} as its option {key}, which is a pipe, device or socket; give a "
