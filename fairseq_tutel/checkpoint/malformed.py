@@ -94,7 +94,7 @@ def _is_count(value: Any, whole: bool = False) -> bool:
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
+    return is_number and 0 <= value < math.inf
 
 
 def _problem_of(key: Any, value: Any) -> str | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from fairseq_tutel.files.small import shown
+
 T = TypeVar("T")
 # A rule: a test of a value, and the end of the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
@@ -168,8 +170,8 @@ def refuse_bad_values(config: Any) -> None:
         if not _is_of_type(value, entry.type):
             raise ValueError(f"{entry.label} is {value!r}; give {KINDS[entry.type]}.")
         if rule is not None and not rule[0](value):
-            shown = repr(value) if isinstance(value, str) else value
-            raise ValueError(f"{entry.label} is {shown}; {rule[1]}.")
+            text = shown(value) if isinstance(value, str) else value
+            raise ValueError(f"{entry.label} is {text}; {rule[1]}.")
 
 
 def refuse_excluded(config: Any) -> None:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from fairseq_tutel.files.small import json_of
 
 FORMAT = 1
+# A network's matrix has the square of this many numbers.
+MOST_VERTICES = 4096
 # Most GPUs of a network by name.
 MOST = 512
 # Largest bandwidth of a link.
@@ -151,6 +153,8 @@ def from_json(data: Any) -> Network:
         isinstance(switches, list) and all(isinstance(name, str) for name in switches),
         "its switches are no list of names",
     )
+    vertices = len(data["gpus"]) + len(switches)
+    _demand(vertices <= MOST_VERTICES, f"it has {vertices:,} vertices, more than {MOST_VERTICES:,}")
     gpus = sorted(_gpu_of(each) for each in data["gpus"])
     names = [name for *_, name in gpus] + switches
     index = {name: vertex for vertex, name in enumerate(names)}

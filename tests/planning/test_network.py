@@ -51,6 +51,7 @@ REFUSED = {
     "unknown": ({"speed": 1}, "it has unknown fields: ['speed']"),
     "links": ({"links": None}, "it has no list of links"),
     "switches": ({"switches": [1]}, "its switches are no list of names"),
+    "many": ({"switches": ["s"] * 5000}, "it has 5,002 vertices, more than 4,096"),
     "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is no GPU, as {"),
     "names": ({"switches": ["a"]}, "two vertices have the name 'a'"),
     "places": ({"gpus": [GPU, GPU | {"name": "b"}]}, "two GPUs are local rank 0 of host 0"),

@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
 # From the top down; folders of one row stand side by side. "" is the root.
 CORE = (
-    {"files", "options"},
+    {"files"},
+    {"options"},
     {"kernels", "planning", "ranks"},
     {"comm", "plans"},
     {"zero"},

@@ -13,6 +13,7 @@ from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
+from fairseq_tutel.files.small import shown
 from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
@@ -89,14 +90,14 @@ def expert_counts(text: str, num_layers: int) -> list[int]:
         counts = []
     if not counts or min(counts) < 1:
         raise ValueError(
-            f"--moe-expert-count is {text!r}; give a number of experts of at least 1, or one per MoE "
+            f"--moe-expert-count is {shown(text)}; give a number of experts of at least 1, or one per MoE "
             'layer, such as 8 or "8,8,16".'
         )
     if len(counts) == 1:
         return counts * num_layers
     if len(counts) != num_layers:
         raise ValueError(
-            f"--moe-expert-count is {text!r}, {len(counts)} numbers for {num_layers} MoE layers; give "
+            f"--moe-expert-count is {shown(text)}, {len(counts)} numbers for {num_layers} MoE layers; give "
             f"one number or {num_layers}."
         )
     return counts
