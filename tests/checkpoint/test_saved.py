@@ -55,7 +55,8 @@ def test_a_restart_drops_the_training_state_and_keeps_the_history(path):
     saved.restart()
     assert "last_optimizer_state" not in saved.state
     assert saved.state["optimizer_history"] == [{"num_updates": 9}]
-    assert saved.state["extra_state"]["train_iterator"]["epoch"] == 1
+    (place,) = saved.state["extra_state"].values()  # no average of earlier weights, no meters
+    assert place["epoch"] == 1
 
 
 def test_labels_name_side_and_index():

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from fairseq_tutel.vision.attention import WindowAttention
 from fairseq_tutel.vision.blocks import Block, PatchEmbedding, PatchMerging
 from fairseq_tutel.vision.options import SwinConfig
+from fairseq_tutel.vision.position_bias import _offsets
 from fairseq_tutel.vision.swin_v2 import SwinV2
 from fairseq_tutel.vision.windows import windows_of
 
@@ -163,3 +164,10 @@ def test_windows_first_made_in_inference_mode_can_be_trained_with():
         windows = windows_of(3, 5, 2, True, CPU)
     tensors = [value for value in vars(windows).values() if isinstance(value, torch.Tensor)]
     assert tensors and not any(tensor.is_inference() for tensor in tensors)
+
+
+def test_offsets_first_made_in_inference_mode_can_be_trained_with():
+    _offsets.cache_clear()
+    with torch.inference_mode():
+        tensors = _offsets(2, 3, 0, CPU)
+    assert not any(tensor.is_inference() for tensor in tensors)
