@@ -21,6 +21,8 @@ SHAPED = (
     "square_avg",
     "acc_delta",
 )
+# Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
+READ = ("betas", "eps", "weight_decay", "amsgrad")
 
 
 def optimizers_of(trainer: Any) -> Iterator[Any]:
@@ -42,9 +44,9 @@ def mismatch(trainer: Any) -> str | None:
                     return f"the optimizer's {key} of a parameter {tuple(parameter.shape)}"
         for group in optimizer.param_groups:
             for key, default in optimizer.defaults.items():
-                if key not in group:
+                if key not in group and key in READ:
                     return f"the optimizer's missing {key}"
-                if key != "lr" and not _is_like(group[key], default, key):
+                if key in group and key != "lr" and not _is_like(group[key], default, key):
                     return f"the optimizer's {key} {shown(group[key])}"
             states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
             if group.get("amsgrad") and any("max_exp_avg_sq" not in state for state in states):
