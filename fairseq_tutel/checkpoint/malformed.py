@@ -13,6 +13,7 @@ from fairseq_tutel.files.small import shown
 # Entries that must have this type if they are there; None counts as absent.
 TYPES: tuple[tuple[tuple[str | int, ...], type, str], ...] = (
     (("model",), Mapping, "a dictionary"),
+    (("cfg",), Mapping, "a dictionary"),
     (("last_optimizer_state",), Mapping, "a dictionary"),
     (("last_optimizer_state", "state"), Mapping, "a dictionary"),
     (("extra_state",), Mapping, "a dictionary"),
@@ -33,6 +34,7 @@ COUNT = "a number of at least 0"
 # Entries of fairseq's meters.
 METERS = ("val", "sum", "count", "n", "init", "start", "round")
 ABSENT = object()
+MOST_COUNTED = 2**53
 # A larger tensor that repeats its data is not a weight that anyone saved.
 MOST_REPEATED_BYTES = 2**30
 
@@ -47,6 +49,8 @@ def refuse_malformed(state: Any, path: str) -> None:
     Raises:
         ValueError: names the file and the entry.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{path} holds a {type(state).__name__}; give a fairseq checkpoint.")
     for keys, kind, words in TYPES:
         value = _entry(state, keys)
         if value is not None and value is not ABSENT and not isinstance(value, kind):
@@ -89,7 +93,8 @@ def _entry(state: Any, keys: tuple[str | int, ...]) -> Any:
 
 def _is_count(value: Any, whole: bool = False) -> bool:
     if whole:
-        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return is_whole and 0 <= int(value) < MOST_COUNTED
     # fairseq saves the training time of several ranks as a tensor.
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()

@@ -49,7 +49,7 @@ class Machine:
         Raises:
             ValueError: the file is missing or no JSON, or a key is missing, unknown or has a wrong value.
         """
-        fix = "give a file of `tune --measure --json`"
+        fix = "give a file of `tune --json`"
         try:
             values = json_of(path)
         except (OSError, ValueError) as error:

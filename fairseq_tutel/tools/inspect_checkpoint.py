@@ -86,7 +86,7 @@ def _lines(facts: Facts, with_tensors: bool) -> list[str]:
         )
     if "options" in facts:
         options = [f"{flag} {value}" for flag, value in facts["options"].items()]
-        lines.append(f"options other than the defaults: {', '.join(options) or 'none'}")
+        lines.append(f"MoE options other than the defaults: {', '.join(options) or 'none'}")
     if "layers" in facts:
         lines += ["", *_table_of_layers(facts["layers"])]
     if with_tensors or facts["kind"] != OURS:

@@ -1,7 +1,7 @@
 """tune: measures a hardware profile: memory, experts, gate and, under torchrun, links.
 
-    python -m fairseq_tutel tune --measure --json machine.json
-    torchrun --nproc_per_node 8 -m fairseq_tutel tune --measure --json machine.json
+    python -m fairseq_tutel tune --json machine.json
+    torchrun --nproc_per_node 8 -m fairseq_tutel tune --json machine.json
 
 `plan --machine` and --moe-machine-file read the profile. Times are the minimum over repeats of the slowest
 rank.

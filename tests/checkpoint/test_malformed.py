@@ -53,6 +53,17 @@ NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
         ({"last_optimizer_state": ({},)}, "last_optimizer_state", "a dictionary"),
         ({"task_state": math.inf}, "task_state", "a dictionary"),
         ({"model": ()}, "model", "a dictionary"),
+        ({"cfg": [1]}, "cfg", "a dictionary"),
+        (
+            {"optimizer_history": [{"num_updates": 10**400}]},
+            "optimizer_history.-1.num_updates",
+            WHOLE,
+        ),
+        (
+            {"extra_state": {"previous_training_time": 10**400}},
+            "extra_state.previous_training_time",
+            NUMBER,
+        ),
         ({"last_optimizer_state": {"state": {0: {"step": -1e30}}}}, "the optimizer's step", NUMBER),
         (
             {"last_optimizer_state": {"state": {0: {"step": math.inf}}}},
@@ -94,6 +105,11 @@ def test_a_weight_that_no_model_can_load_is_refused(value, problem):
         ValueError, match=rf"^x\.pt has .*{problem}.* as the weight 'fc1\.weight'; give"
     ):
         refuse_malformed({"model": {"fc1.weight": value()}}, "x.pt")
+
+
+def test_a_file_that_holds_a_list_is_refused():
+    with pytest.raises(ValueError, match=r"^x\.pt holds a list; give a fairseq checkpoint\.$"):
+        refuse_malformed([1], "x.pt")
 
 
 def test_experts_that_are_a_single_number_are_refused():

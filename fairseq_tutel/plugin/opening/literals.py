@@ -45,7 +45,7 @@ PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-# A model of more layers is not one that anyone trained; building it takes hours.
+# No real model has more layers; building it would take hours.
 MOST_LAYERS = 10_000
 # Parts of a configuration whose options name files that fairseq opens.
 OPENED = ("task", "model", "bpe", "tokenizer")
@@ -183,7 +183,8 @@ def _is_number(node: ast.expr) -> bool:
     """Whether an expression has only numbers, which multiplication does not repeat."""
     leaves = [n for n in ast.walk(node) if isinstance(n, ast.expr)]
     return all(
-        isinstance(n, ast.UnaryOp | ast.BinOp)
+        isinstance(n, ast.UnaryOp)
+        or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult))
         or (isinstance(n, ast.Constant) and not isinstance(n.value, str | bytes))
         for n in leaves
     )

@@ -1,4 +1,4 @@
-"""Checks that a loaded optimizer state fits the parameters: torch's kernels compare no shapes."""
+"""Checks that a loaded optimizer state fits the parameters; torch does not check shapes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ def _is_like(value: Any, default: Any, key: str) -> bool:
 
 def _is_number(value: Any, least: float = 0, most: float = math.inf) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and least <= float(value) < most
+    return is_number and bool(least <= value < most)
 
 
 def _has_form(value: Any, parameter: torch.Tensor) -> bool:

@@ -100,7 +100,7 @@ def _to_safetensors(arguments: argparse.Namespace) -> None:
     _refuse_folder(output, arguments.overwrite)
     saved = SavedModel.open(Path(arguments.input), keep_shards=True)
     count = safetensors_folder.to_folder(saved, output, limit)
-    print(f"wrote {output}: {count} files of weights")
+    print(f"wrote {output}: {count} file{'s' * (count > 1)} of weights")
 
 
 def _refuse_folder(output: Path, overwrite: bool) -> None:
