@@ -1,6 +1,5 @@
 """Refuses a checkpoint whose entries are not what fairseq saves there, before anything uses them."""
 
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -99,7 +98,7 @@ def _is_count(value: Any, whole: bool = False) -> bool:
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and 0 <= value < math.inf
+    return is_number and 0 <= value < MOST_COUNTED
 
 
 def _problem_of(key: Any, value: Any) -> str | None:

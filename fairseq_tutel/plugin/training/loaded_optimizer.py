@@ -22,6 +22,8 @@ SHAPED = (
     "acc_delta",
 )
 # Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
+# Whole numbers beyond are not floats.
+LARGEST = 1e300
 READ = ("betas", "eps", "weight_decay", "amsgrad")
 
 
@@ -69,7 +71,7 @@ def _is_like(value: Any, default: Any, key: str) -> bool:
 
 def _is_number(value: Any, least: float = 0, most: float = math.inf) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and bool(least <= value < most)
+    return is_number and bool(least <= value < min(most, LARGEST))
 
 
 def _has_form(value: Any, parameter: torch.Tensor) -> bool:
