@@ -1,6 +1,6 @@
 """Kernels of the MoE layer: every op in plain torch (`reference`) and in Triton (`triton_ops`).
 
-`OPS` lists the ops. Both backends implement them with the same signatures. `backend_for` selects the backend.
+`OPS` lists the ops. Both backends implement them with the same signatures. `backend_for` selects one.
 """
 
 import functools
@@ -34,7 +34,7 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
         ValueError: "triton" was requested but cannot run on this device.
     """
     if requested == "reference":
-        return "reference", "asked for"
+        return "reference", "requested"
     if requested == "auto" and device.type != "cuda":
         return "reference", f"tensors on {device.type}"
     lacking = _lacks_triton()
@@ -49,10 +49,10 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
                 f"backend (--moe-backend) is 'triton' but the tensors are on {device.type}; run on a "
                 "GPU, set TRITON_INTERPRET=1 to interpret the kernels, or choose auto or reference."
             )
-        return "triton", "interpreted" if device.type != "cuda" else "asked for"
+        return "triton", "interpreted" if device.type != "cuda" else "requested"
     if not lacking:
-        return "triton", "a GPU and Triton are there"
-    return "reference", f"{lacking}; experts wait one by one for their loads on the host"
+        return "triton", "a GPU and Triton are available"
+    return "reference", f"{lacking}; experts run one by one, with one host synchronization per layer"
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

@@ -2,7 +2,7 @@
 
 A process spends at most `SECONDS` on tuning, including compilation, so that the first steps are not delayed
 for long. Timings are stored on disk (`tuning_cache`), and later processes measure the remaining candidates.
-Nothing is measured without a GPU, in Triton's interpreter, during CUDA graph capture or torch.compile tracing.
+Nothing is measured without a GPU, in Triton's interpreter, or during CUDA graph capture or tracing.
 """
 
 import functools
@@ -64,7 +64,7 @@ def seconds_allowed() -> float:
 
 
 def bucket(size: int) -> int:
-    """Return the smallest power of two that is at least `size` (1 for 0); sizes in a bucket share timings."""
+    """Return the bucket of a size: the smallest power of two that is at least `size`, or 1 for 0."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -161,7 +161,7 @@ class Tuner:
             if not _cannot_compile(error):
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("a kernel configuration cannot run and is skipped: %s: %s", candidate, reason)
+            logger.warning("skipping a kernel configuration that fails: %s: %s", candidate, reason)
             return reason
         finally:
             self.spent += self.clock() - started

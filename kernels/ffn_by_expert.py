@@ -7,8 +7,8 @@
   per block.
 
 It computes the same function as `ffn_by_products`, which tests use as the reference.
-N source rows, D model_dim, H hidden_dim, E experts, R rows (n in one block), B blocks, I and O the input and
-output dimensions of a linear map.
+N source rows, D model_dim, H hidden_dim, E experts, R rows (n in one block), B blocks, I and O the input
+and output dimensions of a linear map.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -285,7 +285,7 @@ def _places(
 ) -> Callable[[], Callable[[int], Tensor]]:
     """Return a factory that each thread calls once for a function from a block's number to its buffer.
 
-    If the blocks together exceed `SMALL_BYTES`, all blocks of a thread share one buffer, which stays in cache.
+    If the blocks exceed `SMALL_BYTES` in total, a thread uses one buffer, which stays in cache, for all.
     """
     sizes = _sizes(blocks)
     if sum(sizes) * width * rows.itemsize <= SMALL_BYTES:
