@@ -1,6 +1,7 @@
 """Makes kernel launches opaque to torch.compile and fake tensors.
 
-A launch cannot be traced. An operator with a fake implementation, which returns only shapes and dtypes, can.
+A launch cannot be traced, but an operator with a fake implementation can. The fake implementation returns
+empty tensors of the right shapes and dtypes.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Reference implementation of a collective plan whose ranks share one memory, as a table of steps.
 
-An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds the callers' data, E elements per call,
-followed by two temporary areas of S elements. A call uses the area of its parity.
+An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds the callers' data, E elements per
+call, followed by two temporary areas of S elements. A call uses the area of its parity.
 """
 
 from typing import NamedTuple
