@@ -1,8 +1,8 @@
 """Matrix products of an expert on a CPU, each in the form that is fastest for its number of rows.
 
 With few rows, memory bandwidth limits the speed, since a weight is read or its gradient written. The form
-of the product determines the achieved bandwidth. All timings were measured with MKL 2024.2 on one core of an
-AMD EPYC (AVX-512, 1 MiB L2 cache) for fp32 weights [2048, 512].
+of the product determines the achieved bandwidth. All timings were measured with MKL 2024.2 on one core of
+an AMD EPYC (AVX-512, 1 MiB L2 cache) for fp32 weights [2048, 512].
 n rows, I and O the input and output dimensions of a linear map.
 """
 

@@ -19,7 +19,7 @@ _TANH_7 = tl.constexpr(-0.05396825396825397)
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x); the interpreter does not support libdevice's tanh."""
+    """Return the tanh of x; libdevice's tanh is not available in the interpreter."""
     square = x * x
     near_0 = x * (1 + square * (square * (square * _TANH_7 + _TANH_5) + _TANH_3))
     # Far from 0 the subtraction loses no precision.

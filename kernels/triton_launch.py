@@ -16,7 +16,7 @@ try:
 except ImportError:  # an older Triton: only plain loads
     TensorDescriptor = None
 
-ALIGNMENT = 16  # bytes; TMA requires it of a tensor's address and of all strides except the innermost
+ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides but the innermost
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """A cache of kernel timings on disk.
 
-There is one JSON file per GPU, Triton version, package version and kernel source. Several ranks may write at
-the same time, so a process merges the current content of the file and replaces the file atomically. If a
+There is one JSON file per GPU, Triton version, package version and kernel source. Several ranks may write
+at the same time, so a process merges the current content of the file and replaces the file atomically. If a
 file cannot be read or written, one warning is logged and the kernels are measured again.
 """
 
@@ -59,7 +59,7 @@ class TuningCache:
                 for other, theirs in self._read().items():
                     self.entries[other] = {**theirs, **self.entries.get(other, {})}
                 self._write()
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: file locks unsupported
+        except (OSError, NotImplementedError) as error:  # the latter if file locks are unsupported
             reason = getattr(error, "strerror", None) or error
             _warn_once(f"kernel timings are not saved: {self.path} cannot be written ({reason})")
 
