@@ -225,7 +225,7 @@ def ffn_down_backward(
     groups: Groups,
     activation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y[r] = a[r] @ fc2.T + bias and the activation.
+    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
 
     The forward pass added gate[r] * y[r] to row index[r] of the tensor whose gradient is dy. The gradient of
     gate[r] is computed without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
@@ -239,7 +239,7 @@ def ffn_down_backward(
         a_RH: saved by `ffn_up`; None to recompute it from h and g.
         h_RH: saved by `ffn_up`; None if the derivative is computed from a.
         g_RH: saved by `ffn_up`; None without fc3.
-        groups: the groups of the R rows; the tails of dh and dg are 0, those of a and dgate are undefined.
+        groups: the groups of the R rows; the tails of dh and dg are 0, those of a and dgate undefined.
         activation: a name in ACTIVATIONS.
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.

@@ -1,4 +1,4 @@
-"""The routing kernels in plain torch: softmax with top-k, and each assignment's slot in its expert's buffer.
+"""The routing kernels in plain torch: softmax with top-k, and the slots of the assignments.
 
 T tokens, E experts, K top_k, N = K * T assignments: assignment j * T + t is token t's choice j.
 """

@@ -1,7 +1,7 @@
 """A grouped matrix product in Triton, or the sum of two; every row is multiplied by its expert's weight.
 
-The signatures are those of `reference`. Sums are computed in fp32 (in the interpreter fp64 for fp64 tensors).
-One program writes each output element, so results are deterministic.
+The signatures are those of `reference`. Sums are computed in fp32 (for fp64 tensors, which only the
+interpreter supports, in fp64). One program writes each output element, so results are deterministic.
 """
 
 import torch
@@ -63,7 +63,7 @@ def triton_linear(
     more_weight_EOI: Tensor | None,
     counts_E: Tensor,
 ) -> Tensor:
-    """Return rows @ weight.T + bias + more @ more_weight.T with the weights of each row's expert; tail 0."""
+    """Return rows @ weight.T + bias + more @ more_weight.T with each row's expert's weights; tail 0."""
     num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
     out_RO = rows_RI.new_empty(num_rows, out_dim)

@@ -1,7 +1,8 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
 The signature is that of `reference`. The gather of the output's gradient is fused into the loads of the
-product. Its epilogue computes the gate's gradient, applies the gate's weight and the activation's derivative.
+product. The epilogue computes the gate's gradient and applies the gate's weight and the activation's
+derivative.
 """
 
 import torch
@@ -43,7 +44,7 @@ def ffn_down_backward(
     groups: Groups,
     activation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y[r] = a[r] @ fc2.T + bias and the activation.
+    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
@@ -102,8 +103,8 @@ def triton_hidden(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dh_RH, dg_RH, a_RH, dgate_R) of `ffn_down_backward`; omitted results are empty tensors.
 
-    The arguments are those of `ffn_down_backward`, with counts [E] int64 in place of groups. `activation` is
-    the function that was applied to h, which is "swish" with g.
+    The arguments are those of `ffn_down_backward`, with counts [E] int64 in place of groups. `activation`
+    is the function that was applied to h, which is "swish" with g.
     """
     dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
         dy_ND,

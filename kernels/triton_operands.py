@@ -10,12 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the operand of `load_rows`: the descriptor, or pointers [BLOCK_M, 1] to the starts of the rows."""
+    """Return the operand of `load_rows`: the descriptor, or pointers [BLOCK_M, 1] to the rows."""
     if DESCRIPTOR:
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # past the end the first row is repeated: no mask in the loop
+        r = tl.where(r < end, r, first)  # repeats the first row past the end: no mask in the loop
         if index is not None:
             # In the tail only the index is read, which may be -1.
             r = tl.load(index + r).to(tl.int64)

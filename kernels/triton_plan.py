@@ -1,8 +1,8 @@
 """Runs a collective plan in one Triton kernel; each program is one lane of a rank, and ranks share a GPU.
 
-Programs wait for each other within one launch, so all must be resident: there are at most as many as the GPU
-has multiprocessors. A signal is an atomic addition with release order. A wait polls with acquire order until
-the count is reached. Barriers around both extend the order to all threads of a program.
+Programs wait for each other within one launch, so all must be resident: there are at most as many as the
+GPU has multiprocessors. A signal is an atomic addition with release order. A wait polls with acquire order
+until the count is reached. Barriers around both extend the order to all threads of a program.
 In the interpreter, programs run one after another, and every level is a separate launch.
 """
 

@@ -223,8 +223,8 @@ def _softmax_top_k_kernel(
     exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     probs = (exps / tl.sum(exps, axis=1)[:, None]).to(probs_ptr.dtype.element_ty)
     tl.store(probs_ptr + cells, probs, mask=inside)
-    # The rounded probabilities are compared, so equal stored values are ties. NaN is replaced by the largest
-    # key, since a maximum may skip NaN.
+    # The rounded probabilities are compared, so equal stored values are ties. NaN is replaced by the
+    # largest key, since a maximum may skip NaN.
     keys = probs.to(ACC)
     keys = tl.where(keys == keys, keys, 2.0)
     keys = tl.where(inside, keys, -1.0)

@@ -2,7 +2,7 @@
 
 The signature is that of `reference`. The gather of tokens is fused into the loads of the product, and the
 activation into its epilogue. With fc3 both products share one read of the rows.
-h is rounded to the rows' dtype before the activation. Saved and recomputed activations are then bit-identical.
+h is rounded to the rows' dtype before the activation, so saved and recomputed activations are bit-identical.
 """
 
 import torch
@@ -94,8 +94,8 @@ def triton_up(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (a_RH, h_RH, g_RH) of `ffn_up`; omitted results are empty tensors.
 
-    The arguments are those of `ffn_up`, with counts [E] int64 in place of groups. `activation` is applied to
-    h and is "swish" with fc3. `keep_h`: whether to return h and, with fc3, g.
+    The arguments are those of `ffn_up`, with counts [E] int64 in place of groups. `activation` is applied
+    to h and is "swish" with fc3. `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
         x_ND,

@@ -1,8 +1,8 @@
 """The gradients of every expert's weight and bias in Triton: products that sum over the expert's rows.
 
-The signature is that of `reference`. Both gathers are fused into the loads, and the gate's weights scale the
-output's gradient as it is loaded. Each program writes one tile of one expert's gradient, so there are no
-sums across programs. The gradients of an expert without rows are set to zero.
+The signature is that of `reference`. Both gathers are fused into the loads, and the gate's weights scale
+the output's gradient as it is loaded. Each program writes one tile of one expert's gradient, so there are
+no sums across programs. The gradients of an expert without rows are set to zero.
 """
 
 import torch
