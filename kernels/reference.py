@@ -227,8 +227,8 @@ def ffn_down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
 
-    The forward pass added gate[r] * y[r] to row index[r] of the tensor whose gradient is dy. The gradient of
-    gate[r] is computed without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
+    The forward pass added gate[r] * y[r] to row index[r] of the tensor whose gradient is dy. The gradient
+    of gate[r] is computed without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
@@ -239,7 +239,7 @@ def ffn_down_backward(
         a_RH: saved by `ffn_up`; None to recompute it from h and g.
         h_RH: saved by `ffn_up`; None if the derivative is computed from a.
         g_RH: saved by `ffn_up`; None without fc3.
-        groups: the groups of the R rows; the tails of dh and dg are 0, those of a and dgate undefined.
+        groups: the groups of the R rows; the tails of dh and dg are 0, other tails are undefined.
         activation: a name in ACTIVATIONS.
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.

@@ -2,7 +2,8 @@
 
 The signature is that of `reference`. The gather of tokens is fused into the loads of the product, and the
 activation into its epilogue. With fc3 both products share one read of the rows.
-h is rounded to the rows' dtype before the activation, so saved and recomputed activations are bit-identical.
+h is rounded to the rows' dtype before the activation, so that saved and recomputed activations are
+bit-identical.
 """
 
 import torch

@@ -4,6 +4,6 @@
 - `exchange`: sends a layer's rows to their experts and back, with a `trip` (one way) of an `all_to_all`.
 - `regroup`: reorders rows.
 - `background`: overlaps communication with expert computation.
-- `stamp`: call IDs that detect a mix-up of two layers' rows.
+- `stamp`: call IDs that ranks compare before an exchange.
 - `gradients`: sums expert gradients over EP replicas.
 """

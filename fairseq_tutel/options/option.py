@@ -38,7 +38,7 @@ class Condition:
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return the condition that an option has no effect if `holds` is true, with a reason for the message."""
+    """Return the condition that an option has no effect if `holds` is true, with the reason to log."""
     return Condition(holds, f": {reason}")
 
 
