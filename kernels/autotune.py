@@ -34,7 +34,7 @@ def pick(
     candidates: Sequence[Config],
     launch: Callable[[Config], None],
 ) -> Config:
-    """Return the configuration to launch a kernel with; a measured choice is final for the process.
+    """Return the configuration to launch a kernel with; it is chosen once per process by timing.
 
     Args:
         kind: the name of the kernel.

@@ -91,8 +91,8 @@ def ffn_backward(
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: [R, D] without gates. With gates, the gradient [N, D] of a tensor to whose row index[r]
-            gate[r] times the output of row r was added.
+        dy_ND: [R, D] without gates. With gates [N, D]: forward added gate[r] times the output of row r to
+            row index[r] of the tensor that has this gradient.
         x_ND: as in forward.
         index_R: as in forward; None without gates.
         gate_R: [R] in dy's dtype or wider, or None.

@@ -1,7 +1,7 @@
 """Large memory pages for big tensors that are allocated in every training step on a CPU.
 
-glibc allocates a tensor above 32 MiB with a new mmap each time. The kernel then clears its pages one by one
-on the first write: 4 KiB at a time by default.
+glibc allocates a tensor above 32 MiB with a new mmap each time. The operating system then clears its pages
+one by one on the first write: 4 KiB at a time by default.
 """
 
 import ctypes

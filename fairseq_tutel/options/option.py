@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 # A rule: a test of a value, and the end of the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
-# What an error message says a value of each type must be.
+# The description of each type in error messages.
 KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
