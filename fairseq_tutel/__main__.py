@@ -8,8 +8,8 @@ from importlib import import_module
 from fairseq_tutel import __version__
 from fairseq_tutel.files.small import error_line
 
-# Modules of tools/. The function `add_to(tools)` of each adds a subparser with the default `run`, a function
-# of the parsed arguments. `run` raises ValueError with a one-sentence message on failure.
+# Modules of tools/. The function `add_to(tools)` of each adds a subparser with the default `run`, which is
+# called with the parsed arguments. `run` raises ValueError with a one-sentence message on failure.
 TOOLS = (
     "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "plans",
     "predict", "report.page", "schedule", "tune",
