@@ -1,4 +1,4 @@
-"""`python -m fairseq_tutel TOOL`: small tools around a training."""
+"""`python -m fairseq_tutel TOOL`: command-line tools for training runs and checkpoints."""
 
 import argparse
 import os
@@ -8,8 +8,8 @@ from importlib import import_module
 from fairseq_tutel import __version__
 from fairseq_tutel.files.small import error_line
 
-# Modules of tools/, each with `add_to(tools)`, which adds a tool and, as its default `run`, a function of
-# the parsed arguments that raises ValueError, with a sentence, where it cannot be done.
+# Modules of tools/. The function `add_to(tools)` of each adds a subparser with the default `run`, which is
+# called with the parsed arguments. `run` raises ValueError with a one-sentence message on failure.
 TOOLS = (
     "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "plans",
     "predict", "report.page", "schedule", "tune",
@@ -17,7 +17,7 @@ TOOLS = (
 
 
 def main() -> None:
-    """Run the tool that the command line names."""
+    """Run the tool given on the command line."""
     parser = argparse.ArgumentParser(prog="python -m fairseq_tutel", description=__doc__)
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
     tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
@@ -27,8 +27,8 @@ def main() -> None:
     try:
         arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `inspect … | head`: who reads has read enough
-        # What is left would be flushed at the end, into the closed pipe.
+    except BrokenPipeError:  # such as `inspect … | head`: the reader has closed the pipe
+        # Otherwise Python would flush the rest into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
         sys.exit(error_line(error))

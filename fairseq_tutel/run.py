@@ -1,7 +1,8 @@
 """`torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`.
 
-fairseq-generate, -interactive, -eval-lm or -validate on several ranks, with the plugin loaded and ranks
-read from torchrun's environment. Sentences are shared out, and with --moe-expert-parallel-size experts too.
+Runs fairseq-generate, -interactive, -eval-lm or -validate on several ranks. It loads the plugin and reads
+the ranks from torchrun's environment. Sentences are distributed over the ranks, and experts too with
+--moe-expert-parallel-size.
 """
 
 import importlib
@@ -20,19 +21,19 @@ COMMANDS = ("generate", "interactive", "eval-lm", "validate")
 
 @record
 def main() -> None:
-    """Run the command; the process group is destroyed when it ended well."""
+    """Run the command, and destroy the process group after success."""
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
     if not any(word == "--user-dir" or word.startswith("--user-dir=") for word in sys.argv):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # ranks may share a pipe: whole lines into it
+        sys.stdout.reconfigure(line_buffering=True)  # ranks may share a pipe: write whole lines
     module = importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}")
 
     from fairseq_tutel.plugin import register
 
-    # fairseq skips a --user-dir whose package is imported already, as this one is.
+    # fairseq skips a --user-dir whose package is already imported, which is the case here.
     register()
     if command == "generate":
         _generate(module)
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def _generate(module: Any) -> None:
-    """Do what stock's `cli_main` does, but let ranks meet, as those of the other commands do."""
+    """Run fairseq's generation like its `cli_main`, but initialize distributed ranks first."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.distributed import utils as distributed_utils

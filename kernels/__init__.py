@@ -1,6 +1,6 @@
-"""Kernels of the walk, each op in plain torch (`reference`) and, where it exists, in Triton.
+"""Kernels of the MoE layer: every op in plain torch (`reference`) and in Triton (`triton_ops`).
 
-`OPS` pairs them by name; both have the same signature. `backend_for` says which is used, and why.
+`OPS` lists the ops. Both backends implement them with the same signatures. `backend_for` selects one.
 """
 
 import functools
@@ -31,10 +31,10 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
     """Return (backend, reason) for a choice of --moe-backend on this device.
 
     Raises:
-        ValueError: "triton" was asked for where it cannot run.
+        ValueError: "triton" was requested but cannot run on this device.
     """
     if requested == "reference":
-        return "reference", "asked for"
+        return "reference", "requested"
     if requested == "auto" and device.type != "cuda":
         return "reference", f"tensors on {device.type}"
     lacking = _lacks_triton()
@@ -49,19 +49,20 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
                 f"backend (--moe-backend) is 'triton' but the tensors are on {device.type}; run on a "
                 "GPU, set TRITON_INTERPRET=1 to interpret the kernels, or choose auto or reference."
             )
-        return "triton", "interpreted" if device.type != "cuda" else "asked for"
+        return "triton", "interpreted" if device.type != "cuda" else "requested"
     if not lacking:
-        return "triton", "a GPU and Triton are there"
-    return "reference", f"{lacking}; experts wait one by one for their loads on the host"
+        return "triton", "a GPU and Triton are available"
+    return "reference", f"{lacking}; experts run one by one, with a host synchronization per layer"
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Return what holds `OPS`, and the feed-forward made of them, for the requested backend.
+    """Return a namespace of the `OPS` and the FFN functions for the requested backend.
 
     Args:
         requested: a choice of --moe-backend.
-        device: of the tensors.
-        dtype: of the experts' products: in fp64, which GPUs' kernels here do not take, they are torch's.
+        device: the device of the tensors.
+        dtype: the dtype of the experts' products. fp64 products run in torch, since the GPU kernels do not
+            support fp64.
     """
     backend, _ = backend_for(requested, device)
     if backend == "reference":
@@ -74,12 +75,12 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
 
 @functools.cache
 def _lacks_triton() -> str:
-    """Return why Triton cannot be used, or nothing."""
+    """Return the reason why Triton cannot be used, or an empty string."""
     try:
         import triton
     except ImportError:
         return "Triton is not installed"
-    # Its `knobs` came with 3.4.
+    # `triton.knobs` was added in 3.4.
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
         return f"Triton {triton.__version__} is older than 3.4"
     return ""

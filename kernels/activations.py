@@ -1,7 +1,7 @@
-"""Activations between an expert's two maps, with their derivatives: fairseq's names, in plain torch.
+"""Activation functions of the experts and their derivatives in plain torch, under fairseq's names.
 
-h is what goes in, a what comes out. A derivative is taken from a where that is enough, so that nothing
-but a need be kept. fairseq's gelu_fast is its gelu_accurate, the tanh form.
+h is the input and a the output. If a suffices to compute the derivative, only a is saved for backward.
+fairseq's gelu_fast equals its gelu_accurate, the tanh approximation.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ class Activation:
     """One activation.
 
     Attributes:
-        forward: h -> a; in place where autograd allows that too.
-        backward: (da, kept) -> dh; may write over da.
-        keeps_output: what is kept is a, else h.
+        forward: h -> a; in place where autograd allows it.
+        backward: (da, saved tensor) -> dh; may overwrite da.
+        keeps_output: whether a is saved for backward; otherwise h is.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ class Activation:
 
 
 def _relu_backward(da: Tensor, a: Tensor) -> Tensor:
-    # masked_fill_ takes 20 times as long on CPU.
+    # masked_fill_ is 20 times slower on a CPU.
     return aten.threshold_backward.grad_input(da, a, 0, grad_input=da)
 
 

@@ -1,8 +1,8 @@
-"""Which of a few configurations a kernel is launched with, chosen by measuring them where they run.
+"""Autotuning: times the candidate configurations of a kernel and selects the fastest.
 
-A process spends `SECONDS` in all on it, compilation included, so that no first step waits for long; what it
-does not get to, a later process measures, since timings are kept on disk (`tuning_cache`). Nothing is
-measured without a GPU, in the interpreter, while a CUDA graph is captured or while torch.compile traces.
+A process spends at most `SECONDS` on tuning, including compilation, so that the first steps are not delayed
+for long. Timings are stored on disk (`tuning_cache`), and later processes measure the remaining candidates.
+Nothing is measured without a GPU, in Triton's interpreter, or during CUDA graph capture or tracing.
 """
 
 import functools
@@ -25,7 +25,7 @@ SECONDS = 3.0
 VARIABLE = "FAIRSEQ_TUTEL_TUNE_SECONDS"
 WARM, TIMED = 3, 7
 
-Config = TypeVar("Config")  # anything that its repr tells from the other candidates
+Config = TypeVar("Config")  # any type whose repr is unique among the candidates
 
 
 def pick(
@@ -34,42 +34,42 @@ def pick(
     candidates: Sequence[Config],
     launch: Callable[[Config], None],
 ) -> Config:
-    """Return the candidate to launch with; the same one for the rest of the process once it is settled.
+    """Return the configuration to launch a kernel with; it is chosen once per process by timing.
 
     Args:
-        kind: which kernel.
-        key: its sizes, as whole numbers, and whatever else timings depend on, of things with a stable
-            repr. Sizes of one `bucket` share what is found.
-        candidates: the default first; each must be right for all sizes of the class.
-        launch: runs the kernel with a candidate; must be safe to call any number of times.
+        kind: the name of the kernel.
+        key: its sizes as integers, and other values that timings depend on, each with a stable repr. Sizes
+            in the same `bucket` share one choice.
+        candidates: the default first; each must be valid for all sizes of the bucket.
+        launch: runs the kernel with a candidate; may be called any number of times.
     """
     return _tuner().pick(kind, key, candidates, launch)
 
 
 def allow(seconds: float) -> None:
-    """Set what this process spends on measuring in all; $FAIRSEQ_TUTEL_TUNE_SECONDS goes before.
+    """Set the time budget of this process for tuning; $FAIRSEQ_TUTEL_TUNE_SECONDS overrides it.
 
     Args:
-        seconds: 0 takes the defaults and does not look at the disk either.
+        seconds: 0 selects the default configurations without reading the tuning cache.
 
     Raises:
-        ValueError: the environment's value is no such number.
+        ValueError: the value of the environment variable is not a finite number of at least 0.
     """
     _tuner().seconds = _seconds_of(os.environ.get(VARIABLE), seconds)
 
 
 def seconds_allowed() -> float:
-    """Return what this process may spend on measuring in all."""
+    """Return the time budget of this process for tuning."""
     return _tuner().seconds
 
 
 def bucket(size: int) -> int:
-    """Return the smallest power of two that is at least `size`, 1 for 0: sizes of one class."""
+    """Return the bucket of a size: the smallest power of two that is at least `size`, or 1 for 0."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def milliseconds(run: Callable[[], None]) -> float:
-    """Return the median time that `run` takes on the current GPU, by events."""
+    """Return the median time of `run` on the current GPU, measured with CUDA events."""
     for _ in range(WARM):
         run()
     pairs = []
@@ -84,21 +84,21 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def may_measure() -> bool:
-    """Whether here and now a kernel can be timed."""
+    """Return whether a kernel can be timed now."""
     if torch.compiler.is_compiling() or not torch.cuda.is_available():
         return False
     return not torch.cuda.is_current_stream_capturing() and not _interpreted()
 
 
 class Tuner:
-    """What a process has chosen, and what it may still spend.
+    """The kernel configurations that a process has chosen, and its remaining time budget.
 
     Args:
-        seconds: to spend in all.
-        open_cache: called when timings are first needed: before that no GPU may be asked for its name.
-        measure: from a launch to milliseconds.
-        clock: in seconds.
-        allowed: whether anything can be timed now.
+        seconds: the total time budget.
+        open_cache: called when timings are first needed, so that the GPU is not initialized earlier.
+        measure: runs a launch and returns its time in milliseconds.
+        clock: returns the time in seconds.
+        allowed: returns whether a kernel can be timed now.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Tuner:
         self.clock, self.allowed = clock, allowed
         self.cache: TuningCache | None = None
         self.chosen: dict[tuple[str, tuple[Hashable, ...]], Any] = {}
-        self.lock = threading.RLock()  # backward runs in a thread of its own
+        self.lock = threading.RLock()  # backward runs in another thread
 
     def pick(
         self,
@@ -124,11 +124,11 @@ class Tuner:
         candidates: Sequence[Config],
         launch: Callable[[Config], None],
     ) -> Config:
-        """See the function of this name."""
+        """See the function `pick`."""
         key = tuple(bucket(part) if type(part) is int else part for part in key)
         if (kind, key) in self.chosen:
             return self.chosen[kind, key]
-        # Not settled where nothing can be timed now: a later call may be where it can.
+        # The default is not recorded as the choice: a later call may be able to measure.
         if self.seconds == 0 or len(candidates) == 1 or not self.allowed():
             return candidates[0]
         with self.lock:
@@ -141,7 +141,7 @@ class Tuner:
     def _timings(
         self, entry: str, candidates: Sequence[Config], launch: Callable[[Config], None]
     ) -> Timings:
-        """Return the known timings, of as many more candidates as there is time for."""
+        """Return the known timings, and time more candidates while the budget lasts."""
         if self.cache is None:
             self.cache = self.open_cache()
         known = self.cache.entries.get(entry, {})
@@ -161,25 +161,25 @@ class Tuner:
             if not _cannot_compile(error):
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("a configuration of a kernel is left out: %s: %s", candidate, reason)
+            logger.warning("skipping a kernel configuration that fails: %s: %s", candidate, reason)
             return reason
         finally:
             self.spent += self.clock() - started
 
 
 def _fastest(timings: Sequence[float | str | None]) -> int:
-    """Return the index of the fastest that was measured; if none was, of the first that may run."""
+    """Return the index of the fastest measured candidate, else of the first that is not known to fail."""
     measured = [(t, i) for i, t in enumerate(timings) if isinstance(t, float | int)]
     if measured:
         return min(measured)[1]
-    # If none may, the first says why when it is launched.
+    # If all candidates failed, launching the first one raises its error.
     return next((i for i, t in enumerate(timings) if t is None), 0)
 
 
 def _cannot_compile(error: Exception) -> bool:
     from triton.errors import TritonError
 
-    # What goes wrong in LLVM is a RuntimeError, as errors of the GPU are, which nobody may pass over.
+    # LLVM failures are RuntimeErrors, and so are GPU errors, which must not be ignored.
     return isinstance(error, TritonError) or (
         type(error) is RuntimeError and "PassManager" in str(error)
     )

@@ -1,7 +1,7 @@
-"""An expert's feed-forward of few rows on a CPU, without gradients: what takes time is to read the weights.
+"""The FFN of one expert for few rows on a CPU, without gradients; reading the weights dominates the time.
 
-n rows, D model_dim, H hidden_dim, I and O what a linear map reads and gives. The same function as
-`ffn_by_expert.ffn_forward`, which is its twin.
+n rows, D model_dim, H hidden_dim, I and O the input and output dimensions of a linear map. It computes the
+same function as `ffn_by_expert.ffn_forward`.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 
-# Elements of rows up to which weight @ rows.T is faster than rows @ weight.T: by MKL 2024.2 on a core of an
-# AMD EPYC with AVX-512, weights [2048, 512] are read in 0.24 ms for 2 rows beside 1.06 (for one, which goes
-# twice: 0.26 beside 0.44), and in 0.58 for 8 beside 0.66; weights [512, 2048] in 0.31 for 2 beside 0.45.
+# Number of elements of the rows up to which weight @ rows.T is faster than rows @ weight.T. A single row is
+# duplicated. Measured with MKL 2024.2 on one core of an AMD EPYC with AVX-512, in ms:
+# weights [2048, 512]: 0.26 vs. 0.44 for 1 row, 0.24 vs. 1.06 for 2 rows, 0.58 vs. 0.66 for 8 rows;
+# weights [512, 2048]: 0.31 vs. 0.45 for 2 rows.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 
 
 def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> Tensor:
-    """Return the rows [n, D] through one expert, `tensors` of `FFNWeights` by name; n >= 1."""
+    """Apply one expert to n >= 1 rows [n, D]; `tensors` are those of `FFNWeights` by name."""
 
     def linear(name: str, rows: Tensor) -> Tensor:
         return linear_of_few(rows, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
@@ -32,7 +33,7 @@ def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> 
 
 
 def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, contiguous, by the product that reads the weights fastest."""
+    """Return x @ weight.T + bias, contiguous, with the operand order that is fastest for few rows."""
     is_one = x_nI.shape[0] == 1
     if not are_few(x_nI):
         if bias_O is None:
@@ -48,6 +49,6 @@ def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
 
 
 def are_few(x_nI: Tensor) -> bool:
-    """Whether weights are best multiplied with rows, and not rows with weights."""
+    """Return whether weight @ rows.T is faster than rows @ weight.T."""
     most = FEW_ELEMENTS_OF_ONE if x_nI.shape[0] == 1 else FEW_ELEMENTS
     return 0 < x_nI.numel() <= most and x_nI.dtype == torch.float32

@@ -1,9 +1,14 @@
-"""The experts' feed-forward one expert after the other, for CPUs: what an expert touches stays in cache.
+"""The FFN of all experts for CPUs, computed expert by expert so that an expert's data stays in cache.
 
-Rows are gathered where they are multiplied, h's gradient lives for one block at a time, and every product
-is written straight into its place. A block is the rows of one expert, or of several that have few: what is
-no product is done for them at once. The same function as `ffn_by_products`, which is its oracle. N rows of
-a source, D model_dim, H hidden_dim, E experts, R rows (n of one block), I and O what a map reads and gives.
+- Rows are gathered just before they are multiplied.
+- The gradient of h exists for one block at a time.
+- Every product writes directly into its output.
+- A block holds the rows of one expert, or of several experts with few rows. Elementwise operations run once
+  per block.
+
+It computes the same function as `ffn_by_products`, which tests use as the reference.
+N source rows, D model_dim, H hidden_dim, E experts, R rows (n in one block), B blocks, I and O the input
+and output dimensions of a linear map.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,20 +26,20 @@ from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
 
-# Of a block's hidden rows, which stay in cache between the products that write and read them.
+# Maximum size of a block's hidden rows, so that they stay in cache between two products.
 BLOCK_BYTES = 2**19
-# Of the rows of all blocks, up to which each has room of its own, and no view is made in the threads.
+# Up to this total size every block has its own buffer, and threads create no views.
 SMALL_BYTES = 2**22
 
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring experts that have rows.
+    """Consecutive experts that have rows.
 
     Attributes:
-        rows: of all of them.
-        experts: which they are.
-        counts: rows of each.
+        rows: the rows of all experts of the block.
+        experts: their indices.
+        counts: the number of rows of each expert.
     """
 
     rows: slice
@@ -43,7 +48,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Return the experts that have rows, in blocks of at most so many rows or of one expert."""
+    """Split the experts that have rows into blocks of at most `most` rows, or of one expert."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -73,7 +78,7 @@ def ffn_forward(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Kept]:
-    """Return every row's output [R, D] and what backward needs; see `ffn_by_products.ffn_forward`."""
+    """Return every row's output [R, D] and the saved activations; see `ffn_by_products.ffn_forward`."""
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     y_RD = x_ND.new_empty(num_rows, weights.fc2_weight.shape[1])
     kept = _up(x_ND, index_R, weights, groups, activation, keep, y_RD)
@@ -85,7 +90,7 @@ def ffn_forward(
 def ffn_kept(
     x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
 ) -> Kept:
-    """Return what backward needs alone; see `ffn_by_products.ffn_kept`."""
+    """Return only the saved activations; see `ffn_by_products.ffn_kept`."""
     return _up(x_ND, index_R, weights, groups, activation, True, None)
 
 
@@ -98,7 +103,7 @@ def _up(
     keep: bool,
     y_RD: Tensor | None,
 ) -> Kept:
-    """Write every row's output into y_RD, where that is wanted, and return what backward needs."""
+    """Write every row's output into y_RD unless it is None, and return the saved activations."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     hidden_dim = w.fc1_weight.shape[1]
@@ -129,7 +134,7 @@ def _up(
     team.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
     if w.is_glu or not kind.keeps_output:
         return Kept(h_RH=h_RH, g_RH=g_RH)
-    return Kept(a_RH=h_RH)  # the activation was in place
+    return Kept(a_RH=h_RH)  # the activation ran in place
 
 
 @untraced
@@ -174,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # a gathered copy, as gates come with an index
+                dy_nD.mul_(gate_Bn1[number])  # dy_nD is a gathered copy: gates imply an index
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -203,27 +208,27 @@ def ffn_backward(
 
 
 def _activated(kind: Activation, h_nH: Tensor, g_nH: Tensor | None) -> Tensor:
-    """Return what the activation of a block gave, where it was not kept."""
+    """Recompute the activation's output for a block."""
     a_nH = kind.forward(h_nH)
     return a_nH if g_nH is None else a_nH.mul_(g_nH)
 
 
 def _linear(rows_nI: Tensor, weight_EOI: Any, bias_EO: Any, block: Block, out_nO: Tensor) -> Tensor:
-    """Write rows @ weight.T + bias, of each row's own expert, into `out_nO` and return it."""
+    """Write rows @ weight.T + bias, with the weights of each row's expert, into `out_nO` and return it."""
     for e, rows, out in _by_expert(block, rows_nI, out_nO):
         linear(rows, weight_EOI[e], None if bias_EO is None else bias_EO[e], out)
     return out_nO
 
 
 def _times(dout_nO: Tensor, weight_EOI: Any, block: Block, out_nI: Tensor) -> Tensor:
-    """Write dout @ weight of every row's own expert into `out_nI` and return it."""
+    """Write dout @ weight, with the weights of each row's expert, into `out_nI` and return it."""
     for e, dout, out in _by_expert(block, dout_nO, out_nI):
         torch.mm(dout, weight_EOI[e], out=out)
     return out_nI
 
 
 def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, block: Block) -> None:
-    """Write the gradient of each expert's weight, and of its bias."""
+    """Write the gradients of each expert's weight and bias."""
     for e, dout, rows in _by_expert(block, dout_nO, rows_nI):
         weight_grad(dout, rows, dweight_EOI[e], None if dbias_EO is None else dbias_EO[e])
 
@@ -236,20 +241,20 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the experts in blocks; several threads take them one by one."""
+    """Return the blocks of the experts; with several threads each block holds one expert."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
 
 def _sizes(blocks: Sequence[Block]) -> list[int]:
-    """Return the rows of every block."""
+    """Return the number of rows of every block."""
     return [sum(block.counts) for block in blocks]
 
 
 def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
-    """Return the rows of every block, or None for each where there are none.
+    """Return a view of the rows of every block, or None for every block if `rows` is None.
 
-    Of all blocks at once: views cost a microsecond each, and several threads take turns to make them.
+    All views are created at once: a view costs a microsecond, and threads would create them under the GIL.
     """
     if rows is None or not blocks:
         return [None] * len(blocks)
@@ -259,7 +264,10 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return what makes, for a thread, what reads the rows of a block into the same place, in cache."""
+    """Return a factory that each thread calls once for a function from a block's number to its rows.
+
+    The function gathers the rows of every block into the same buffer, which stays in cache.
+    """
     if index_R is None:
         x_BnD = _parts(x_ND, blocks)
         return lambda: lambda number: x_BnD[number]
@@ -275,9 +283,9 @@ def _readers(
 def _places(
     rows: Tensor, width: int, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return what makes, for a thread, what returns room for the rows of a block.
+    """Return a factory that each thread calls once for a function from a block's number to its buffer.
 
-    It is the same for all blocks, so that it stays in cache, where they do not all fit.
+    If the blocks exceed `SMALL_BYTES` in total, a thread uses one buffer, which stays in cache, for all.
     """
     sizes = _sizes(blocks)
     if sum(sizes) * width * rows.itemsize <= SMALL_BYTES:
@@ -300,7 +308,7 @@ def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
 
 
 def clear_tail(rows: Tensor, groups: Groups) -> Tensor:
-    """Return the rows, those behind the last group set to 0."""
+    """Set the rows after the last group to 0 and return all rows."""
     used = sum(groups.host)
     if used < rows.shape[0]:
         rows[used:] = 0

@@ -1,6 +1,6 @@
-"""The experts' feed-forward as products over all experts, for GPUs: one launch each.
+"""The FFN of all experts for GPUs, as grouped products with one kernel launch each.
 
-N rows of a source, D model_dim, H hidden_dim, E experts, R rows.
+N source rows, D model_dim, H hidden_dim, E experts, R rows.
 """
 
 import functools
@@ -14,7 +14,7 @@ from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
 
 
 def by_products(ops: dict[str, Any]) -> SimpleNamespace:
-    """Return the ops with the feed-forward that is made of them."""
+    """Return a namespace of the ops and of the FFN functions that use them."""
     whole = SimpleNamespace(**ops)
     for function in (ffn_forward, ffn_kept, ffn_backward):
         setattr(whole, function.__name__, functools.partial(function, whole))
@@ -30,16 +30,16 @@ def ffn_forward(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Kept]:
-    """Return every row's output [R, D], tail 0, and what backward needs.
+    """Return every row's output [R, D], with a zero tail, and the saved activations.
 
     Args:
-        ops: ffn_up and grouped_linear.
-        x_ND: [R, D], or [N, D] where `index_R` names each row's source.
-        index_R: [R] int64; -1 in the tail alone.
-        weights: of the experts, in x's dtype.
-        groups: of the R rows.
-        activation: a name in ACTIVATIONS; gated experts have their own.
-        keep: whether there will be a backward.
+        ops: a namespace with ffn_up and grouped_linear.
+        x_ND: [R, D], or [N, D] if `index_R` gives each row's source.
+        index_R: [R] int64; -1 only in the tail.
+        weights: the experts' weights, in x's dtype.
+        groups: the groups of the R rows.
+        activation: a name in ACTIVATIONS; gated experts ignore it.
+        keep: whether to save activations for backward.
     """
     a_RH, kept = _up(ops, x_ND, index_R, weights, groups, activation, keep)
     return ops.grouped_linear(a_RH, weights.fc2_weight, weights.fc2_bias, groups), kept
@@ -53,7 +53,7 @@ def ffn_kept(
     groups: Groups,
     activation: str,
 ) -> Kept:
-    """Return what backward needs alone, for a forward that did not keep it."""
+    """Return only the saved activations, for a forward that did not save them."""
     return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
 
 
@@ -66,7 +66,7 @@ def _up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Kept]:
-    """Return (a_RH, what backward needs)."""
+    """Return (a_RH, saved activations)."""
     w = weights
     a_RH, h_RH, g_RH = ops.ffn_up(
         x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
@@ -90,18 +90,18 @@ def ffn_backward(
     """Return all gradients.
 
     Args:
-        ops: ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: [R, D], or with gates [N, D]: the gradient of what row r was added to, gate[r] times,
-            at index[r].
-        x_ND: as in forward, and so the next.
-        index_R: None without gates.
+        ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
+        dy_ND: [R, D] without gates. With gates [N, D]: forward added gate[r] times the output of row r to
+            row index[r] of the tensor that has this gradient.
+        x_ND: as in forward.
+        index_R: as in forward; None without gates.
         gate_R: [R] in dy's dtype or wider, or None.
         weights: as in forward.
-        kept: from forward.
+        kept: the activations that forward saved.
         groups: as in forward.
         activation: as in forward.
-        needs_dx: whether the gradient of x's rows is wanted.
-        needs_weights: whether those of the weights are.
+        needs_dx: whether to compute the gradient of x's rows.
+        needs_weights: whether to compute the gradients of the weights.
     """
     w = weights
     dh_RH, dg_RH, a_RH, dgate_R = ops.ffn_down_backward(

@@ -1,4 +1,4 @@
-"""First derivatives alone: a backward written by hand says so, instead of giving wrong second ones."""
+"""Makes hand-written backward functions raise on double backward instead of returning wrong results."""
 
 import functools
 from collections.abc import Callable
@@ -11,16 +11,15 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Make what the backward of an autograd function returns refuse to be differentiated.
+    """Wrap the backward of an autograd function so that differentiating its results raises.
 
-    torch's `once_differentiable` refuses only where an incoming gradient requires one, and on no path to an
-    input; but what was saved depends on inputs too, and their second derivative would be wrong without a
-    word.
+    torch's `once_differentiable` raises only if an incoming gradient requires a gradient. The saved tensors
+    depend on the inputs too, so the second derivative through them would be silently wrong.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *incoming: Tensor | None) -> Gradients:
-        if not torch.is_grad_enabled():  # nobody asked for a graph of this backward
+        if not torch.is_grad_enabled():  # no graph of this backward is built
             return backward(ctx, *incoming)
         read = _Read(ctx)
         with torch.no_grad():
@@ -36,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """A context whose saved tensors are read once, all that activation checkpointing allows."""
+    """A context that reads its saved tensors only once, as activation checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -46,7 +45,10 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """The identity on the first tensors; the others are what they were made of."""
+    """The identity on the first `number` tensors; the others are the tensors that they depend on.
+
+    Its backward raises.
+    """
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -55,6 +57,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         raise RuntimeError(
-            "a MoE layer has first derivatives alone, but a gradient that went through one was "
-            "differentiated; take it without create_graph=True, or leave the layer out of it."
+            "a MoE layer supports first derivatives only, but a gradient through one was "
+            "differentiated; compute it without create_graph=True, or leave out the layer."
         )

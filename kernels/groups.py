@@ -1,4 +1,4 @@
-"""How many rows each expert has, known on the host, on the device or on both."""
+"""The number of rows of each expert, available on the host, on the device or on both."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Groups:
-    """The sizes of e groups of consecutive rows; what lies behind the last group belongs to nobody.
+    """The sizes of e groups of consecutive rows; rows after the last group belong to no expert.
 
-    The side that is not known is made when it is first asked for: on a GPU `host` waits for the device,
-    so kernels read `counts`.
+    `host` and `counts` are computed from each other on first access. On a GPU `host` synchronizes with the
+    device, so kernels read `counts`.
     """
 
     def __init__(self, counts_E: Tensor | None, host: Sequence[int] | None) -> None:
@@ -19,12 +19,12 @@ class Groups:
 
     @classmethod
     def of_tensor(cls, counts_E: Tensor) -> "Groups":
-        """Return the groups of [e] int64 counts on the device of the rows."""
+        """Create the groups from counts, [e] int64 on the device of the rows."""
         return cls(counts_E, None)
 
     @classmethod
     def of_host(cls, counts: Sequence[int], device: torch.device) -> "Groups":
-        """Return the groups of e host integers, for rows on `device`."""
+        """Create the groups from e host integers, for rows on `device`."""
         groups = cls(None, counts)
         groups._device = device
         return groups

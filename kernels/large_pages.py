@@ -1,7 +1,7 @@
-"""Large pages for tensors that are written once a step, where the system gives freed memory back.
+"""Large memory pages for big tensors that are allocated in every training step on a CPU.
 
-glibc maps a tensor above 32 MiB anew each time it is made, and the system clears it page by page as it is
-written: 4 KiB at a time, where it is not asked for more.
+glibc allocates a tensor above 32 MiB with a new mmap each time. The operating system then clears its pages
+one by one on the first write: 4 KiB at a time by default.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What glibc always maps anew, unless told otherwise (`ft.keep_freed_memory`).
+# glibc allocates larger blocks with mmap, unless `ft.keep_freed_memory` changed that.
 LEAST_BYTES = 2**25
 PAGE_BYTES = 2**21
 MADV_HUGEPAGE = 14
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """Return a tensor that is still to be written, its memory in large pages where there are such."""
+    """Request large pages for a tensor that has not been written yet, where supported, and return it."""
     if torch.compiler.is_compiling() or tensor.device.type != "cpu" or tensor.nbytes < LEAST_BYTES:
         return tensor
     madvise = _madvise()
     if madvise is not None:
         first = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
         end = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
-        madvise(first, end - first, MADV_HUGEPAGE)  # advice: what it returns changes nothing
+        madvise(first, end - first, MADV_HUGEPAGE)  # only advice: errors are ignored
     return tensor
 
 

@@ -1,6 +1,7 @@
-"""Kernels that torch.compile and fake tensors see from outside only.
+"""Makes kernel launches opaque to torch.compile and fake tensors.
 
-A launch cannot be traced; an operator with a fake implementation, which gives shapes and dtypes alone, can.
+A launch cannot be traced, but an operator with a fake implementation can. The fake implementation returns
+empty tensors of the right shapes and dtypes.
 """
 
 import functools
@@ -17,9 +18,9 @@ R = TypeVar("R")
 
 
 def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
-    """Register a launching function as operator `fairseq_tutel::<its name>`.
+    """Register a function that launches kernels as the operator `fairseq_tutel::<its name>`.
 
-    Eager calls skip the operator, whose dispatch costs more than a small launch does.
+    Eager calls bypass the operator, since its dispatch costs more than a small launch.
 
     Args:
         fake: takes the same arguments and returns empty tensors of the right shapes.
@@ -43,10 +44,10 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, which torch.compile leaves alone with all that it calls.
+    """Exclude a function and everything it calls from torch.compile.
 
-    For what goes by numbers that are other ones in every micro-batch. torch.compiler.disable alone would
-    import the compiler.
+    It is used for functions whose control flow depends on values that change in every micro-batch.
+    torch.compiler.disable is applied only if the compiler is already imported, since it would import it.
     """
 
     @functools.cache

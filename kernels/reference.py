@@ -1,8 +1,8 @@
-"""Every kernel in plain torch: the specification, the CPU path and the oracle of the tests.
+"""Every kernel in plain torch: the specification, the CPU implementation and the reference of the tests.
 
-T tokens, D model_dim, K top_k, R rows, N rows of a source, E experts, H hidden_dim, I and O what a linear
-map reads and gives. Index -1 means "nothing here" and reads as zero. Rows are expert-major: expert e owns
-the next counts[e] of them; what lies behind the last group is a tail that no expert reads.
+T tokens, D model_dim, K top_k, R rows, N source rows, E experts, H hidden_dim, I and O the input and output
+dimensions of a linear map. An index of -1 marks an empty row, which reads as zero. Rows are grouped by
+expert: expert e has the next counts[e] rows. The rows after the last group, the tail, belong to no expert.
 """
 
 import itertools
@@ -25,10 +25,10 @@ from fairseq_tutel.kernels.reference_route import assign_slots_by as assign_slot
 from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k
 from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as softmax_top_k_backward
 
-# What torch's embedding_bag adds up without an intermediate copy of every row.
+# The dtypes whose rows torch's embedding_bag sums without copying every row.
 BAG_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-__all__ = ["ffn_backward", "ffn_forward", "ffn_kept"]  # beside what is defined here
+__all__ = ["ffn_backward", "ffn_forward", "ffn_kept"]  # re-exported
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
 
 
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], -1 adding nothing.
+    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], without entries of -1.
 
     Args:
         rows_RD: [R, D], any float dtype.
@@ -67,15 +67,15 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
     if weights_TK is None:
         return copies_TKD.sum(dim=1)
-    # A batched 1 x K product: one pass, and half dtypes accumulate in fp32.
+    # A batched 1 x K product needs one pass, and accumulates half dtypes in fp32.
     return torch.bmm(weights_TK.to(rows_RD.dtype).unsqueeze(1), copies_TKD).squeeze(1)
 
 
 def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Return gather_sum on a CPU: reads rows and adds them up in one pass, in fp32 for half dtypes."""
-    # A compiled graph would be cut where the host reads.
+    """Return gather_sum on a CPU, which gathers and sums rows in one pass, in fp32 for half dtypes."""
+    # Reading a value on the host would break the graph of torch.compile.
     is_read = len(row_of_TK) > 0 and not torch.compiler.is_compiling()
-    if is_read and row_of_TK.amin() >= 0:  # nothing is dropped: bags of K each
+    if is_read and row_of_TK.amin() >= 0:  # no dropped assignments: every bag has K rows
         weights_TK = None if weights_TK is None else weights_TK.to(rows_RD.dtype)
         return F.embedding_bag(row_of_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
     kept_TK = row_of_TK >= 0
@@ -104,7 +104,7 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
 
 
 def _holes(index_N: Tensor) -> Tensor | None:
-    """Return [N, 1] bool of the -1 entries, or None on CPU where there are none (no pass wasted)."""
+    """Return the mask [N, 1] of the -1 entries, or None on a CPU if there are none, to save a pass."""
     holes_N1 = (index_N < 0).unsqueeze(1)
     if index_N.device.type == "cpu" and not holes_N1.any():
         return None
@@ -126,7 +126,7 @@ def grouped_linear(
         rows_RI: [R, I], any float dtype.
         weight_EOI: [E, O, I] in rows' dtype, any strides.
         bias_EO: [E, O] in rows' dtype, or None.
-        groups: of the rows.
+        groups: the groups of the rows.
     """
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
     for e, own in enumerate(_slices(groups)):
@@ -147,13 +147,13 @@ def grouped_weight_grad(
     """Return (dweight_EOI, dbias_EO): dweight[e] = sum over group e of (scale[r] dout[r]) x rows[r].
 
     Args:
-        dout_NO: [R, O], or [N, O] where `dout_index_R` names each row's source.
-        rows_NI: [R, I], or [N, I] where `rows_index_R` does.
-        groups: of the R rows; an empty one has gradient 0.
+        dout_NO: [R, O], or [N, O] if `dout_index_R` gives each row's source.
+        rows_NI: [R, I], or [N, I] if `rows_index_R` gives each row's source.
+        groups: the groups of the R rows; an empty group has gradient 0.
         dout_index_R: [R] int64.
         rows_index_R: [R] int64.
-        scale_R: [R] in dout's dtype or wider, or None for ones; unread in the tail.
-        bias: whether dbias[e] = sum over group e of scale[r] dout[r] is wanted; else None.
+        scale_R: [R] in dout's dtype or wider, or None for ones; the tail is not read.
+        bias: whether to compute dbias[e] = sum over group e of scale[r] dout[r]; else it is None.
     """
     num_experts = len(groups.host)
     dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
@@ -182,15 +182,15 @@ def ffn_up(
     """Return (a_RH, h_RH, g_RH): a = act(h), h = x @ fc1.T + bias; with fc3 a = silu(h) * g, g by fc3.
 
     Args:
-        x_ND: [R, D], or [N, D] where `index_R` names each row's source; any float dtype.
-        index_R: [R] int64; -1 in the tail alone.
+        x_ND: [R, D], or [N, D] if `index_R` gives each row's source; any float dtype.
+        index_R: [R] int64; -1 only in the tail.
         fc1_weight: [E, H, D] in x's dtype.
         fc1_bias: [E, H] or None.
-        fc3_weight: [E, H, D] or None; with it `activation` is not used.
+        fc3_weight: [E, H, D], which makes `activation` unused, or None.
         fc3_bias: [E, H] or None.
-        groups: of the R rows; a's tail is 0.
+        groups: the groups of the R rows; a's tail is 0.
         activation: a name in ACTIVATIONS.
-        keep: return h, where the derivative needs more than a, and g; else None.
+        keep: whether to return g, and h if the derivative cannot be computed from a; else they are None.
     """
     kind = ACTIVATIONS[activation]
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
@@ -225,21 +225,21 @@ def ffn_down_backward(
     groups: Groups,
     activation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y[r] = a[r] @ fc2.T + bias and a's making.
+    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
 
-    Row r's output counts gate[r] times in the row index[r] of what dy is the gradient of. The weight's
-    gradient is taken without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
+    The forward pass added gate[r] * y[r] to row index[r] of the tensor whose gradient is dy. The gradient
+    of gate[r] is computed without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
 
     Args:
-        dy_ND: [R, D], or [N, D] where `index_R` names each row's source.
-        index_R: [R] int64; -1 in the tail alone; None without gates.
-        gate_R: [R] in dy's dtype or wider, unread in the tail; or None for ones, and no dgate.
+        dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
+        index_R: [R] int64; -1 only in the tail; None without gates.
+        gate_R: [R] in dy's dtype or wider, whose tail is not read; None for ones and no dgate.
         fc2_weight: [E, D, H] in dy's dtype.
         fc2_bias: [E, D] or None.
-        a_RH: from `ffn_up`; None to have it made again of h and g.
-        h_RH: from `ffn_up`, kept; None where the derivative is taken from a.
-        g_RH: from `ffn_up`, kept; None without fc3.
-        groups: of the R rows; the tails of dh and dg are 0, those of a and dgate are not to be read.
+        a_RH: saved by `ffn_up`; None to recompute it from h and g.
+        h_RH: saved by `ffn_up`; None if the derivative is computed from a.
+        g_RH: saved by `ffn_up`; None without fc3.
+        groups: the groups of the R rows; the tails of dh and dg are 0, other tails are undefined.
         activation: a name in ACTIVATIONS.
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
@@ -282,14 +282,14 @@ def ffn_up_backward(
     fc3_weight: Tensor | None,
     groups: Groups,
 ) -> Tensor:
-    """Return dx_RD = dh @ fc1 (+ dg @ fc3) of every row's own expert; tail 0.
+    """Return dx_RD = dh @ fc1 (+ dg @ fc3) with the weights of each row's expert; tail 0.
 
     Args:
         dh_RH: [R, H].
         fc1_weight: [E, H, D] in dh's dtype.
         dg_RH: [R, H] or None.
         fc3_weight: [E, H, D] or None.
-        groups: of the R rows.
+        groups: the groups of the R rows.
     """
     dx_RD = dh_RH.new_empty(dh_RH.shape[0], fc1_weight.shape[2])
     for e, own in enumerate(_slices(groups)):
@@ -313,8 +313,8 @@ def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
 
     Args:
         rows_RD: [outer * inner * n, D], any dtype.
-        outer: blocks of blocks.
-        inner: blocks in each of them.
+        outer: the number of outer blocks.
+        inner: the number of inner blocks per outer block.
     """
     blocks = rows_RD.reshape(outer, inner, rows_RD.shape[0] // (outer * inner), rows_RD.shape[1])
     return blocks.transpose(0, 1).reshape(rows_RD.shape)

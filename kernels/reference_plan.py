@@ -1,7 +1,7 @@
-"""A plan whose ranks are in one memory, as a table of steps: what it means, and a loop that takes it.
+"""Reference implementation of a collective plan whose ranks share one memory, as a table of steps.
 
-An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds what callers have, E elements a
-call, and behind that twice S temporary ones, of which a call has those of its parity.
+An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds the callers' data, E elements per
+call, followed by two temporary areas of S elements. A call uses the area of its parity.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,26 @@ from torch import Tensor
 
 MOVE, SIGNAL, WAIT = range(3)
 COLUMNS = 5
-SPINS = 1 << 22  # looks at a semaphore before a wait gives up: a bound, not a time
+SPINS = 1 << 22  # polls of a semaphore before a wait fails: a count, not a time
 
 
 class PlanTable(NamedTuple):
     """The steps of all instances.
 
-    A place p >= 0 is element p of its call, p < 0 temporary element -1 - p. Rows are:
+    An offset p >= 0 is element p of the call's data, p < 0 is temporary element -1 - p. Columns of a row:
 
     | step   | which        | to             | length                 | value |
     |--------|--------------|----------------|------------------------|-------|
-    | MOVE   | first source | place          | elements               | sources; their sum, in order |
+    | MOVE   | first source | offset         | elements               | number of sources, summed in order |
     | SIGNAL | semaphore    |                |                        |       |
-    | WAIT   | semaphore    |                | its signals in a call  | how many of them are to be there |
+    | WAIT   | semaphore    |                | its signals per call   | number of signals to wait for |
 
     Attributes:
-        rows: [rows, COLUMNS] int32, an instance's after another's.
-        sources: places, int32.
-        bounds: [instances, levels + 1] int32: between which rows an instance's steps of a level are. What a
-            step waits for is of an earlier level.
-        semaphores: how many.
+        rows: [rows, COLUMNS] int32, ordered by instance.
+        sources: offsets, int32.
+        bounds: [instances, levels + 1] int32: the bounds of each level's rows per instance. A step waits
+            only for signals of earlier levels.
+        semaphores: the number of semaphores.
         call_elements: E.
         tmp_elements: S.
     """
@@ -44,16 +44,16 @@ class PlanTable(NamedTuple):
 
 
 def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -> Tensor:
-    """Run a plan for some calls in a row; of the first, temporary elements are those of parity 0.
+    """Run a plan for several consecutive calls; the first call has parity 0.
 
     Args:
-        memory: changed in place, contiguous; half types are summed in fp32 and rounded once.
-        table: on the same device.
-        calls: how many.
-        spins: how often a wait looks before it gives up; here nothing happens while it looks.
+        memory: modified in place, contiguous; half dtypes are summed in fp32 and rounded once.
+        table: the plan, on the same device.
+        calls: the number of calls.
+        spins: polls of a semaphore before a wait fails; unused here, since instances run sequentially.
 
     Returns:
-        [instances] int32: the semaphore at which one gave up, and did nothing more, or -1.
+        [instances] int32: the semaphore whose wait failed, which stops the instance, or -1.
     """
     rows, sources, bounds = (each.tolist() for each in table[:3])
     counts, stuck = [0] * table.semaphores, [-1] * len(bounds)

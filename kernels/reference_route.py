@@ -1,6 +1,6 @@
-"""Routing's kernels in plain torch: softmax with top-k, and every copy's place in its expert's buffer.
+"""The routing kernels in plain torch: softmax with top-k, and the slots of the assignments.
 
-T tokens, E experts, K top_k, N = K * T copies: copy j * T + t is token t's choice j.
+T tokens, E experts, K top_k, N = K * T assignments: assignment j * T + t is token t's choice j.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
     """Return the ids [T, K] int64 of the K largest scores, largest first; ties: the lower id.
 
-    torch.topk leaves ties open, so it is not used: two runs must choose alike on every device.
+    The choice must be deterministic on every device, but torch.topk does not define the order of ties.
     """
     if top_k > 4 and scores_TE.dtype == torch.float64:
         return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
@@ -31,17 +31,17 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 def _ranked_keys(scores_TE: Tensor) -> Tensor:
     """Return distinct int64 keys in the order of scores of at most 32 bits; ties: the lower id first."""
     num_experts = scores_TE.shape[1]
-    bits_TE = (scores_TE.to(torch.float32) + 0.0).view(torch.int32)  # + 0.0: -0.0 is 0.0's equal
+    bits_TE = (scores_TE.to(torch.float32) + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     order_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
     return order_TE * num_experts - torch.arange(num_experts, device=scores_TE.device)
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (probs_TE, ids_TK, weights_TK): the softmax, its K largest as `choose_experts`, their values.
+    """Return (probs_TE, ids_TK, weights_TK): the softmax, its K largest by `choose_experts`, their values.
 
     Args:
-        logits_TE: [T, E], any float dtype, which the results keep. In a row with a NaN or +inf all
-            probabilities are NaN, and the ids 0 .. K - 1.
+        logits_TE: [T, E], any float dtype, which probs and weights have, too. In a row with a NaN or +inf
+            all probabilities are NaN, and the ids are 0 .. K - 1.
         top_k: K, from 1 to E.
     """
     probs_TE = torch.softmax(logits_TE, dim=1)
@@ -65,17 +65,17 @@ def softmax_top_k_backward(
 def assign_slots(
     ids_KT: Tensor, num_experts: int, time_first: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Number the copies of each expert: all first choices before all second ones, then token order.
+    """Number the assignments of each expert: all first choices before all second ones, then token order.
 
     Args:
-        ids_KT: [K, T] int64, the expert that each copy asks for; E for none.
+        ids_KT: [K, T] int64, the expert of each assignment; E for none.
         num_experts: E.
-        time_first: (time, batch) when token t is (t // batch, t % batch); token order is then
-            (sentence, time) all the same.
+        time_first: (time, batch) if token t is (t // batch, t % batch); the token order is (sentence, time)
+            in this case, too.
 
     Returns:
-        slots_TK: [T, K] int64, -1 for copies that ask for nothing.
-        assigned_KE: [K, E] int64, how many tokens made e their j-th choice.
+        slots_TK: [T, K] int64, -1 for assignments without an expert.
+        assigned_KE: [K, E] int64, the number of tokens whose j-th choice is e.
     """
     top_k, num_tokens = ids_KT.shape
     if time_first is not None:
@@ -96,12 +96,12 @@ def assign_slots(
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Number the copies of each expert in a given order; returns what `assign_slots` does.
+    """Number the assignments of each expert in a given order; returns the same as `assign_slots`.
 
     Args:
-        order_N: [K * T] int64, the copies in the order in which they take slots; copy j * T + t is
-            token t's choice j.
-        ids_KT: [K, T] int64, the expert that each copy asks for; E for none.
+        order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
+            is token t's choice j.
+        ids_KT: [K, T] int64, the expert of each assignment; E for none.
         num_experts: E.
     """
     top_k, num_tokens = ids_KT.shape

@@ -1,16 +1,16 @@
-"""Some rows of a table [N, V] at a time: what is made of them stays in a cache, or is small beside it."""
+"""Splits the rows of a table [N, V] into chunks, so that intermediate results stay small or in cache."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-# Numbers of a slab: on a CPU what its second-level cache holds, else enough to fill a device.
+# Elements of a row chunk: on a CPU they fit into the L2 cache, elsewhere they saturate the device.
 SLAB = {"cpu": 2**18}
 SLAB_OF_OTHERS = 2**26
 
 
 def slabs(table_NV: Tensor) -> Iterator[slice]:
-    """Yield the rows of each slab; one at least, however wide."""
+    """Yield the rows of each chunk, at least one row per chunk."""
     num_rows, words = table_NV.shape
     size = SLAB.get(table_NV.device.type, SLAB_OF_OTHERS)
     step = max(1, size // max(words, 1))

@@ -1,10 +1,9 @@
-"""Whole experts on the threads of torch's OpenMP team: one parallel region for all of them.
+"""Runs whole experts on the threads of torch's OpenMP thread pool, in one parallel region.
 
-An expert's operations are many and short. Shared out one by one, each begins and ends with all threads
-waiting for one another; where another process has one of the cores, that takes a time slice of the system
-instead of a microsecond. Here a thread takes an expert, computes it alone and takes the next one: within a
-region torch's and MKL's own operations are sequential, and a thread that got no core is not waited for
-until the last expert.
+The operations of an expert are many and short. If each operation ran on all threads, it would begin and end
+with a barrier. A barrier takes a time slice instead of a microsecond when another process occupies a core.
+Here each thread computes one expert at a time. Within the region torch and MKL operations are sequential,
+and the only barrier is at the end of the region.
 """
 
 import ctypes
@@ -14,28 +13,28 @@ from typing import Any
 
 import torch
 
-# Multiplications of an expert, in the mean, below which threads lose more to Python's lock than they save.
+# Mean multiplications per expert below which threads lose more time to the GIL than they save.
 LEAST_WORK = 2**21
-# Reading an expert's weights takes as long as multiplying so many rows with them.
+# Reading an expert's weights takes as long as multiplying this many rows with them.
 ROWS_OF_READING = 8
-# How much longer than its even share a thread may take; else all threads do one expert after the other.
+# Limit of a thread's rows relative to the mean; above it all threads compute one expert after the other.
 UNEVEN = 1.25
 
 Worker = Callable[[int], None]
 
 
 def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work: int) -> None:
-    """Call a worker once for every expert; the order, and which thread it is, must not matter.
+    """Call a worker once for every expert, in any order and on any thread.
 
     Args:
-        make_worker: returns what is called with an expert's number. Each thread makes one, with room of its
-            own, and calls it without gradients. Views are better made before: each of torch's operations
-            lets go of Python's lock, and has to get it back.
-        counts: rows of each expert.
-        row_work: multiplications of a row with one of the maps.
+        make_worker: returns a function that is called with an expert's number. Each thread creates its own
+            function, with its own buffers, and calls it without gradients. Create views beforehand: every
+            torch operation releases the GIL and has to acquire it again.
+        counts: the number of rows of each expert.
+        row_work: the multiplications of one row with one weight.
 
     Raises:
-        BaseException: what a worker raised; other experts may then be done or not.
+        BaseException: the first error of a worker; other experts may not have been computed.
     """
     together, apart = _shares(counts, row_work)
     if together:
@@ -47,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads do together, one by one, and those to be spread over them."""
+    """Return the experts that all threads compute together, and those that single threads compute."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -55,7 +54,7 @@ def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequen
         return all_experts, ()
     experts = sorted(all_experts, key=lambda expert: -counts[expert])
     rest, first = sum(counts), 0
-    # The other threads would wait for such a one.
+    # The other threads would wait for an expert with more than an even share of the rows.
     while first < len(experts) and counts[experts[first]] * threads > rest:
         rest, first = rest - counts[experts[first]], first + 1
     loads = [0] * threads
@@ -72,12 +71,12 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
     def member(_: Any) -> None:
         try:
-            # Modes are of a thread.
+            # These modes are thread-local.
             with torch.inference_mode(inference), torch.no_grad():
                 worker = make_worker()
-                for expert in experts:  # a list's iterator gives every thread another one
+                for expert in experts:  # the threads share one list iterator, which is atomic
                     worker(expert)
-        except BaseException as error:  # must not pass through C
+        except BaseException as error:  # must not propagate through C
             raised.append(error)
 
     found = _region()
@@ -90,10 +89,10 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
 @functools.cache
 def _region() -> tuple[Any, Any] | None:
-    """Return what runs a function on every thread, and that function's type; None without OpenMP."""
+    """Return OpenMP's function that starts a parallel region, and its callback type; None if absent."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
-        region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM's and Intel's have it, too
+        region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM and Intel OpenMP have it, too
     except (OSError, AttributeError):
         return None
     region.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -1,7 +1,8 @@
-"""Tile sizes of the grouped products: few candidates per kind of product, hardware, dtype and shape.
+"""Tile sizes of the grouped products: a few candidates per kind of product, hardware, dtype and shape.
 
-None was chosen by timing. The first of each list is the default: the largest tile that compiles for its
-hardware without spilling a register (`benchmarks.compile_table` prints the figures, a test holds them).
+The candidates were not chosen by timing. The first of each list is the default: the largest tile that
+compiles for its hardware without register spills (`benchmarks.compile_table` prints the figures, and a test
+checks them).
 """
 
 from collections.abc import Callable
@@ -12,15 +13,15 @@ from fairseq_tutel.kernels import autotune
 
 @dataclass(frozen=True)
 class Config:
-    """How one product is cut.
+    """The tile sizes and launch parameters of one product; a weight gradient has the shape [O, I].
 
     Attributes:
-        block_m: rows of an output tile; for a weight's gradient, its O side.
-        block_n: columns of an output tile; for a weight's gradient, its I side.
-        block_k: elements summed per step; for a weight's gradient, rows.
-        warps: warps of a program.
-        stages: steps whose loads are in flight at once.
-        group: row tiles that go through all columns together, so that weights are read from L2.
+        block_m: rows of an output tile (O for a weight gradient).
+        block_n: columns of an output tile (I for a weight gradient).
+        block_k: elements summed per step (rows for a weight gradient).
+        warps: warps per program.
+        stages: pipeline stages, that is, steps whose loads are in flight at once.
+        group: row tiles that are processed together for all columns, so that weights are read from L2.
     """
 
     block_m: int
@@ -41,17 +42,17 @@ class Config:
         }
 
 
-# up, glu_up: x @ fc1.T with the activation; linear: one product, or two into one sum; hidden, glu_hidden:
-# the gradient of the hidden rows; weight: a weight's gradient.
+# up, glu_up: x @ fc1.T with the activation; linear: one product, or the sum of two; hidden, glu_hidden: the
+# gradient of the hidden rows; weight: a weight gradient.
 KINDS = ("up", "glu_up", "linear", "hidden", "glu_hidden", "weight")
 HARDWARE = ("hopper", "ampere", "amd")
 # half: fp16 and bf16; tf32; ieee: fp32 without tensor cores.
 PRECISIONS = ("half", "tf32", "ieee")
 
-# Small, so that edges are met; an interpreted program costs much the same whatever its tile.
+# Small tiles, so that tests reach the edges; the cost of an interpreted program hardly depends on its tile.
 INTERPRETED = Config(64, 16, 16, warps=1, stages=1, group=2)
 
-# (hardware, precision) -> kind -> candidates; "" is every kind that has no line of its own.
+# (hardware, precision) -> kind -> candidates; "" is the entry of all other kinds.
 _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
     ("hopper", "half"): {
         "": (
@@ -70,7 +71,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
             Config(128, 64, 64, 8, 4),
             Config(64, 128, 64, 8, 4),
         ),
-        # Two sums: as wide as one of 256 columns.
+        # It has two accumulators, which need as many registers as one of 256 columns.
         "glu_up": (
             Config(128, 128, 64, 8, 3),
             Config(128, 64, 64, 8, 4),
@@ -82,7 +83,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
         "glu_hidden": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
     },
-    # At most 96 KiB of shared memory, which consumer cards have too.
+    # At most 96 KiB of shared memory, so that they run on consumer GPUs, too.
     ("ampere", "half"): {
         "": (Config(128, 128, 64, 8, 3), Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
         "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 64, 4, 3)),
@@ -93,7 +94,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
         "glu_hidden": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
     },
-    # 64 KiB of shared memory.
+    # At most 64 KiB of shared memory.
     ("amd", "half"): {
         "": (Config(128, 128, 64, 8, 2), Config(256, 128, 64, 8, 2), Config(64, 128, 64, 4, 2)),
         "glu_up": (Config(128, 128, 32, 8, 2), Config(128, 64, 64, 8, 2)),
@@ -104,7 +105,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),
     },
 }
-# Without matrix instructions a thread holds its operands in registers.
+# For hardware without matrix instructions, where a thread holds its operands in registers.
 _FMA: dict[str, tuple[Config, ...]] = {
     "": (Config(64, 64, 16, 8, 3), Config(32, 64, 16, 4, 3)),
     "glu_up": (Config(64, 32, 16, 8, 3), Config(32, 32, 16, 4, 3)),
@@ -120,10 +121,10 @@ def candidates(
         kind: one of KINDS.
         hardware: one of HARDWARE, or "interpreted".
         precision: one of PRECISIONS.
-        rows: of all experts together.
-        experts: how many share the rows.
-        n: columns of the result; for a weight's gradient its I.
-        k: what is summed over; for a weight's gradient its O.
+        rows: the total rows of all experts.
+        experts: the number of experts.
+        n: columns of the result (I for a weight gradient).
+        k: the dimension that is summed over (O for a weight gradient).
     """
     table = _TABLE.get((hardware, precision), _FMA)
     configs = (INTERPRETED,) if hardware == "interpreted" else table.get(kind, table[""])
@@ -136,7 +137,7 @@ def candidates(
         fitted = (
             replace(
                 c,
-                # More rows than an expert has would be computed for nothing.
+                # A tile with more rows than an expert has would waste computation.
                 block_m=_fit(c.block_m, mean),
                 block_n=_fit(c.block_n, n),
                 block_k=_fit(c.block_k, k),
@@ -153,7 +154,7 @@ def choose(
     shape: tuple[int, int, int, int],
     launch: Callable[[Config], None],
 ) -> Config:
-    """Return the configuration to launch with: the tuner's, where there is one, else the default.
+    """Return the configuration to launch with: the autotuner's choice if there is one, else the default.
 
     Args:
         kind: see `candidates`.
@@ -163,12 +164,12 @@ def choose(
         launch: runs the product with a configuration; may be called any number of times.
     """
     rows, experts, n, k = shape
-    # Of the class that timings are kept for, whichever of its sizes comes first.
+    # Candidates depend on the bucket of the sizes only, as timings are stored per bucket.
     classes = autotune.bucket(rows), autotune.bucket(experts)
     choices = candidates(kind, hardware, precision, *classes, n, k)
     return autotune.pick(kind, (hardware, precision, *shape), choices, launch)
 
 
 def _fit(block: int, size: int) -> int:
-    """Return the block, or the power of two from 16 on that holds `size`, if that is smaller."""
+    """Return the block size, reduced to the smallest power of two >= 16 that covers `size`."""
     return min(block, max(16, 1 << max(size - 1, 0).bit_length()))

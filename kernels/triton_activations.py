@@ -1,17 +1,17 @@
-"""The activations of `activations.py` for the epilogues of Triton kernels, by the same names.
+"""The activation functions of `activations.py` for the epilogues of Triton kernels, under the same names.
 
-NaN goes through every one of them and through every derivative: a loss scaler has to see it.
+All functions and derivatives propagate NaN, so that a loss scaler detects it.
 """
 
 import triton
 import triton.language as tl
 
-# A constant stands behind the tensor it is multiplied with: the interpreter asks the left side how.
+# Constants are right operands: the interpreter dispatches on the type of the left operand.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _PDF_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 _TANH_GELU = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)
-# tanh's series: -1 / 3, 2 / 15, -17 / 315.
+# Coefficients of the Taylor series of tanh: -1 / 3, 2 / 15, -17 / 315.
 _TANH_3 = tl.constexpr(-0.3333333333333333)
 _TANH_5 = tl.constexpr(0.13333333333333333)
 _TANH_7 = tl.constexpr(-0.05396825396825397)
@@ -19,10 +19,10 @@ _TANH_7 = tl.constexpr(-0.05396825396825397)
 
 @triton.jit
 def tanh(x):
-    """Return x's tanh; libdevice's is not interpreted."""
+    """Return the tanh of x; libdevice's tanh is not available in the interpreter."""
     square = x * x
     near_0 = x * (1 + square * (square * (square * _TANH_7 + _TANH_5) + _TANH_3))
-    # Far from 0 the difference loses nothing.
+    # Far from 0 the subtraction loses no precision.
     return tl.where(tl.abs(x) < 0.1, near_0, 2 * tl.sigmoid(2 * x) - 1)
 
 
@@ -50,7 +50,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return dh of da and what was kept: a for relu, tanh and linear, else h."""
+    """Return dh from da and the saved tensor, which is a for relu, tanh and linear, and h otherwise."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

@@ -1,4 +1,4 @@
-"""A Triton copy of blocks in another order: what regrouping even blocks comes to.
+"""A Triton kernel that copies equal blocks in another order, to regroup rows around an all-to-all.
 
 R rows, D model_dim, A and B the numbers of blocks.
 """

@@ -1,8 +1,11 @@
-"""Triton kernels of dispatch and combine: gathers of rows, with the signatures of `reference`.
+"""Triton kernels of dispatch and combine, which gather rows; their signatures are those of `reference`.
 
-One source for CUDA and ROCm. Every output element is written by one program, so there are no atomics and
-the same input gives the same bits. Sums are taken in fp32 (fp64 for fp64 tensors); addresses are int64,
-since R * D passes 2^31 in ordinary training. T tokens, D model_dim, K top_k, R rows.
+- The same source runs on CUDA and ROCm.
+- One program writes each output element, without atomics, so results are deterministic.
+- Sums are computed in fp32 (fp64 for fp64 tensors).
+- Addresses are int64, since R * D can exceed 2^31.
+
+T tokens, D model_dim, K top_k, R rows.
 """
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.triton_launch import accumulator_of
 
-# Columns per program. Chosen to cover common model dimensions in one or two programs, not tuned.
+# Maximum columns per program. One or two programs cover common model dimensions. It is not tuned.
 MAX_BLOCK_D = 1024
 
 
@@ -53,7 +56,7 @@ def _fake_gather_sum(
 
 @opaque(_fake_gather_sum)
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], -1 adding nothing."""
+    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], without entries of -1."""
     rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     num_tokens, top_k = row_of_TK.shape
@@ -125,7 +128,7 @@ def _gather_rows_kernel(
     inside = columns < model_dim
     token = tl.load(index_ptr + row)
     filled = token >= 0
-    end = tl.where(filled, model_dim, 0)  # a hole has no columns to read
+    end = tl.where(filled, model_dim, 0)  # no columns are read for index -1
     values = tl.load(x_ptr + token * model_dim + columns, mask=columns < end, other=0.0)
     if HAS_SCALE:
         scale = tl.load(scale_ptr + row, mask=filled, other=0.0)
@@ -150,7 +153,7 @@ def _gather_sum_kernel(
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < model_dim
     total = tl.zeros([BLOCK_D], dtype=ACC)
-    # Unrolled by BLOCK_K so that the loads of several copies are in flight at once, whatever top_k is.
+    # Unrolled by BLOCK_K, so that the loads of several assignments are in flight at once for any top_k.
     for first in range(0, top_k, BLOCK_K):
         for offset in tl.static_range(BLOCK_K):
             j = first + offset

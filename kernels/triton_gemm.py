@@ -1,7 +1,7 @@
-"""One grouped product in Triton, or the sum of two: every row by the weight of its own expert.
+"""A grouped matrix product in Triton, or the sum of two; every row is multiplied by its expert's weight.
 
-The signatures of `reference`. Sums are taken in fp32 (fp64 for fp64 tensors, interpreted). Each output
-element is written by one program, so the same input gives the same bits.
+The signatures are those of `reference`. Sums are computed in fp32 (for fp64 tensors, which only the
+interpreter supports, in fp64). One program writes each output element, so results are deterministic.
 """
 
 import torch
@@ -38,7 +38,7 @@ def ffn_up_backward(
     fc3_weight: Tensor | None,
     groups: Groups,
 ) -> Tensor:
-    """Return dx_RD = dh @ fc1 (+ dg @ fc3) of every row's own expert; tail 0."""
+    """Return dx_RD = dh @ fc1 (+ dg @ fc3) with the weights of each row's expert; tail 0."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT
     return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, groups.counts)
 
@@ -63,7 +63,7 @@ def triton_linear(
     more_weight_EOI: Tensor | None,
     counts_E: Tensor,
 ) -> Tensor:
-    """Return rows @ weight.T + bias + more @ more_weight.T, each row by its expert's; tail 0."""
+    """Return rows @ weight.T + bias + more @ more_weight.T with each row's expert's weights; tail 0."""
     num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
     out_RO = rows_RI.new_empty(num_rows, out_dim)

@@ -1,7 +1,8 @@
-"""The backward pass through the second map of experts and their activation in Triton, in one kernel.
+"""The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-The signature of `reference`. The gather of the output's gradient is fused into the loads of the product;
-the gate's gradient and weight, and the activation's derivative, into what follows it.
+The signature is that of `reference`. The gather of the output's gradient is fused into the loads of the
+product. The epilogue computes the gate's gradient and applies the gate's weight and the activation's
+derivative.
 """
 
 import torch
@@ -43,7 +44,7 @@ def ffn_down_backward(
     groups: Groups,
     activation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y[r] = a[r] @ fc2.T + bias and a's making.
+    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
@@ -100,10 +101,10 @@ def triton_hidden(
     counts_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R) of `ffn_down_backward`; what is not made is empty.
+    """Return (dh_RH, dg_RH, a_RH, dgate_R) of `ffn_down_backward`; omitted results are empty tensors.
 
-    Its arguments, but in place of groups counts [E] int64; `activation` is what was done to h, "swish"
-    with g.
+    The arguments are those of `ffn_down_backward`, with counts [E] int64 in place of groups. `activation`
+    is the function that was applied to h, which is "swish" with g.
     """
     dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
         dy_ND,
@@ -131,7 +132,7 @@ def triton_hidden(
     def launch(config: Config) -> None:
         table = tile_table(counts_E, num_rows, config.block_m)
         tiles_n = triton.cdiv(hidden_dim, config.block_n)
-        # One sum per column tile, added up in order afterwards: no atomics, the same bits every run.
+        # One partial sum per column tile, added in a fixed order: no atomics, deterministic.
         parts_nR = None
         if gate_R is not None:
             parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
@@ -217,9 +218,9 @@ def _hidden_kernel(
         return
     n = n_tile * BLOCK_N
     part = tl.zeros([BLOCK_M], dtype=ACC)
-    if gate is not None:  # noqa: SIM102 (both are decided when the kernel is compiled)
+    if gate is not None:  # noqa: SIM102 (both conditions are evaluated at compile time)
         if bias is not None:
-            # <dy, bias>: every column tile takes its share, and before its own sum takes registers.
+            # <dy, bias> is split over the column tiles. It is computed before `da` occupies registers.
             share = tl.cdiv(tl.cdiv(K, BLOCK_K), tiles_n) * BLOCK_K
             last = tl.where(expert < 0, 0, tl.minimum(K, (n_tile + 1) * share))
             dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
@@ -251,7 +252,7 @@ def _hidden_kernel(
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
         scale = tl.load(gate + r, mask=r < last_read, other=0.0).to(ACC)
-    # In halves, since what follows holds up to five values for every element.
+    # Two halves reduce register use: the epilogue holds up to five values per element.
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
         part += _hidden_backward(
@@ -291,7 +292,7 @@ def _hidden_backward(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """Write dh, dg and a of one tile and return <da, a> per row; da without the gate's scale."""
+    """Write dh, dg and a of one tile and return <da, a> per row, where da is not scaled by the gate."""
     if a_in is not None:
         a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a

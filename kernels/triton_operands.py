@@ -1,7 +1,7 @@
-"""The two operands of a row tile's product: rows, gathered or not, and the weight of the tile's expert.
+"""Loads the two operands of a row tile's product: the rows, gathered or not, and the expert's weight.
 
-Each is read by tensor descriptor (TMA) where that is offered, else through pointers. A descriptor of a
-weight has three dimensions, so that no tile reaches into the next expert. Addresses are int64.
+An operand is loaded with a tensor descriptor (TMA) if there is one, else through pointers. A weight's
+descriptor has three dimensions, so that no tile overlaps the next expert. Addresses are int64.
 """
 
 import triton
@@ -10,14 +10,14 @@ import triton.language as tl
 
 @triton.jit
 def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return what `load_rows` reads of: the descriptor, or pointers [BLOCK_M, 1] to rows' begins."""
+    """Return the operand of `load_rows`: the descriptor, or pointers [BLOCK_M, 1] to the rows."""
     if DESCRIPTOR:
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # behind the end the first row again: no mask in the loop
+        r = tl.where(r < end, r, first)  # repeats the first row past the end: no mask in the loop
         if index is not None:
-            # In the tail nothing is read but an index, which may be -1.
+            # In the tail only the index is read, which may be -1.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand
@@ -25,7 +25,7 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def load_rows(operand, first, k, K, DESCRIPTOR: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the tile [BLOCK_M, BLOCK_K] at column k, 0 behind column K."""
+    """Return the tile [BLOCK_M, BLOCK_K] at column k, with zeros from column K on."""
     if DESCRIPTOR:
         tile = operand.load([first.to(tl.int32), k])
     else:
@@ -50,8 +50,8 @@ def load_weight(
 ):
     """Return the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), 0 outside.
 
-    `strides` are those of (expert, n, k). A descriptor has the dimensions (expert, N, K) where K_INNER,
-    else (expert, K, N).
+    `strides` are those of (expert, n, k). A descriptor has the dimensions (expert, N, K) if K_INNER, else
+    (expert, K, N).
     """
     if DESCRIPTOR and K_INNER:
         tile = weight.load([expert.to(tl.int32), n, k]).reshape(BLOCK_N, BLOCK_K).T
@@ -96,7 +96,7 @@ def add_product(
     K_INNER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return total + rows @ weight[expert].T for one tile, untouched where the expert is -1."""
+    """Return total + rows @ weight[expert].T for one tile, or total if the expert is -1."""
     rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
@@ -116,13 +116,13 @@ def load_bias(bias, expert, columns, N):
 
 @triton.jit
 def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the offsets of a tile's elements from its first, in rows of N: int32, half the registers."""
+    """Return the int32 offsets of a tile's elements from its first; int64 needs twice the registers."""
     return tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
 
 
 @triton.jit
 def tile_mask(first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return which elements of the tile at (first, n) lie before row `end` and column N."""
+    """Return the mask of the elements of the tile at (first, n) before row `end` and column N."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     return (rows < end - first)[:, None] & (columns < N - n)[None, :]
 

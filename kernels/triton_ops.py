@@ -1,4 +1,4 @@
-"""Every op in Triton, under the names of `OPS`: what `kernels.ops` returns for a GPU."""
+"""The ops of `OPS` in Triton, which `kernels.ops` returns for a GPU."""
 
 from types import SimpleNamespace
 
@@ -35,5 +35,5 @@ _PRODUCTS = {
     "grouped_weight_grad": grouped_weight_grad,
 }
 BY_PRODUCTS = by_products({**_OTHERS, **_PRODUCTS})
-# No GPU's matrix units serve fp64 from here: torch's own products, expert by expert.
+# The Triton products do not support fp64 on a GPU, so torch computes them expert by expert.
 IN_FP64 = SimpleNamespace(**{**vars(reference), **_OTHERS})

@@ -1,9 +1,9 @@
-"""A plan's table taken by one Triton kernel: program instances are the lanes of ranks that share a GPU.
+"""Runs a collective plan in one Triton kernel; each program is one lane of a rank, and ranks share a GPU.
 
-They wait for each other within one launch, so all must be resident: there are no more of them than the
-GPU has multiprocessors. A signal is an atomic addition with release order, a wait reads with acquire order
-until the count is there; barriers around both extend that to all threads of an instance. Where kernels are
-interpreted, instances run one after another, and every level is a launch of its own.
+Programs wait for each other within one launch, so all must be resident: there are at most as many as the
+GPU has multiprocessors. A signal is an atomic addition with release order. A wait polls with acquire order
+until the count is reached. Barriers around both extend the order to all threads of a program.
+In the interpreter, programs run one after another, and every level is a separate launch.
 """
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.reference_plan import COLUMNS, MOVE, SIGNAL, SPINS, PlanTable
 
-LINE = 32  # int32 from a semaphore to the next: no two in a cache line of 128 bytes
-# Elements at a time are not tuned.
+LINE = 32  # distance of semaphores in int32: each has its own cache line of 128 bytes
+# BLOCK is not tuned.
 CONSTANTS = {"COLUMNS": COLUMNS, "MOVE": MOVE, "SIGNAL": SIGNAL, "LINE": LINE, "BLOCK": 256}
-# One warp: with several, a barrier on AMD does not wait for the stores of all, which a release is to cover.
-# One stage: no load may move before a wait.
+# One warp: with several, a barrier on AMD does not wait for the stores of all warps, which a release must
+# cover. One stage: no load may move before a wait.
 OPTIONS = {"num_warps": 1, "num_stages": 1}
 TABLES = ("rows", "sources", "bounds", "semaphores", "stuck")
 NUMBERS = (
@@ -28,18 +28,18 @@ NUMBERS = (
 
 
 def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -> Tensor:
-    """Run a plan for some calls in a row, as `reference_plan.run_plan` does.
+    """Run a plan for several consecutive calls, as `reference_plan.run_plan` does.
 
     Raises:
-        ValueError: the GPU has fewer multiprocessors than the plan instances.
+        ValueError: the GPU has fewer multiprocessors than the plan has instances.
     """
     instances, levels = table.bounds.shape[0], table.bounds.shape[1] - 1
     if not interpreted():
         most = torch.cuda.get_device_properties(memory.device).multi_processor_count
         if instances > most:
             raise ValueError(
-                f"The plan has {instances} lanes, which wait for each other, and the GPU runs {most} at "
-                "once; take a plan with fewer ranks or lanes."
+                f"The plan has {instances} lanes, which must run at the same time, but the GPU runs at "
+                f"most {most}; use a plan with fewer ranks or lanes."
             )
     semaphores = table.rows.new_zeros(table.semaphores * LINE)
     stuck = table.rows.new_full((instances,), -1)
@@ -132,7 +132,7 @@ def _plan_kernel(
                     looks += 1
                 if count < wanted:
                     stuck_at = which
-            # What a thread has seen or written, all threads of the instance have before the next step.
+            # Makes the step's loads and stores visible to all threads before the next step.
             tl.debug_barrier()
             row += 1
         call += 1
@@ -141,5 +141,5 @@ def _plan_kernel(
 
 @triton.jit
 def _address(place, call_at, tmp_at):
-    """Return which element of the memory a place is."""
+    """Return the index into the memory of an offset of `PlanTable`."""
     return tl.where(place < 0, tmp_at - 1 - place, call_at + place)

@@ -1,8 +1,8 @@
 """Triton kernels of routing: softmax with top-k, and slots, with the signatures of `reference_route`.
 
-Slots are a block scan: a histogram of every block of copies, its exclusive sum over blocks, and places
-within a block by comparing its ids. No atomics, no sort, no [T, E] tensor, no host read.
-T tokens, E experts, K top_k, N = K * T copies: copy j * T + t is token t's choice j.
+Slots are computed by a block scan: a histogram of every block of assignments, an exclusive sum over the
+blocks, and comparisons of the ids within a block. It needs no atomics, sort, [T, E] tensor or host read.
+T tokens, E experts, K top_k, N = K * T assignments: assignment j * T + t is token t's choice j.
 """
 
 import torch
@@ -13,14 +13,14 @@ from torch import Tensor
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.triton_launch import accumulator_of
 
-# Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80, with 1024
-# no kernel takes 1 s, and none needs more than 96 registers. Not tuned for speed on a GPU.
+# Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
+# every kernel compiles in less than 1 s and needs at most 96 registers. Not tuned for speed on a GPU.
 TILE = 1024
-# Copies per block: a place costs BLOCK_N comparisons, the scan N / BLOCK_N steps. Compared are PEERS at a
-# time: all at once spill scalar registers on gfx942. Not tuned for speed.
+# Assignments per block: a slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS are
+# compared at a time, since comparing all at once spills scalar registers on gfx942. Not tuned for speed.
 BLOCK_N, PEERS = 128, 32
 COUNT_BLOCK_E = 32
-# Tile of the scan over blocks: few experts a program, since programs are all its parallelism.
+# Tile of the scan over blocks: few experts per program, since only programs run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -102,7 +102,7 @@ def assign_slots(
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return (slots_TK, assigned_KE), copies taking slots in the given order."""
+    """Return (slots_TK, assigned_KE); assignments take slots in the given order."""
     return place_copies(ids_KT, order_N, num_experts, 1, ids_KT.shape[1])
 
 
@@ -120,12 +120,12 @@ def place_copies(
     """Return (slots_TK, assigned_KE).
 
     Args:
-        ids_KT: [K, T] int64, the expert that each copy asks for; E for none.
-        order_N: [K * T] int64, the copies in the order in which they take slots; None for first
-            choices before second ones, then tokens by (sentence, time).
+        ids_KT: [K, T] int64, the expert of each assignment; E for none.
+        order_N: [K * T] int64, the assignments in the order in which they take slots. None: first choices
+            before second ones, then tokens by (sentence, time).
         num_experts: E.
-        time: of a time-first layout, token t being (t // batch, t % batch); else 1.
-        batch: time * batch = T.
+        time: the time steps of a time-first layout, where token t is (t // batch, t % batch); else 1.
+        batch: T / time.
     """
     ids_KT = ids_KT.contiguous()
     slots_TK, assigned_KE = _fake_place_copies(ids_KT, order_N, num_experts, time, batch)
@@ -136,8 +136,8 @@ def place_copies(
         starts_BE = _block_starts(ids_KT, None, assigned_KE, time, batch)
         if order_N is not None:
             order_N, ids_1N = order_N.contiguous(), ids_KT.view(1, -1)
-            # An order may mix choices, so its blocks say nothing of the counts by choice.
-            del starts_BE  # as large as the next
+            # An order may mix choices, so its blocks do not give the counts per choice.
+            del starts_BE  # frees memory of the size of the next tensor
             starts_BE = _block_starts(ids_1N, order_N, torch.empty_like(assigned_KE[:1]), 1, 1)
         chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
         num_blocks = triton.cdiv(length, BLOCK_N)
@@ -163,9 +163,9 @@ def place_copies(
 def _block_starts(
     ids_CL: Tensor, order_L: Tensor | None, totals_CE: Tensor, time: int, batch: int
 ) -> Tensor:
-    """Return [C * blocks, E] int32, the copies of each expert before each block; fill `totals_CE`.
+    """Return [C * blocks, E] int32, each expert's assignments before each block, and fill `totals_CE`.
 
-    The blocks cut C chains of L positions, one chain after the other.
+    The blocks split C chains of L positions, one chain after the other.
     """
     (chains, length), num_experts = ids_CL.shape, totals_CE.shape[1]
     num_blocks = triton.cdiv(length, BLOCK_N)
@@ -196,7 +196,7 @@ def _block_starts(
 
 
 def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
-    """Return (tokens, experts) of a tile that holds all experts of its tokens; of fp64 half as many."""
+    """Return (tokens, experts) of a tile that covers all experts; fp64 tiles have half the size."""
     block_e = max(triton.next_power_of_2(num_experts), 16)
     return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
 
@@ -223,8 +223,8 @@ def _softmax_top_k_kernel(
     exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     probs = (exps / tl.sum(exps, axis=1)[:, None]).to(probs_ptr.dtype.element_ty)
     tl.store(probs_ptr + cells, probs, mask=inside)
-    # What is stored is what is compared: probabilities that round to the same are ties. NaN, which no
-    # maximum is sure to find, comes before all else.
+    # The rounded probabilities are compared, so equal stored values are ties. NaN is replaced by the
+    # largest key, since a maximum may skip NaN.
     keys = probs.to(ACC)
     keys = tl.where(keys == keys, keys, 2.0)
     keys = tl.where(inside, keys, -1.0)
@@ -283,13 +283,13 @@ def _copies_at(
     batch,
     HAS_ORDER: tl.constexpr,
 ):
-    """Return the copies at these positions of a chain and the experts they ask for, E behind its end."""
+    """Return the assignments at these positions of a chain and their experts; E past the chain's end."""
     inside = positions < length
     if HAS_ORDER:
         copies = tl.load(order_ptr + positions, mask=inside, other=0)
     else:
         copies = chain.to(tl.int64) * length + positions % time * batch + positions // time
-    # Compared in 32 bits, which is half the work.
+    # Comparisons in 32 bits take half the instructions.
     return copies, tl.load(ids_ptr + copies, mask=inside, other=num_experts).to(tl.int32)
 
 
@@ -329,7 +329,7 @@ def _scan_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Turn the counts of each block into the sums of all blocks before it; add each chain's up too."""
+    """Replace each block's counts by the sums over all earlier blocks, and write each chain's totals."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = experts < num_experts
     before = tl.zeros([BLOCK_E], dtype=tl.int32)

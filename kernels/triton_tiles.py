@@ -1,8 +1,8 @@
-"""Which tile of which expert a program computes, decided on the device: the host never learns the counts.
+"""Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid is an upper bound, R // BLOCK_M + E + 1 row tiles; what lies behind the last group is one more
-group, of expert -1. A table row is (expert, first row, end of the group's rows); an unused one begins
-behind the last row.
+The grid has R // BLOCK_M + E + 1 row tiles, an upper bound. Rows after the last group form one more group,
+of expert -1. A row of the table is (expert, first row, end of the group's rows). The first row of an unused
+tile is not below the end.
 """
 
 import torch
@@ -72,7 +72,7 @@ def _tile_table_kernel(
 
 @triton.jit
 def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return (m, n) of program `pid`: GROUP row tiles go through all columns before the next ones do."""
+    """Return the tile (m, n) of program `pid`; GROUP row tiles are processed for all columns together."""
     group = pid // (GROUP * tiles_n)
     in_group = pid % (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)

@@ -1,9 +1,9 @@
-"""The first map of experts and their activation in Triton, in one kernel.
+"""fc1 and the activation of all experts, in one Triton kernel.
 
-The signature of `reference`. The gather of tokens is fused into the loads of the product, the activation
-into what follows it; with fc3 both maps share one read of the rows. A hidden value is rounded to the rows'
-dtype before its activation is taken, so that the activation has the same bits whether it was kept or is
-made again of a kept h.
+The signature is that of `reference`. The gather of tokens is fused into the loads of the product, and the
+activation into its epilogue. With fc3 both products share one read of the rows.
+h is rounded to the rows' dtype before the activation, so that saved and recomputed activations are
+bit-identical.
 """
 
 import torch
@@ -93,10 +93,10 @@ def triton_up(
     activation: str,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (a_RH, h_RH, g_RH) of `ffn_up` with the same arguments; what is not kept is empty.
+    """Return (a_RH, h_RH, g_RH) of `ffn_up`; omitted results are empty tensors.
 
-    In place of groups there are counts [E] int64; `activation` is what is done to h, "swish" with fc3;
-    `keep_h` says whether h, and g with fc3, are wanted.
+    The arguments are those of `ffn_up`, with counts [E] int64 in place of groups. `activation` is applied
+    to h and is "swish" with fc3. `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
         x_ND,

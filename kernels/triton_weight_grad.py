@@ -1,8 +1,8 @@
-"""The gradient of every expert's weight and bias in Triton: products whose sum goes over its rows.
+"""The gradients of every expert's weight and bias in Triton: products that sum over the expert's rows.
 
-The signature of `reference`. Both gathers are fused into the loads, the gate's weights into the rows of
-the output's gradient. A program owns one tile of one expert's gradient, so nothing is added up across
-programs, and an expert without rows gets its zeros like any other.
+The signature is that of `reference`. Both gathers are fused into the loads, and the gate's weights scale
+the output's gradient as it is loaded. Each program writes one tile of one expert's gradient, so there are
+no sums across programs. The gradients of an expert without rows are set to zero.
 """
 
 import torch
@@ -60,7 +60,7 @@ def triton_weight_grad(
     scale_R: Tensor | None,
     bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (dweight_EOI, dbias_EO) of `grouped_weight_grad`; the bias's is empty if not wanted."""
+    """Return (dweight_EOI, dbias_EO) of `grouped_weight_grad`; dbias is an empty tensor without `bias`."""
     dweight_EOI, dbias_EO = _weight_grad_shapes(
         dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, scale_R, bias
     )
@@ -106,7 +106,7 @@ def triton_weight_grad(
 
 @triton.jit
 def _sources(index, r, end):
-    """Return where rows r lie, as int64: what the index says, or r."""
+    """Return the source rows of rows r as int64: index[r], or r without an index."""
     source = r.to(tl.int64)
     if index is not None:
         source = tl.load(index + r, mask=r < end, other=0)
@@ -115,9 +115,9 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load_scaled(x, source, scale, r, end, columns, D, ACC: tl.constexpr):
-    """Return the tile [columns, rows] of scale[r] * x[source], 0 where r is not before the end.
+    """Return the tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
 
-    Loaded as it is multiplied: a transposed tile would not be loaded ahead on every GPU.
+    It is loaded in the layout of the product: transposed tiles are not prefetched on every GPU.
     """
     own = r < end
     inside = (columns < D)[:, None] & own[None, :]
@@ -157,7 +157,7 @@ def _weight_grad_kernel(
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)
     r = first + tl.arange(0, BLOCK_R)
-    # Indices are read a step ahead, so that the tiles' loads wait for no other load.
+    # Indices are read one step ahead, so that the loads of the tiles do not wait for them.
     dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
     for _ in range(first, end, BLOCK_R):
         dout_tile = _load_scaled(dout, dout_source, scale, r, end, o, OUT, ACC)
@@ -169,9 +169,9 @@ def _weight_grad_kernel(
     row = expert.to(tl.int64) * OUT + o
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     tl.store(dweight + row[:, None] * IN + i[None, :], total, mask=inside)
-    if dbias is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+    if dbias is not None:  # noqa: SIM102 (evaluated at compile time)
         if tile_i == 0:
-            # A loop of its own: a condition inside the other would hold up its loads.
+            # A separate loop: a condition inside the first loop would delay its loads.
             sums = tl.zeros([BLOCK_O], dtype=ACC)
             for r_0 in range(first, end, BLOCK_R):
                 r = r_0 + tl.arange(0, BLOCK_R)

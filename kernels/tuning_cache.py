@@ -1,8 +1,8 @@
-"""What configurations of kernels were measured to take, kept on disk for one device and version.
+"""A cache of kernel timings on disk.
 
-One JSON file per identity: another GPU, Triton, version or source of the kernels has a file of its own.
-Ranks write at the same time, so a file is replaced whole, after what others wrote meanwhile was read again.
-A file that cannot be read or written is warned of once and costs nothing but the measuring.
+There is one JSON file per GPU, Triton version, package version and kernel source. Several ranks may write
+at the same time, so a process merges the current content of the file and replaces the file atomically. If a
+file cannot be read or written, one warning is logged and the kernels are measured again.
 """
 
 import functools
@@ -24,16 +24,17 @@ logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 2
 
-# Of one entry: configuration -> milliseconds, or the reason why it cannot run.
+# The timings of one entry: configuration -> milliseconds, or the error if it cannot run.
 Timings = dict[str, float | str]
 
 
 class TuningCache:
-    """The timings of one identity.
+    """The timings of one device and version.
 
     Args:
-        path: the file; its directory is made when there is something to write.
-        identity: what the timings hold for; a file of another one is not used.
+        path: the file; its directory is created at the first write.
+        identity: the device and versions that the timings are valid for; a file with another identity is
+            ignored.
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
@@ -42,14 +43,14 @@ class TuningCache:
 
     @classmethod
     def here(cls) -> "TuningCache":
-        """Return the cache of the current device and of this version of the kernels."""
+        """Return the cache for the current device and this version of the kernels."""
         identity = identity_here()
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         return cls(directory() / f"kernels-{digest[:16]}.json", identity)
 
     def add(self, entry: str, timings: Timings) -> None:
-        """Put timings beside those that are known, here and on disk, and take over what others added."""
-        from filelock import FileLock  # 0.1 s, for those alone who measure
+        """Add timings in memory and on disk, and load those that other processes added."""
+        from filelock import FileLock  # imported here because the import takes 0.1 s
 
         self.entries.setdefault(entry, {}).update(timings)
         try:
@@ -58,9 +59,9 @@ class TuningCache:
                 for other, theirs in self._read().items():
                     self.entries[other] = {**theirs, **self.entries.get(other, {})}
                 self._write()
-        except (OSError, NotImplementedError) as error:  # the second where files cannot be locked
+        except (OSError, NotImplementedError) as error:  # the latter if file locks are unsupported
             reason = getattr(error, "strerror", None) or error
-            _warn_once(f"kernel timings are not kept: {self.path} cannot be written ({reason})")
+            _warn_once(f"kernel timings are not saved: {self.path} cannot be written ({reason})")
 
     def _read(self) -> dict[str, Timings]:
         try:
@@ -68,10 +69,10 @@ class TuningCache:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            _warn_once(f"kernel timings are measured anew: {self.path} cannot be read ({error})")
+            _warn_once(f"kernels are measured again: {self.path} cannot be read ({error})")
             return {}
         if not _is_of(content, self.identity):
-            _warn_once(f"kernel timings are measured anew: {self.path} holds something else")
+            _warn_once(f"kernels are measured again: {self.path} is not a valid timing file")
             return {}
         return content["entries"]
 
@@ -90,7 +91,7 @@ class TuningCache:
 
 
 def directory() -> Path:
-    """Return where caches lie: $FAIRSEQ_TUTEL_CACHE, or the user's cache directory."""
+    """Return the cache directory: $FAIRSEQ_TUTEL_CACHE, or fairseq_tutel in the user's cache directory."""
     given = os.environ.get("FAIRSEQ_TUTEL_CACHE")
     if given:
         return Path(given)
@@ -99,7 +100,7 @@ def directory() -> Path:
 
 
 def identity_here() -> dict[str, str]:
-    """Return what a timing depends on beside the kernel's own arguments."""
+    """Return the device and the versions on which all timings depend."""
     device, arch = platform.machine(), "cpu"
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -115,7 +116,7 @@ def identity_here() -> dict[str, str]:
 
 
 def _triton_version() -> str:
-    """Return it by the module, whose package has another name for ROCm."""
+    """Return the version of the module, since the package has another name on ROCm."""
     try:
         import triton
     except ImportError:

@@ -1,4 +1,4 @@
-"""The tensors of a stack of experts, by name, and what their feed-forward keeps and gives back.
+"""The weights of stacked experts, the activations that their FFN saves for backward, and its gradients.
 
 D model_dim, H hidden_dim, E experts, R rows.
 """
@@ -15,14 +15,14 @@ from fairseq_tutel.kernels.large_pages import in_large_pages
 
 @dataclass(frozen=True)
 class Apart:
-    """The tensors of n experts that do not lie in one stack: what kernels ask of a stack, expert by expert.
+    """A list of the tensors of n experts with the interface of a stacked tensor that kernels use.
 
-    For forwards without gradients alone.
+    It supports only forward passes without gradients.
 
     Attributes:
-        make: returns the tensor of one.
-        shape: of the stack that they would be, [n, ...].
-        dtype: of them.
+        make: returns the tensor of one expert.
+        shape: the shape of the stacked tensor, [n, ...].
+        dtype: the dtype of the tensors.
     """
 
     make: Callable[[int], Tensor]
@@ -35,18 +35,18 @@ class Apart:
         return self.make(index)
 
     def unbind(self, dim: int) -> "Apart":
-        """Return the tensors, each made when it is read."""
+        """Return the tensors; each is created when it is read."""
         assert dim == 0
         return self
 
     def to(self, dtype: torch.dtype) -> "Apart":
-        """Return them in another dtype."""
+        """Return the tensors in another dtype."""
         return Apart(lambda index: self.make(index).to(dtype), self.shape, dtype)
 
 
 @dataclass(frozen=True)
 class FFNWeights:
-    """The maps of E experts, or of one without the first dimension; fc3 is of gated experts alone.
+    """The weights of E experts, or of one expert without the first dimension; only gated experts have fc3.
 
     Attributes:
         fc1_weight: [E, H, D].
@@ -71,11 +71,11 @@ class FFNWeights:
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> "FFNWeights":
-        """Return the weights of tensors in the order of NAMES."""
+        """Create the weights from tensors in the order of NAMES."""
         return cls(*tensors)
 
     def of_each(self) -> Any:
-        """Return the same by name, each a list of every expert's tensor; None where there is none."""
+        """Return the weights with each stacked tensor split into a list of the experts' tensors."""
         return FFNWeights.of([None if t is None else t.unbind(0) for t in self.tensors()])
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -88,12 +88,12 @@ NAMES = tuple(field.name for field in fields(FFNWeights))
 
 @dataclass(frozen=True)
 class Kept:
-    """What backward needs of forward beside its input.
+    """The activations that forward saves for backward; the input is not included.
 
     Attributes:
-        a_RH: [R, H] what the activation gave, where its derivative is taken from that; else None.
-        h_RH: [R, H] what it was given, else.
-        g_RH: [R, H] what it is multiplied with in gated experts.
+        a_RH: [R, H] the activation function's output, if its derivative is computed from it; else None.
+        h_RH: [R, H] the activation function's input otherwise; else None.
+        g_RH: [R, H] the factor of the activation in gated experts; else None.
     """
 
     a_RH: Tensor | None = None
@@ -103,12 +103,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class FFNGradients:
-    """Gradients of one feed-forward.
+    """The gradients of one FFN.
 
     Attributes:
-        x_RD: [R, D] of what every row read; None if it is not needed. Its tail is 0.
-        gate_R: [R] of the gates; None without. Its tail is not to be read.
-        weights: of every map; None where none is needed.
+        x_RD: [R, D] the gradient of every row's input, with a zero tail; None if it is not needed.
+        gate_R: [R] the gradient of the gates, with an undefined tail; None without gates.
+        weights: the gradients of the weights; None if they are not needed.
     """
 
     x_RD: Tensor | None
@@ -124,7 +124,7 @@ class FFNGradients:
         needs_dx: bool,
         needs_weights: bool,
     ) -> "FFNGradients":
-        """Return gradients that are still to be written."""
+        """Allocate uninitialized gradients."""
         w1 = weights.fc1_weight
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,

@@ -1,7 +1,9 @@
 """Dispatch and combine across ranks.
 
-`collectives`: the only module that calls torch.distributed collectives of tensors. `exchange`: a layer's
-rows to their experts and back, by a `trip` of an `all_to_all`. `regroup`: the order of rows. `background`:
-communication beside expert computation. `stamp`: call IDs that keep two layers' rows apart. `gradients`:
-sums of expert gradients over replicas.
+- `collectives`: the only module that calls torch.distributed collectives of tensors.
+- `exchange`: sends a layer's rows to their experts and back, with a `trip` (one way) of an `all_to_all`.
+- `regroup`: reorders rows.
+- `background`: overlaps communication with expert computation.
+- `stamp`: call IDs that ranks compare before an exchange.
+- `gradients`: sums expert gradients over EP replicas.
 """

@@ -1,4 +1,4 @@
-"""The options of a model beside those of its MoE layers, and older flags."""
+"""The options of a model that are not options of its MoE layers, and older flags."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,21 +7,21 @@ from fairseq_tutel.options.option import AT_LEAST_0, Rule, because, experts, opt
 
 
 def older(name: str, value: Any, of: str = "model") -> Any:
-    """Return an older flag that sets a field of MoEConfig to a value."""
+    """Return the option of an older flag that sets a field of MoEConfig to a value."""
     flag = f"--moe-{name.replace('_', '-')}"
     help = f"the same as {flag} {value}"
     return option(False, help, theme="Older names", of=of, same_as=(name, value))
 
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:
-    """Return an option that older command lines have and that has no effect."""
+    """Return an option without effect that older command lines may contain."""
     help = f"accepted for older command lines: {reason}"
     return option(default, help, theme="Older names", of="model", **parts)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's options beside the MoEConfig of its layers: which layers have experts, and older names."""
+    """The options of a model in addition to the MoEConfig of its layers: MoE layers and older names."""
 
     moe_freq: int = experts(
         2,
@@ -76,7 +76,7 @@ SIDE_FREQ: Rule = (whole(-1)[0], "give a whole number of layers, at least 0, or 
 
 @dataclass(frozen=True)
 class SidesConfig:
-    """The options of an encoder-decoder beside ModelConfig."""
+    """The options of an encoder-decoder model in addition to ModelConfig."""
 
     encoder_moe_freq: int = experts(
         -1,

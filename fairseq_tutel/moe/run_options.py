@@ -1,4 +1,4 @@
-"""The options of a run beside those of its MoE layers: ranks, collectives, memory and checkpoints."""
+"""The options of a run that are not options of its MoE layers: ranks, collectives, memory, checkpoints."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from fairseq_tutel.options.option import (
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The options of a run beside the MoEConfig of its layers; every task has them."""
+    """The options of a run in addition to the MoEConfig of its layers; every task has them."""
 
     # ranks/groups.py checks it against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
@@ -97,7 +97,7 @@ class TaskConfig:
         False,
         "keep the optimizer state and fp32 masters in host memory and update there; the result is the same",
     )
-    # ranks/guard.py checks its bounds, before the other options are read.
+    # ranks/guard.py checks the bounds before the other options are read.
     moe_comm_timeout: int = communication(
         1800,
         "how long a collective waits for another rank before the job ends with an error that names that "

@@ -1,1 +1,1 @@
-"""What an option is; the tables of options stand beside what they configure."""
+"""Defines options; each table of options is in the package that it configures."""

@@ -1,7 +1,8 @@
 """Defines an option: its entry in a table, its key and flag, its rules and its conditions.
 
-An option's key is its name in a configuration (moe_top_k), its flag that on a command line (--moe-top-k).
-The tables stand beside what they configure; moe/option_table.py collects those of a MoE model.
+An option's key is its name in a configuration (moe_top_k). Its flag is the name on a command line
+(--moe-top-k). Each table of options is in the package that it configures. moe/option_table.py collects the
+tables of a MoE model.
 """
 
 import math
@@ -16,7 +17,7 @@ from fairseq_tutel.files.small import shown
 T = TypeVar("T")
 # A rule: a test of a value, and the end of the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
-# What an error message says a value of each type must be.
+# The description of each type in error messages.
 KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -31,7 +32,7 @@ class Condition:
 
     Attributes:
         holds: tests the facts; see `Option`.
-        words: follow the option's name and value in the message; `{f.…}` inserts a fact.
+        words: the text after the option's name and value in the message; `{f.…}` inserts a fact.
     """
 
     holds: Callable[[Any], bool]
@@ -39,7 +40,7 @@ class Condition:
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return the condition that an option has no effect if `holds` is true, with the reason."""
+    """Return the condition that an option has no effect if `holds` is true, with the reason to log."""
     return Condition(holds, f": {reason}")
 
 
@@ -55,17 +56,17 @@ class Option:
     Attributes:
         default: the value if none is given.
         help: describes the effect, without unit and default.
-        of: the configuration that has the key: model, task or criterion; empty: it has no flag.
+        of: the configuration that has the key: model, task or criterion; empty if the option has no flag.
         theme: the heading in docs/flags.md.
         unit: the unit of a number.
         choices: the valid values, if they are words.
-        rule: a further test of a value.
+        rule: an additional test of a value.
         no_effect: conditions on `Facts` under which a value other than the default has no effect in a
-            training run; the first that holds is logged.
+            training run; the first condition that holds is logged.
         excluded: conditions on a MoEConfig under which a value other than the default is refused.
-        of_any_training: a task's option has an effect on models without experts, too.
-        same_as: for an older name: the field of MoEConfig and the value that it sets.
-        flag: set if it does not follow from the key.
+        of_any_training: whether a task's option also affects models without experts.
+        same_as: the field of MoEConfig and the value that an older name sets.
+        flag: the flag, if it does not follow from the key.
         name: the field's name.
         key: the name in fairseq's configuration.
         type: the type of its values.
@@ -139,7 +140,7 @@ def options_in(config: type) -> tuple[Option, ...]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value; for fairseq's enumerations, the text that they hold."""
+    """Return a value, or the text of a member of a fairseq enumeration."""
     return getattr(value, "value", value)
 
 
@@ -148,12 +149,12 @@ def read(config: type[T], cfg: Any) -> T:
 
     Args:
         config: the dataclass.
-        cfg: a part of a FairseqConfig, a command line's namespace, or None.
+        cfg: a section of a FairseqConfig, a command line's namespace, or None.
     """
     values = {}
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))
-        # --model-overrides may hold a number where the option is a text.
+        # --model-overrides may contain a number for a text option.
         values[item.name] = str(value) if item.type is str else value
     return config(**values)
 
@@ -162,7 +163,7 @@ def refuse_bad_values(config: Any) -> None:
     """Refuse a value that has the wrong type, is not one of the choices, or fails the option's rule.
 
     Raises:
-        ValueError: names the option, the value and the fix.
+        ValueError: the message contains the option, the value and the fix.
     """
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
@@ -175,10 +176,10 @@ def refuse_bad_values(config: Any) -> None:
 
 
 def refuse_excluded(config: Any) -> None:
-    """Refuse an option that another one excludes, unless it has its default.
+    """Refuse an option that another option excludes, unless it has its default value.
 
     Raises:
-        ValueError: names both options.
+        ValueError: the message contains both options.
     """
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
@@ -205,7 +206,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_custom(name: str) -> bool:
-    """Return whether a gate or expert type names a user's class, package.module.Class."""
+    """Return whether a gate or expert type is the name of a user's class, package.module.Class."""
     return "." in name
 
 
@@ -235,7 +236,7 @@ POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
 
 
-# Options by heading of docs/flags.md, and the configuration that has them unless an entry says otherwise.
+# `option` with the heading of docs/flags.md, and the default configuration that has the option.
 routing = partial(option, theme="Routing", of="model")
 capacity = partial(option, theme="Capacity", of="model")
 balance = partial(option, theme="Balance", of="model")

@@ -177,7 +177,7 @@ def test_a_torn_or_foreign_file_is_warned_of_once_and_replaced(path, content, ca
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert bench.tuner(path).pick("up", (8,), BLOCKS, bench.launch) == Config(32)
-    assert len(caplog.records) == 1 and "measured anew" in caplog.text and str(path) in caplog.text
+    assert len(caplog.records) == 1 and "measured again" in caplog.text and str(path) in caplog.text
     assert bench.tried == [16, 32, 64]
     assert json.loads(path.read_text())["identity"] == IDENTITY
 
