@@ -138,15 +138,15 @@ def mark_as_opened(state: Any) -> bool:
 def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose options would import a module that the user did not name."""
     models = [state.get("args"), (state.get("cfg") or {}).get("model")]
-    for key in OF_CLASSES.keys() - overrides.keys():
+    for key in (key for key in OF_CLASSES if key not in overrides):
         for value in [str(getattr(model, key, "")) for model in models]:
             unknown = [
                 n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_imported(n)
             ]
             if unknown:
                 raise ValueError(
-                    f"{path} has the {label_of(OF_CLASSES[key])} {unknown[0]}, and a file may not have a "
-                    "module imported; if you trust it, import it in --user-dir, or add --model-overrides "
+                    f"{path} has the {label_of(OF_CLASSES[key])} {unknown[0]}, and a checkpoint must "
+                    "not import modules; if you trust it, import it in --user-dir, or add --model-overrides "
                     f"\"{{'{key}': '{value}'}}\"."
                 )
 
