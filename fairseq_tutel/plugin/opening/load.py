@@ -146,8 +146,8 @@ def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any])
             if unknown:
                 raise ValueError(
                     f"{path} has the {label_of(OF_CLASSES[key])} {unknown[0]}, and a checkpoint must "
-                    "not import modules; if you trust it, import it in --user-dir, or add --model-overrides "
-                    f"\"{{'{key}': '{value}'}}\"."
+                    "not import modules; if you trust it, import it in --user-dir, or add "
+                    f"--model-overrides \"{{'{key}': '{value}'}}\"."
                 )
 
 
