@@ -162,12 +162,10 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
         return None
     if os.path.isdir(path):
         return FOLDER
-    if os.path.exists(path):
-        return PIPE
-    return BROKEN_LINK
+    return PIPE if is_pipe(path) else BROKEN_LINK
 
 
-def is_pipe(path: str) -> bool:
+def is_pipe(path: str | os.PathLike) -> bool:
     """Whether a path is a pipe, device or socket, which a reader could wait for without end."""
     try:
         mode = os.stat(path).st_mode

@@ -23,14 +23,19 @@ def gather_parked():
     return w.plan("gather", "all_gather", 2, temporary=2)
 
 
+def receive_block(w, rank, other):
+    """Send the other rank its block of `in`, and wait for its block in tmp[0]."""
+    w.put(rank, other, ("in", other), ("tmp", 0))
+    w.signal(rank, other)
+    w.wait(rank, other)
+
+
 def exchange_parked():
     """all_to_all: a rank keeps the other rank's block in the place of its own."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
-        w.put(rank, other, ("in", other), ("tmp", 0))
-        w.signal(rank, other)
-        w.wait(rank, other)
+        receive_block(w, rank, other)
         w.copy(rank, ("tmp", 0), ("out", rank))
         w.copy(rank, ("out", rank), ("out", other))
         w.copy(rank, ("in", rank), ("out", rank))
@@ -60,9 +65,7 @@ def sum_of_blocks():
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
-        w.put(rank, other, ("in", other), ("tmp", 0))
-        w.signal(rank, other)
-        w.wait(rank, other)
+        receive_block(w, rank, other)
         w.copy(rank, ("tmp", 0), ("out", other))
         w.copy(rank, ("in", rank), ("out", rank))
         w.reduce(rank, [("in", rank), ("tmp", 0)], ("tmp", 1))

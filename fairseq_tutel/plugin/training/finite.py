@@ -19,6 +19,7 @@ from fairseq.file_io import PathManager
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.files import is_whole
+from fairseq_tutel.checkpoint.nested import walk
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.feed_forward import unwrapped
@@ -194,11 +195,9 @@ def _is_good(path: str, untrained: set[str]) -> bool:
 
 
 def _leaves(tree: Any, limit: float) -> Iterator[tuple[Any, float]]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value, limit)
-    elif isinstance(tree, Tensor | ShardedTensor):
-        yield tree, limit
+    for _, _, value in walk(tree):
+        if isinstance(value, Tensor | ShardedTensor):
+            yield value, limit
 
 
 def _pieces(value: Tensor | ShardedTensor) -> Iterator[Tensor]:

@@ -200,9 +200,9 @@ def _found_by_all(path: str) -> list[str]:
     """
     own = _found(path)
     operation = "the look at the checkpoint"
-    files = world.all_gather_object((own, _inode(path)), operation)
+    found = world.all_gather_object((own, _inode(path)), operation)
     is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
-    reads = is_file and files.index(files[world.rank()]) == world.rank()
+    reads = is_file and found.index(found[world.rank()]) == world.rank()
     reading = Work(lambda: is_whole(path) if reads else True)
     # Repeated short collectives: reading a large file exceeds the time-out of one.
     while True:
