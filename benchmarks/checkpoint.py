@@ -43,11 +43,7 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=arguments.folder))
         try:
             for form in ("full", "sharded"):
-                rows = [
-                    row
-                    for mode in ("save", "load")
-                    for row in _measure(arguments, form, mode, folder)
-                ]
+                rows = [row for mode in ("save", "load") for row in _measure(arguments, form, mode, folder)]
                 report.add(_name(arguments), vars(arguments) | {"folder": None, "json": None}, rows)
                 shutil.rmtree(folder)
                 folder.mkdir()
@@ -92,9 +88,7 @@ def _name(arguments: argparse.Namespace) -> str:
     )
 
 
-def _measure(
-    arguments: argparse.Namespace, form: str, mode: str, folder: Path
-) -> list[dict[str, Any]]:
+def _measure(arguments: argparse.Namespace, form: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     """Run one save or load and return a row for rank 0 and one for the greatest of the others."""
     context = multiprocessing.get_context("spawn")
     answers, meeting = context.Queue(), f"file://{tempfile.mktemp(prefix='meeting-')}"
@@ -154,9 +148,7 @@ def _rank(
     place = make_topology([arguments.experts])
     hidden = arguments.expert_mb * 2**20 // BYTES // MODEL_DIM // 2
     config = MoEConfig(MODEL_DIM, hidden, arguments.experts, expert_bias=False)
-    model = nn.Sequential(
-        *(MoELayer(config, place, seed=1, name=str(i)) for i in range(arguments.layers))
-    )
+    model = nn.Sequential(*(MoELayer(config, place, seed=1, name=str(i)) for i in range(arguments.layers)))
     moments: States = {
         name: [torch.full_like(p, k + 1) for k in range(arguments.moments)]
         for name, p in model.named_parameters()
@@ -189,10 +181,7 @@ def _save_sharded(model: nn.Module, moments: States, place: Topology, folder: Pa
 
     records = save_in_shards(model, place, states, folder)
     state = {
-        name: [
-            records[name.rpartition(".")[0], f"{name.rpartition('.')[2]}.{k}"]
-            for k in range(len(each))
-        ]
+        name: [records[name.rpartition(".")[0], f"{name.rpartition('.')[2]}.{k}"] for k in range(len(each))]
         for name, each in moments.items()
     }
     if place.rank == 0:

@@ -106,9 +106,7 @@ def _of_ranks(ranks: int, options: argparse.Namespace) -> Iterator[tuple[str, Ro
                 process.kill()
 
 
-def _rank(
-    rank: int, ranks: int, store: str, results: Connection, options: argparse.Namespace
-) -> None:
+def _rank(rank: int, ranks: int, store: str, results: Connection, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store, limit, world_size=ranks, rank=rank)

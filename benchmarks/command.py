@@ -19,9 +19,7 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--json", type=Path, help="file of the results, written after every configuration"
-    )
+    parser.add_argument("--json", type=Path, help="file of the results, written after every configuration")
     parser.add_argument("--plot", type=Path, help="file of the plot: .png, .svg or .pdf")
     parser.add_argument(
         "--quick",
@@ -33,9 +31,7 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 def add_busy(parser: argparse.ArgumentParser) -> None:
     """Add --busy, for `busy_core`."""
-    parser.add_argument(
-        "--busy", action="store_true", help="run another process that keeps one core busy"
-    )
+    parser.add_argument("--busy", action="store_true", help="run another process that keeps one core busy")
 
 
 @contextmanager
@@ -45,9 +41,7 @@ def busy_core(busy: bool) -> Iterator[None]:
         yield
         return
     core = max(os.sched_getaffinity(0))
-    code = (
-        f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
-    )
+    code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         try:
             yield

@@ -89,9 +89,7 @@ SHAPES = {
 }
 
 
-def words_of(
-    shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str = "moe_adam"
-) -> list[str]:
+def words_of(shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str = "moe_adam") -> list[str]:
     """Return the arguments of fairseq-train, without the data.
 
     Args:
@@ -161,9 +159,7 @@ def built_on(data: str, words: list[str], device: torch.device) -> Built:
     """Return the model of a command line whose data are in a folder, drawn from a fixed seed."""
     on_cpu = ["--cpu"] if device.type == "cpu" else []
     cfg = convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(
-            options.get_training_parser(), input_args=[data, *on_cpu, *words]
-        )
+        options.parse_args_and_arch(options.get_training_parser(), input_args=[data, *on_cpu, *words])
     )
     task = tasks.setup_task(cfg.task)
     torch.manual_seed(1)
@@ -179,9 +175,7 @@ def _sample(shape: Shape, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     # One more, for what is read and what is predicted are a place apart.
     size = (shape.sentences, shape.tokens + 1)
-    source, target = (
-        torch.randint(SPECIAL, shape.words, size, generator=generator) for _ in range(2)
-    )
+    source, target = (torch.randint(SPECIAL, shape.words, size, generator=generator) for _ in range(2))
     lengths = torch.full((shape.sentences,), shape.tokens)
     read = {"src_tokens": source[:, :-1].contiguous(), "src_lengths": lengths}
     predicted = source

@@ -120,16 +120,10 @@ def decode(model: nn.Module, first_B: Tensor, tokens: int) -> tuple[Tensor, Tens
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the stock layers whose FFN step is a MoE layer, in order."""
-    return [
-        layer
-        for layer in model.modules()
-        if isinstance(getattr(layer, "fc1", None), MoEFeedForward)
-    ]
+    return [layer for layer in model.modules() if isinstance(getattr(layer, "fc1", None), MoEFeedForward)]
 
 
-def watched(
-    model: nn.Module, first_B: Tensor, tokens: int
-) -> tuple[float, list[list[dict[int, int]]]]:
+def watched(model: nn.Module, first_B: Tensor, tokens: int) -> tuple[float, list[list[dict[int, int]]]]:
     """Decode a text; return the bytes of weights that a step reads, and each layer's rows by expert.
 
     Returns:
@@ -169,9 +163,7 @@ class _Products(nn.Module):
     def __init__(self, experts: Experts, steps: list[dict[int, int]]) -> None:
         super().__init__()
         stacks = [getattr(experts, name).unbind() for name in experts.names]
-        self.weights = [
-            dict(zip(experts.names, own, strict=True)) for own in zip(*stacks, strict=True)
-        ]
+        self.weights = [dict(zip(experts.names, own, strict=True)) for own in zip(*stacks, strict=True)]
         self.activation = experts.config.activation
         self.steps = itertools.cycle(steps)
 

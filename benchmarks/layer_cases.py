@@ -70,14 +70,10 @@ SMALL = {
     f"small_t{tokens}_k{top_k}": replace(CPU_CASES[f"k{top_k}_uniform"], tokens=tokens)
     for tokens in (64, 256, 1024)
     for top_k in (1, 2)
-} | {
-    "small_t64_k2_e64": replace(CPU_CASES["k2_uniform"], tokens=64, hidden_dim=1024, num_experts=64)
-}
+} | {"small_t64_k2_e64": replace(CPU_CASES["k2_uniform"], tokens=64, hidden_dim=1024, num_experts=64)}
 CPU_CASES |= SMALL
 
-_QWEN3 = Case(
-    tokens=32768, model_dim=2048, hidden_dim=768, num_experts=128, top_k=8, activation="swiglu"
-)
+_QWEN3 = Case(tokens=32768, model_dim=2048, hidden_dim=768, num_experts=128, top_k=8, activation="swiglu")
 CUDA_CASES = {
     # fairseq's classic shape.
     "A": Case(tokens=32768, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),

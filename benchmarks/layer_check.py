@@ -32,8 +32,7 @@ def expected(case: Case, inputs: Inputs, capacity: int | None = None) -> dict[st
     """
     dtype = REFERENCE_DTYPES[inputs.x_TD.device.type]
     x_TD, *_ = leaves = [
-        tensor.detach().to(dtype).requires_grad_()
-        for tensor in (inputs.x_TD, *inputs.weights.values())
+        tensor.detach().to(dtype).requires_grad_() for tensor in (inputs.x_TD, *inputs.weights.values())
     ]
     weights = dict(zip(inputs.weights, leaves[1:], strict=True))
     probs_TE = torch.softmax(F.linear(x_TD, weights["gate"]), dim=1)

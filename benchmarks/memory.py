@@ -35,9 +35,7 @@ def kept_bytes(forward: Callable[[], Tensor], excluded: Iterable[Tensor]) -> int
     return sum(sizes.values())
 
 
-def bytes_of_step(
-    forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[], object]
-) -> dict[str, int]:
+def bytes_of_step(forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[], object]) -> dict[str, int]:
     """Run a step on a GPU; return the bytes that it allocates.
 
     Args:

@@ -111,9 +111,7 @@ def clocked() -> Iterator[list[float]]:
     with (
         patch("fairseq_tutel.plugin.feed_forward.count_routing", clock(count_routing)),
         patch("fairseq_tutel.criterions.gate_loss.expert_log", clock(expert_log)),
-        patch(
-            "fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", clock(reduce_expert_log)
-        ),
+        patch("fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", clock(reduce_expert_log)),
     ):
         yield spent
 

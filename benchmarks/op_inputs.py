@@ -56,9 +56,7 @@ SIZES = {
     "cuda": {
         "k1": Sizes(tokens=32768, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
         "k2": Sizes(tokens=32768, model_dim=2048, hidden_dim=8192, num_experts=8, top_k=2),
-        "k8": Sizes(
-            tokens=32768, model_dim=2048, hidden_dim=1024, num_experts=64, top_k=8, glu=True
-        ),
+        "k8": Sizes(tokens=32768, model_dim=2048, hidden_dim=1024, num_experts=64, top_k=8, glu=True),
     },
 }
 TINY = Sizes(tokens=16, model_dim=8, hidden_dim=12, num_experts=3, top_k=2)
@@ -228,9 +226,7 @@ def _ffn_up_backward(t: Tensors) -> Call:
     return _product((t.a_RH, t.fc1, t.g_RH, t.fc3, t.groups), t.maps_in * t.product_flops)
 
 
-def _product(
-    arguments: tuple[Any, ...], flops: int, keywords: dict[str, Any] | None = None
-) -> Call:
+def _product(arguments: tuple[Any, ...], flops: int, keywords: dict[str, Any] | None = None) -> Call:
     return Call(arguments=arguments, work=flops, unit="FLOP/s", keywords=keywords or {})
 
 

@@ -59,9 +59,7 @@ def _measure(options: argparse.Namespace) -> int:
     options.top_k = options.top_k or [shape.top_k]
     for top_k in options.top_k:
         if not 1 <= top_k <= shape.experts:
-            raise BadOption(
-                f"--top-k is {top_k}; give 1 to {shape.experts}, the number of experts."
-            )
+            raise BadOption(f"--top-k is {top_k}; give 1 to {shape.experts}, the number of experts.")
     for flag in ("threads", "rounds"):
         if getattr(options, flag) < 1:
             raise BadOption(f"--{flag} is {getattr(options, flag)}; give at least 1.")
@@ -74,17 +72,13 @@ def _measure(options: argparse.Namespace) -> int:
     return int(any(row["status"] != "ok" for row in report.rows))
 
 
-def measured(
-    shape: Shape, options: argparse.Namespace, device: torch.device, report: Report
-) -> None:
+def measured(shape: Shape, options: argparse.Namespace, device: torch.device, report: Report) -> None:
     """Check, time and, with --profile, profile all variants of a shape."""
     samples = samples_of(shape)
     rows: dict[str, Row] = {name: {"variant": name, "status": "ok"} for name in VARIANTS}
     built = {name: _built(name, shape, device) for name in VARIANTS}
     rows["moe_einsum"] |= _compared(built["moe"].model, built["moe_einsum"].model, shape)
-    steps = {
-        name: step_of(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"
-    }
+    steps = {name: step_of(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"}
     rounds = QUICK_ROUNDS if options.quick else options.rounds
     with command.busy_core(options.busy):
         took = timing.interleaved(steps, rounds, device)

@@ -95,17 +95,13 @@ def _measure(options: argparse.Namespace) -> int:
         options.tokens, options.cache = 6, "3"
     torch.set_num_threads(options.threads)
     machine = facts(torch.device("cpu"), torch.float32)
-    report = Report(
-        "store", BASE, machine, {**command.shown(options), "folder": None}, options.json
-    )
+    report = Report("store", BASE, machine, {**command.shown(options), "folder": None}, options.json)
     if "memory" in options.parts:
         with _folder(options.folder) as folder:
             _in_child(_write, shape, folder)
             _decode_by_every_policy(report, shape, folder, options)
     for kind in ("sleeping", "computing") if "overlap" in options.parts else ():
-        report.add(
-            f"overlap, {kind}", {"blocks": BLOCKS}, overlap(kind, 2 if options.quick else STEPS)
-        )
+        report.add(f"overlap, {kind}", {"blocks": BLOCKS}, overlap(kind, 2 if options.quick else STEPS))
     report.finish(None)
     if options.plot is not None:
         plot(report, options.plot)
@@ -268,9 +264,7 @@ def _texted(model: nn.Module, tokens: int) -> tuple[Tensor, list[float]]:
     while len(took) < tokens and (len(took) < 2 or last - begin < SECONDS):
         logits_V = model(text_BT, incremental_state=state)[0][:, -1]
         # Any next word will do, and a model that learned nothing repeats one: these go their own ways.
-        following = (int(logits_V.argmax()) + 7919 * len(took)) % (
-            logits_V.shape[1] - SPECIAL
-        ) + SPECIAL
+        following = (int(logits_V.argmax()) + 7919 * len(took)) % (logits_V.shape[1] - SPECIAL) + SPECIAL
         text_BT = torch.cat([text_BT, torch.tensor([[following]])], dim=1)
         took.append(time.perf_counter() - last)
         last = time.perf_counter()
@@ -308,9 +302,7 @@ def overlap(kind: str, steps: int) -> list[Row]:
                 for policy, layers in sides.items():
                     times = _blocks(layers, lambda pause=pause: rest(pause), step)
                     own = own or median(times)
-                    formula = {BASE: own, "on-demand": delay + own, "pregated": max(delay, own)}[
-                        policy
-                    ]
+                    formula = {BASE: own, "on-demand": delay + own, "pregated": max(delay, own)}[policy]
                     took[policy] += times
                     ratios[policy] += [each / formula for each in times]
         rows += [

@@ -24,9 +24,7 @@ def main(data: str, teacher: str, student: str) -> None:
     (learned,), _, task = checkpoint_utils.load_model_ensemble_and_task(
         [student], arg_overrides={"data": data}
     )
-    (taught,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [teacher], arg_overrides={"data": data}
-    )
+    (taught,), _, _ = checkpoint_utils.load_model_ensemble_and_task([teacher], arg_overrides={"data": data})
     print(f"{len(task.target_dictionary)} words")
     task.load_dataset("valid")
     losses = _losses(task.dataset("valid"), learned.eval(), taught.eval())

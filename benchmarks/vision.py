@@ -86,9 +86,7 @@ def _measure(options: argparse.Namespace) -> int:
     return int(any(row["status"] != "ok" for row in report.rows))
 
 
-def measured(
-    images: int, options: argparse.Namespace, device: torch.device, report: Report
-) -> None:
+def measured(images: int, options: argparse.Namespace, device: torch.device, report: Report) -> None:
     """Check, time and, with --profile, profile all variants with one batch size."""
     with TemporaryDirectory() as data:
         _write(data, options.side)
@@ -103,9 +101,7 @@ def measured(
         }
         of_mode[EINSUM] |= compared
         steps = {
-            name: MODES[mode](built[name], sample)
-            for name, row in of_mode.items()
-            if row["status"] == "ok"
+            name: MODES[mode](built[name], sample) for name, row in of_mode.items() if row["status"] == "ok"
         }
         took = timing.interleaved(steps, options.rounds, device)
         for name, summary in timing.against(took, BASE).items():
@@ -123,9 +119,7 @@ def measured(
 
 def _over_ours(took: dict[str, list[float]]) -> Row:
     """Return how many times as long einsum took as ours in the same round."""
-    over = timing.spread(
-        [a / b for a, b in zip(took[EINSUM], took[OURS], strict=True)], "over_ours"
-    )
+    over = timing.spread([a / b for a, b in zip(took[EINSUM], took[OURS], strict=True)], "over_ours")
     low, middle, high = (over[f"over_ours{end}"] for end in ("_p20", "", "_p80"))
     return {**over, "note": f"{middle:.2f} ({low:.2f}..{high:.2f}) times {OURS}"}
 

@@ -164,9 +164,7 @@ def collectives_table(results: Iterable[Result]) -> str:
     lines: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     for result in results:
         for row in result.content["rows"]:
-            collective, ranks, size = result.content["configurations"][
-                row["configuration"]
-            ].values()
+            collective, ranks, size = result.content["configurations"][row["configuration"]].values()
             is_base = row["variant"] == "gloo"
             way = "gloo, µs" if is_base else row["variant"]
             cell = f"{1e6 * row['seconds']:.0f}" if is_base else _ratio(row).split()[0]
@@ -254,9 +252,7 @@ def memory_table(results: Iterable[Result]) -> str:
             if "kept_bytes" in row:
                 lines[_stem(name), row["configuration"]][row["variant"]] = row
     variants = list(dict.fromkeys(variant for line in lines.values() for variant in line))
-    rows = [
-        [*key, *(_kept(line.get(variant)) for variant in variants)] for key, line in lines.items()
-    ]
+    rows = [[*key, *(_kept(line.get(variant)) for variant in variants)] for key, line in lines.items()]
     return _table(rows, ["file", "configuration", *variants])
 
 
@@ -310,9 +306,7 @@ def gpu_table(results: Iterable[Result]) -> str:
     for name, content in results:
         timed = [row for row in content["rows"] if _has_times(row)]
         ours = {
-            (row["configuration"], row["mode"]): row["seconds"]
-            for row in timed
-            if row["variant"] == OURS
+            (row["configuration"], row["mode"]): row["seconds"] for row in timed if row["variant"] == OURS
         }
         for row in timed:
             own = ours.get((row["configuration"], row["mode"]))

@@ -115,27 +115,21 @@ def presets_table() -> str:
 def gain_of_2dh(gpus: int, mebibytes: float) -> float:
     """Return the time of linear over that of 2DH, for an all-to-all over all A100s."""
     linear, hierarchical = (
-        exchange_seconds(mebibytes * 2**20, A100, gpus // LOCAL, LOCAL, a)
-        for a in ("linear", "2dh")
+        exchange_seconds(mebibytes * 2**20, A100, gpus // LOCAL, LOCAL, a) for a in ("linear", "2dh")
     )
     return linear / hierarchical
 
 
 def algorithms_table() -> str:
     """Return 2DH against linear by cluster and message size."""
-    rows = [
-        [f"{gpus:,}", *(f"{gain_of_2dh(gpus, size):.2f}" for size in SIZES_MIB)]
-        for gpus in GPUS[1:]
-    ]
+    rows = [[f"{gpus:,}", *(f"{gain_of_2dh(gpus, size):.2f}" for size in SIZES_MIB)] for gpus in GPUS[1:]]
     return page.table(rows, ["A100s", *(f"{_size(size)} a rank" for size in SIZES_MIB)])
 
 
 def choices(work: Work, gpus: int) -> dict[Strategy, float]:
     """Return the seconds of all strategies of a layer with experts on all GPUs."""
     cluster = Cluster(nodes=gpus // LOCAL, local=LOCAL, expert_parallel_size=gpus)
-    strategies = {
-        strategy for c, strategy in candidates(work, gpus // LOCAL, LOCAL) if c == cluster
-    }
+    strategies = {strategy for c, strategy in candidates(work, gpus // LOCAL, LOCAL) if c == cluster}
     return {strategy: step_seconds(work, A100, cluster, strategy) for strategy in strategies}
 
 
@@ -394,9 +388,7 @@ def choices_table(steps: list[Step]) -> str:
 
     Beside it the same of one choice for all cells of a line, the one that costs least in the mean.
     """
-    cells: dict[tuple[str, str], dict[int, dict[Strategy, Step]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+    cells: dict[tuple[str, str], dict[int, dict[Strategy, Step]]] = defaultdict(lambda: defaultdict(dict))
     for step in steps:
         if step.section == "static":
             cells[step.cluster, step.form][step.tokens][step.strategy] = step
@@ -412,9 +404,7 @@ def choices_table(steps: list[Step]) -> str:
         shown[1:1] = ["-"] * (3 - len(shown))
         rows.append([cluster, form, len(found), *shown])
     if not rows:
-        return (
-            "Not measured yet: there is no benchmarks/results/cluster_*.json with static choices."
-        )
+        return "Not measured yet: there is no benchmarks/results/cluster_*.json with static choices."
     limits = ", ".join(f"{100 * limit:.0f}" for limit in REGRETS)
     header = ["cluster", "experts", "cells", f"within {limits} %; most", "links of other shapes",
               "one choice for all cells"]  # fmt: skip
@@ -428,9 +418,7 @@ def draw_algorithms(path: Path) -> None:
         axes = figure.add_subplot(xlabel="A100s, 8 of a node", ylabel="linear / 2DH")
         for size, color in zip(SIZES_MIB, COLORS, strict=False):
             times = [gain_of_2dh(gpus, size) for gpus in GPUS[1:]]
-            axes.plot(
-                GPUS[1:], times, color=color, marker=".", label=f"model, {_size(size)} a rank"
-            )
+            axes.plot(GPUS[1:], times, color=color, marker=".", label=f"model, {_size(size)} a rank")
         axes.plot([2048], [20.7], "k*", markersize=10, label="paper: up to 20.7 on 2,048")
         axes.axvline(256, color="k", linestyle=":", label="maintainer: 2DH ahead from here")
         axes.axhline(1, color="#888888", linewidth=1)
@@ -523,9 +511,7 @@ def _strategy_of(row: dict[str, Any]) -> Strategy:
     )
 
 
-def _predicted_step(
-    row: dict[str, Any], section: str, config: dict[str, Any], machine: Machine
-) -> float:
+def _predicted_step(row: dict[str, Any], section: str, config: dict[str, Any], machine: Machine) -> float:
     alone = section == "overlap"  # one expert a rank
     world = config["nodes"] * config["local"]
     work = Work(
@@ -540,9 +526,7 @@ def _predicted_step(
     return step_seconds(work, machine, cluster, _strategy_of(row))
 
 
-def _regrets(
-    cells: list[dict[Strategy, Step]], predicted: Callable[[Step], float | None]
-) -> list[float]:
+def _regrets(cells: list[dict[Strategy, Step]], predicted: Callable[[Step], float | None]) -> list[float]:
     """Return the cost of the choice with the least predicted time, for each cell."""
     return [_regret(cell, min(cell, key=lambda h, c=cell: predicted(c[h]))) for cell in cells]
 

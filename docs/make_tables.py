@@ -70,9 +70,7 @@ def flags_by_theme() -> str:
     """Return the list of all flags under their headings."""
     found = {theme: [o for o in all_options() if o.theme == theme] for theme in THEMES}
     assert sum(map(len, found.values())) == len(all_options()), "a theme is missing"
-    sections = [
-        f"## {theme}\n\n" + "\n".join(map(_entry, options)) for theme, options in found.items()
-    ]
+    sections = [f"## {theme}\n\n" + "\n".join(map(_entry, options)) for theme, options in found.items()]
     return "\n\n".join(sections)
 
 

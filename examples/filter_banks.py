@@ -34,10 +34,7 @@ def filter_banks(samples: Tensor, rate: int, bins: int) -> Tensor:
     window, step = int(WINDOW_S * rate), int(STEP_S * rate)
     size = 1 << (window - 1).bit_length()
     power_FN = (
-        torch.stft(
-            samples, size, step, window, torch.hann_window(window), return_complex=True
-        ).abs()
-        ** 2
+        torch.stft(samples, size, step, window, torch.hann_window(window), return_complex=True).abs() ** 2
     )
     energy_NB = (_mel_filters(size // 2 + 1, rate, bins) @ power_FN).T
     banks_NB = energy_NB.clamp_min(1e-10).log()
@@ -81,8 +78,7 @@ def main() -> None:
         rows.append(f"{path.stem}\tbanks/{path.stem}.npy\t{len(banks_NB)}\t{line}\tone")
     (out / f"{arguments.split}.tsv").write_text("\n".join(rows) + "\n")
     (out / "config.yaml").write_text(
-        f"audio_root: {out.resolve()}\nvocab_filename: dict.txt\n"
-        f"input_feat_per_channel: {arguments.bins}\n"
+        f"audio_root: {out.resolve()}\nvocab_filename: dict.txt\ninput_feat_per_channel: {arguments.bins}\n"
     )
 
 

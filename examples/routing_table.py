@@ -46,14 +46,10 @@ def row(case: Path) -> list[str]:
     """Return the case's name, and each number's mean and deviation over the seeds."""
     seeds = seeds_of(case)
     capacity = case.name.partition("-")[0]
-    base = seeds_of(
-        case.parent / f"{capacity}-{'gshard' if capacity == 'dropless' else 'position'}"
-    )
+    base = seeds_of(case.parent / f"{capacity}-{'gshard' if capacity == 'dropless' else 'position'}")
     against = [mine[0] - other[0] for mine, other in zip(seeds, base, strict=False)]
     cells = [case.name, str(len(seeds)), mean_of([s[0] for s in seeds], 1), mean_of(against, 1)]
-    return cells + [
-        mean_of([s[i] for s in seeds], places) for i, places in ((1, 1), (2, 1), (3, 2))
-    ]
+    return cells + [mean_of([s[i] for s in seeds], places) for i, places in ((1, 1), (2, 1), (3, 2))]
 
 
 def mean_of(values: list[float], places: int) -> str:

@@ -56,9 +56,7 @@ def from_checkpoint(
     try:
         place = torch.device(device or ("cuda" if on_gpu else "cpu"))
     except RuntimeError as error:
-        raise ValueError(
-            f"device is {device}, which torch does not have; give cpu or cuda."
-        ) from error
+        raise ValueError(f"device is {device}, which torch does not have; give cpu or cuda.") from error
     if place.type == "cuda" and not on_gpu:
         raise ValueError(f"device is {device}, and torch finds no GPU here; leave it out.")
     handlers, level = [*logging.root.handlers], logging.root.level

@@ -43,9 +43,7 @@ def _gelu(approximate: str) -> Activation:
 
 ACTIVATIONS = {
     "relu": Activation(F.relu_, _relu_backward, keeps_output=True),
-    "relu_squared": Activation(
-        lambda h: F.relu(h).square(), lambda da, h: da.mul_(F.relu(h)).mul_(2)
-    ),
+    "relu_squared": Activation(lambda h: F.relu(h).square(), lambda da, h: da.mul_(F.relu(h)).mul_(2)),
     "gelu": _gelu("none"),
     "gelu_fast": _gelu("tanh"),
     "gelu_accurate": _gelu("tanh"),

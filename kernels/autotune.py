@@ -180,9 +180,7 @@ def _cannot_compile(error: Exception) -> bool:
     from triton.errors import TritonError
 
     # LLVM failures are RuntimeErrors, and so are GPU errors, which must not be ignored.
-    return isinstance(error, TritonError) or (
-        type(error) is RuntimeError and "PassManager" in str(error)
-    )
+    return isinstance(error, TritonError) or (type(error) is RuntimeError and "PassManager" in str(error))
 
 
 def _interpreted() -> bool:

@@ -280,9 +280,7 @@ def _readers(
     return reader
 
 
-def _places(
-    rows: Tensor, width: int, blocks: Sequence[Block]
-) -> Callable[[], Callable[[int], Tensor]]:
+def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
     """Return a factory that each thread calls once for a function from a block's number to its buffer.
 
     If the blocks exceed `SMALL_BYTES` in total, a thread uses one buffer, which stays in cache, for all.

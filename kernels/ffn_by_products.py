@@ -116,9 +116,7 @@ def ffn_backward(
         groups,
         activation,
     )
-    dx_RD = (
-        ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
-    )
+    dx_RD = ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
     if not needs_weights:
         return FFNGradients(dx_RD, dgate_R, None)
     dw2, db2 = ops.grouped_weight_grad(

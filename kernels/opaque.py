@@ -27,9 +27,7 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
     """
 
     def decorate(launch: Launch) -> Launch:
-        operator = torch.library.custom_op(
-            f"fairseq_tutel::{launch.__name__}", launch, mutates_args=()
-        )
+        operator = torch.library.custom_op(f"fairseq_tutel::{launch.__name__}", launch, mutates_args=())
         operator.register_fake(fake)
 
         @functools.wraps(launch)

@@ -32,9 +32,7 @@ def linear(
     return torch.addmm(bias_O, rows_nI, weight_OI.t(), out=out_nO)
 
 
-def weight_grad(
-    dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: Tensor | None
-) -> None:
+def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: Tensor | None) -> None:
     """Overwrite dweight with dout.T @ rows and, if given, dbias with the sum of dout's rows."""
     is_float = dout_nO.dtype == torch.float32
     if is_float and 1 < len(rows_nI) <= MOST_CLEARED:

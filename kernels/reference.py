@@ -117,9 +117,7 @@ def _take(x: Tensor, index_N: Tensor, holes_N1: Tensor | None) -> Tensor:
     return x.index_select(0, index_N if holes_N1 is None else index_N.clamp_min(0))
 
 
-def grouped_linear(
-    rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups
-) -> Tensor:
+def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
     """Return out_RO with out[r] = rows[r] @ weight[e].T + bias[e] for the rows r of group e; tail 0.
 
     Args:
@@ -255,9 +253,7 @@ def ffn_down_backward(
         da_nH = torch.mm(dy_nD, fc2_weight[e], out=dh_RH[own])
         if a_RH is None:
             assert h_RH is not None
-            made_RH[own] = (
-                kind.forward(h_RH[own]) if g_RH is None else F.silu(h_RH[own]).mul_(g_RH[own])
-            )
+            made_RH[own] = kind.forward(h_RH[own]) if g_RH is None else F.silu(h_RH[own]).mul_(g_RH[own])
         if gate_R is not None and dgate_R is not None:
             dots_n = torch.linalg.vecdot(da_nH, made_RH[own])
             dgate_R[own] = dots_n if fc2_bias is None else dots_n + dy_nD @ fc2_bias[e]

@@ -129,9 +129,7 @@ def candidates(
     table = _TABLE.get((hardware, precision), _FMA)
     configs = (INTERPRETED,) if hardware == "interpreted" else table.get(kind, table[""])
     if kind == "weight":
-        fitted = (
-            replace(c, block_m=_fit(c.block_m, k), block_n=_fit(c.block_n, n)) for c in configs
-        )
+        fitted = (replace(c, block_m=_fit(c.block_m, k), block_n=_fit(c.block_n, n)) for c in configs)
     else:
         mean = rows // experts
         fitted = (

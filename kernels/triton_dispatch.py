@@ -48,9 +48,7 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
     return rows_RD
 
 
-def _fake_gather_sum(
-    rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None
-) -> Tensor:
+def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
 
 

@@ -24,9 +24,7 @@ from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_
 from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
 
 
-def grouped_linear(
-    rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups
-) -> Tensor:
+def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
     """Return out_RO with out[r] = rows[r] @ weight[e].T + bias[e] for the rows r of group e; tail 0."""
     return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.counts)
 

@@ -116,9 +116,7 @@ def _plan_kernel(
                     if IN_FP32:
                         total = total.to(tl.float32)
                     for source in range(1, value):
-                        other = memory + _address(
-                            tl.load(sources + which + source), call_at, tmp_at
-                        )
+                        other = memory + _address(tl.load(sources + which + source), call_at, tmp_at)
                         total += tl.load(other + element, mask=inside)
                     tl.store(to + element, total.to(memory.dtype.element_ty), mask=inside)
             elif op == SIGNAL:

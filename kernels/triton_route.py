@@ -310,9 +310,7 @@ def _count_kernel(
     block = tl.program_id(0)
     chain, first = block // num_blocks, block % num_blocks * BLOCK
     positions = first + tl.arange(0, BLOCK)
-    _, ids = _copies_at(
-        ids_ptr, order_ptr, chain, positions, length, num_experts, time, batch, HAS_ORDER
-    )
+    _, ids = _copies_at(ids_ptr, order_ptr, chain, positions, length, num_experts, time, batch, HAS_ORDER)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     counts = tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), axis=0)
     cells = block.to(tl.int64) * num_experts + experts

@@ -200,9 +200,7 @@ def _up_kernel(
     x_from = rows_operand(x, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         rows = load_rows(x_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
-        w = load_weight(
-            weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K
-        )
+        w = load_weight(weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K)
         h = multiply(rows, w, h, PRECISION)
         if gate_weight is not None:
             w = load_weight(

@@ -142,8 +142,7 @@ def _is_of(content: Any, identity: dict[str, str]) -> bool:
         return False
     entries = content.get("entries")
     return isinstance(entries, dict) and all(
-        isinstance(timings, dict)
-        and all(isinstance(t, float | int | str) for t in timings.values())
+        isinstance(timings, dict) and all(isinstance(t, float | int | str) for t in timings.values())
         for timings in entries.values()
     )
 

@@ -130,10 +130,7 @@ class FFNGradients:
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
             None if gate_R is None else torch.empty_like(gate_R),
             FFNWeights.of(
-                [
-                    None if t is None else in_large_pages(torch.empty_like(t))
-                    for t in weights.tensors()
-                ]
+                [None if t is None else in_large_pages(torch.empty_like(t)) for t in weights.tensors()]
             )
             if needs_weights
             else None,

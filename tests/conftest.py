@@ -9,9 +9,7 @@ from poison import poison_empty
 from rank_pool import Ranks
 
 torch.set_num_threads(1)
-gc.set_threshold(
-    100_000, 50, 100
-)  # looking for garbage took a tenth of the time, of collection a quarter
+gc.set_threshold(100_000, 50, 100)  # looking for garbage took a tenth of the time, of collection a quarter
 try:
     from hypothesis import settings
 except ImportError:  # as on a machine for the kernels' tests alone

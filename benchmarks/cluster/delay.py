@@ -30,9 +30,7 @@ def delayed_messages(seconds: float, local: int) -> Iterator[None]:
         yield
 
 
-def num_remote(
-    ranks: list[int], rank: int, local: int, send_counts: list[int] | None = None
-) -> int:
+def num_remote(ranks: list[int], rank: int, local: int, send_counts: list[int] | None = None) -> int:
     """Return how many messages go to other nodes: one to each rank there that gets something."""
     counts = [1] * len(ranks) if send_counts is None else send_counts
     pairs = zip(ranks, counts, strict=True)

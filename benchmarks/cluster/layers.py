@@ -83,9 +83,7 @@ def experts_alone(layer: ft.MoELayer, rows_RD: Tensor) -> Step:
     )
 
 
-def _forward_and_backward(
-    layer: ft.MoELayer, x: Tensor, forward: Callable[[Tensor], Tensor]
-) -> Step:
+def _forward_and_backward(layer: ft.MoELayer, x: Tensor, forward: Callable[[Tensor], Tensor]) -> Step:
     x = x.detach().requires_grad_()
     dy = torch.ones_like(x)
 

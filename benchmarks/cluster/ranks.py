@@ -72,9 +72,7 @@ def _start(rank: int, settings: Settings, folder: Path) -> "subprocess.Popen[byt
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
-def _wait(
-    processes: "list[subprocess.Popen[bytes]]", settings: Settings, folder: Path
-) -> str | None:
+def _wait(processes: "list[subprocess.Popen[bytes]]", settings: Settings, folder: Path) -> str | None:
     """Wait for all; return what went wrong, if anything did."""
     end = time.monotonic() + settings.limit_s
     while time.monotonic() < end:
@@ -83,16 +81,13 @@ def _wait(
         if failed:
             # One of them says why; those that it left alone say only that it is gone.
             return "\n".join(
-                f"rank {rank} ended with code {codes[rank]}: "
-                f"{_log(folder, rank).read_text()[-2000:]}"
+                f"rank {rank} ended with code {codes[rank]}: {_log(folder, rank).read_text()[-2000:]}"
                 for rank in failed
             )
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.1)
-    return (
-        f"--limit-s is {settings.limit_s:g}, which was not enough; give more, or fewer --sections."
-    )
+    return f"--limit-s is {settings.limit_s:g}, which was not enough; give more, or fewer --sections."
 
 
 def _log(folder: Path, rank: int) -> Path:

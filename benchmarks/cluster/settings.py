@@ -159,9 +159,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     for name in AT_LEAST_1:
         _at_least(settings, name, 1)
     if settings.nodes > MOST_NODES:
-        raise ValueError(
-            f"--nodes is {settings.nodes}; give at most {MOST_NODES}, which one subnet holds."
-        )
+        raise ValueError(f"--nodes is {settings.nodes}; give at most {MOST_NODES}, which one subnet holds.")
     if settings.world_size % settings.experts and settings.experts % settings.world_size:
         raise ValueError(
             f"--experts is {settings.experts}, which gives {settings.world_size} ranks unequal parts; give "

@@ -43,14 +43,10 @@ def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield all static choices and then the tuner's, for each form of experts and number of tokens."""
     for form in FORMS:
         layer = make_layer(settings, settings.experts, form)
-        tuner = Tuner(
-            rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms
-        )
+        tuner = Tuner(rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms)
         for tokens in settings.tokens:
             plain = step_of(layer, rows_of(settings, tokens, dist.get_rank()))
-            steps = {
-                strategy: _with(layer, strategy, plain) for strategy in static_choices(settings)
-            }
+            steps = {strategy: _with(layer, strategy, plain) for strategy in static_choices(settings)}
             took = interleaved(steps, settings.repeats)
             cell = {"form": form, "tokens": tokens}
             for strategy, times in took.items():

@@ -94,9 +94,7 @@ def combine_mask(weights_TK: Tensor, ids_TK: Tensor, num_experts: int, capacity:
         kept_T = place_T < capacity
         place_TC = F.one_hot(place_T.where(kept_T, 0), capacity)
         weighted_TE = (weights_TK[:, j] * kept_T).unsqueeze(1) * chosen_TE
-        combine_TEC = combine_TEC + torch.einsum(
-            "te,tc->tec", weighted_TE, place_TC.to(weighted_TE.dtype)
-        )
+        combine_TEC = combine_TEC + torch.einsum("te,tc->tec", weighted_TE, place_TC.to(weighted_TE.dtype))
     return combine_TEC
 
 
@@ -149,7 +147,5 @@ def _build(kind: type[Einsum], case: Case, inputs: Inputs, capacity: int) -> Ein
     mask_bytes = case.tokens * case.num_experts * capacity * itemsize
     most = MOST_MASK_BYTES[inputs.x_TD.device.type]
     if mask_bytes > most:
-        raise Unsupported(
-            f"its [T, E, C] mask would take {mask_bytes >> 20} MiB, more than {most >> 20}"
-        )
+        raise Unsupported(f"its [T, E, C] mask would take {mask_bytes >> 20} MiB, more than {most >> 20}")
     return kind(case, inputs, capacity)

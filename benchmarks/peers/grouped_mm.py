@@ -51,7 +51,5 @@ def build(case: Case, inputs: Inputs) -> GroupedMM:
         raise Unsupported("grouped_mm takes no float64")
     for name in ("model_dim", "hidden_dim"):
         if getattr(case, name) * dtype.itemsize % ALIGNMENT_BYTES:
-            raise Unsupported(
-                f"{name} {getattr(case, name)} is no multiple of {ALIGNMENT_BYTES} bytes"
-            )
+            raise Unsupported(f"{name} {getattr(case, name)} is no multiple of {ALIGNMENT_BYTES} bytes")
     return GroupedMM(case, inputs)

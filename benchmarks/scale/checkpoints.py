@@ -110,8 +110,7 @@ def zero_buckets(quick: bool) -> Iterator[Row]:
     machine, num_bytes = PRESETS["h100"], 2 * MATRICES * NUMEL
     for world in (8, 16) if quick else LARGE_WORLDS:
         parameters = [
-            nn.Parameter(torch.empty(NUMEL, dtype=torch.bfloat16, device="meta"))
-            for _ in range(MATRICES)
+            nn.Parameter(torch.empty(NUMEL, dtype=torch.bfloat16, device="meta")) for _ in range(MATRICES)
         ]
         _, buckets = partitions_of(parameters, Topology(world_size=world))
         nodes, each = world // LOCAL, num_bytes / world

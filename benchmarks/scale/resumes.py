@@ -34,9 +34,7 @@ def elastic_resumes(quick: bool) -> Iterator[Row]:
 
     batches = [[i] for i in range(1000 if quick else BATCHES)]
     for saved in (4, 8) if quick else (8, 64, 512):
-        iterator = ElasticEpochBatchIterator(
-            _Nothing(), list, batches, num_shards=2 * saved, shard_id=1
-        )
+        iterator = ElasticEpochBatchIterator(_Nothing(), list, batches, num_shards=2 * saved, shard_id=1)
         state = {"epoch": 1, "iterations_in_epoch": 10, "shuffle": True, "order_shards": saved,
                  "global_batches": 10 * saved}  # fmt: skip
         start = time.process_time()

@@ -15,9 +15,7 @@ register()
 class TinyMLPConfig(FairseqDataclass):
     """Sizes of the network."""
 
-    tiny_side: int = field(
-        default=8, metadata={"help": "pixels of a side, to which images are averaged"}
-    )
+    tiny_side: int = field(default=8, metadata={"help": "pixels of a side, to which images are averaged"})
     tiny_hidden: int = field(default=32, metadata={"help": "hidden units"})
 
 
@@ -28,9 +26,7 @@ class TinyMLP(BaseFairseqModel):
     def __init__(self, channels: int, classes: int, side: int, hidden: int) -> None:
         super().__init__()
         self.pool = nn.AdaptiveAvgPool2d(side)
-        self.hidden = nn.Sequential(
-            nn.Flatten(), nn.Linear(channels * side * side, hidden), nn.ReLU()
-        )
+        self.hidden = nn.Sequential(nn.Flatten(), nn.Linear(channels * side * side, hidden), nn.ReLU())
         self.output = nn.Linear(hidden, classes)
 
     @classmethod

@@ -78,17 +78,12 @@ def numbers(log: Path) -> list[float]:
 def row(logs: list[Path]) -> list[str]:
     """Return mean and deviation of each number."""
     columns = zip(*map(numbers, logs), strict=True)
-    return [
-        f"{statistics.mean(c):.2f} ± {statistics.stdev(c) if len(c) > 1 else 0:.2f}"
-        for c in columns
-    ]
+    return [f"{statistics.mean(c):.2f} ± {statistics.stdev(c) if len(c) > 1 else 0:.2f}" for c in columns]
 
 
 def main() -> None:
     """Train what is missing and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
@@ -117,14 +112,10 @@ def main() -> None:
             method: [log for (of, _), log in logs.items() if of == method and log.exists()]
             for method in METHODS
         }
-        rows = [
-            [method, len(found), *(row(found) if found else [])] for method, found in done.items()
-        ]
+        rows = [[method, len(found), *(row(found) if found else [])] for method, found in done.items()]
         print(f"\n{name}, error in percent\n")
         print(
-            tabulate(
-                rows, ("method", "seeds", "mean of softmaxes", "oracle", "a member"), "github"
-            ),
+            tabulate(rows, ("method", "seeds", "mean of softmaxes", "oracle", "a member"), "github"),
             flush=True,
         )
 

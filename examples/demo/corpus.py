@@ -71,9 +71,7 @@ def _source_files() -> list[Path]:
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = sorted(
-            name
-            for name in subfolders
-            if name not in SKIPPED_FOLDERS and not name.startswith("config-")
+            name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("config-")
         )
         files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     random.Random(1).shuffle(files)

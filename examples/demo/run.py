@@ -32,9 +32,7 @@ def main() -> None:
     def begin(step: str) -> None:
         print(f"\n== {step} (after {(monotonic() - started) / 60:.0f} min)", flush=True)
 
-    print(
-        "Seven steps, 4 minutes on two cores that nobody else uses, more on older ones.", flush=True
-    )
+    print("Seven steps, 4 minutes on two cores that nobody else uses, more on older ones.", flush=True)
     begin("1 of 7: a corpus of text and code, from this Python's own library")
     corpus.build(steps.CORPUS)
     begin("2 of 7: binarise it")

@@ -37,9 +37,7 @@ def preprocess(splits: Iterable[str]) -> None:
 
 def train(recipe: Recipe) -> float:
     """Train a model; return its speed in tokens per second."""
-    return tools.train(
-        recipe.name, [*_model(recipe), *training_flags(recipe)], OUT, TRAINING_PROGRESS
-    )
+    return tools.train(recipe.name, [*_model(recipe), *training_flags(recipe)], OUT, TRAINING_PROGRESS)
 
 
 def evaluate(recipe: Recipe) -> float:

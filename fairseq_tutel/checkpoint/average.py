@@ -30,9 +30,7 @@ def average(paths: list[Path]) -> SavedModel:
     for key in models[0]:
         tensors = [model[key] for model in models]
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
-            averaged[key] = mean(
-                [t.whole() if isinstance(t, ShardedTensor) else t for t in tensors]
-            )
+            averaged[key] = mean([t.whole() if isinstance(t, ShardedTensor) else t for t in tensors])
             continue
         if not isinstance(tensors[0], Tensor):
             averaged[key] = tensors[0]
@@ -60,8 +58,7 @@ def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict)
         if key not in expected or key not in found:
             holder, lacking = (first, other) if key in expected else (other, first)
             raise ValueError(
-                f"{holder} holds the weight {key} and {lacking} does not; average checkpoints of one "
-                "model."
+                f"{holder} holds the weight {key} and {lacking} does not; average checkpoints of one model."
             )
         shapes = [tuple(getattr(model[key], "shape", ())) for model in (expected, found)]
         if shapes[0] != shapes[1]:

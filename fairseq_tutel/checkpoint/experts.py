@@ -37,9 +37,7 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
-def gather_to_first(
-    tensor: Tensor, topology: Topology, slicing: Slice | None = None
-) -> Tensor | None:
+def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = None) -> Tensor | None:
     """Return the expert group's parts of a parameter joined in host memory on rank 0, else None.
 
     Only the expert group of rank 0 communicates; its ranks hold every expert once.
@@ -145,9 +143,7 @@ def save_in_shards(
     if any(names != len(tensors) for *_, names in everything):
         raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
     names = [
-        f"{p.file} {p.key} {p.digest}"
-        for _, _, _, pieces in tensors.values()
-        for p in pieces.values()
+        f"{p.file} {p.key} {p.digest}" for _, _, _, pieces in tensors.values() for p in pieces.values()
     ]
     sizes = {file: size for _, sizes, *_ in everything for file, size in sizes.items()}
     committed = _first_rank(lambda: _commit(folder, names, sizes))

@@ -82,9 +82,7 @@ def collect(save_dir: Path) -> None:
     try:
         named = set().union(*map(mentions, files))
     except Exception as error:  # Python's reader raises many types for a damaged zip
-        logger.warning(
-            "kept all folders of %s, since a checkpoint cannot be read: %s", parent, error
-        )
+        logger.warning("kept all folders of %s, since a checkpoint cannot be read: %s", parent, error)
         return
     for folder in folders:
         known = folder.resolve()

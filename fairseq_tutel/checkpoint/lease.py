@@ -67,9 +67,7 @@ class Writer:
 def this_process() -> Writer:
     """Return this process with a new token."""
     pid = os.getpid()
-    return Writer(
-        socket.gethostname(), pid, _machine(), _started(pid) or "", token=secrets.token_hex(4)
-    )
+    return Writer(socket.gethostname(), pid, _machine(), _started(pid) or "", token=secrets.token_hex(4))
 
 
 def _machine() -> str:

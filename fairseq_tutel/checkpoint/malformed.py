@@ -127,6 +127,4 @@ def _problem_of(key: Any, value: Any) -> str | None:
 
 def _error(path: str, value: Any, keys: tuple[str | int, ...], words: str) -> ValueError:
     name = ".".join(map(str, keys))
-    return ValueError(
-        f"{path} has {shown(value)} as {name}, which must be {words}; give another file."
-    )
+    return ValueError(f"{path} has {shown(value)} as {name}, which must be {words}; give another file.")

@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def walk(
-    tree: Any, opened: Callable[[Any], Any] = lambda node: node
-) -> Iterator[tuple[Any, Any, Any]]:
+def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (container, key, value) of every entry at any depth, each container once.
 
     The key of a list's entry is its index. The caller may replace `container[key]` meanwhile.

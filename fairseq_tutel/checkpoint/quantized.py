@@ -107,9 +107,7 @@ class Quantized:
         return out if is_wide else out.copy_(wide_RW.view(self.shape))
 
 
-def quantized_form(
-    expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> Quantized | None:
+def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
     """Return the format of an expert's tensor; None for biases and integers, which are not quantized."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
         return None
@@ -136,9 +134,7 @@ class RoundingError:
     def add(self, values: Tensor, rounded: Tensor) -> None:
         """Add the error of a tensor [..., W], computed in float64 for a block of rows at a time."""
         rows = max(1, BLOCK // max(1, values.shape[-1]))
-        blocks = zip(
-            *(x.detach().flatten(0, -2).split(rows) for x in (values, rounded)), strict=True
-        )
+        blocks = zip(*(x.detach().flatten(0, -2).split(rows) for x in (values, rounded)), strict=True)
         sums = [_sums(own.double(), other.double()) for own, other in blocks]
         squares_R, differences_R = map(torch.cat, zip(*sums, strict=True))
         self._squares += float(squares_R.sum())

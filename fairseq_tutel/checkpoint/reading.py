@@ -61,9 +61,7 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
 
 def _loaded(path: Path) -> Any:
     def load() -> Any:
-        return torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
-        )
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
     try:
         return load()

@@ -109,9 +109,7 @@ class SavedModel:
         flag: the argument that names the file, for errors.
     """
 
-    def __init__(
-        self, state: dict[str, Any], path: Path | None = None, flag: str = "--input"
-    ) -> None:
+    def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "--input") -> None:
         self.state, self.path, self.flag = state, path, flag
 
     @classmethod
@@ -128,9 +126,7 @@ class SavedModel:
         """
         state = read_file(path, flag)
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-            raise ValueError(
-                f"{flag} names {path}, which holds no model; give a fairseq checkpoint."
-            )
+            raise ValueError(f"{flag} names {path}, which holds no model; give a fairseq checkpoint.")
         refuse_malformed(state, f"{flag} {path}")
         bind(state, path)
         if not keep_shards:

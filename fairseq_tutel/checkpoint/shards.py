@@ -199,9 +199,7 @@ class ShardedTensor:
 
     def record(self) -> dict[str, Any]:
         """Return the record that replaces the tensor in a checkpoint."""
-        more = (
-            {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
-        )
+        more = {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
         return {
             MARK: QUANTIZED_VERSION if more else VERSION,
             "folder": self.folder,
@@ -221,9 +219,7 @@ def unreadable(path: Path, reason: str) -> ValueError:
     )
 
 
-def write_file(
-    values: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
+def write_file(values: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a shard file and call fsync; it is readable for the readers of its folder.
 
     Raises:

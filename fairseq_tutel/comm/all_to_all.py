@@ -185,9 +185,7 @@ class HierarchicalAllToAll(AllToAll):
     by_node: tuple[Move, Move]
 
     @classmethod
-    def of(
-        cls, device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any
-    ) -> Self:
+    def of(cls, device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any) -> Self:
         """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
         assert device.passing_LNE is not None and host.passing_LNE is not None
         nodes, local = grid.nodes, grid.local

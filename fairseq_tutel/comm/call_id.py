@@ -73,9 +73,7 @@ class CallId:
         counter.count += 1
         widest = max(layer.num_local for layer in _layers[counter.group])
         missing = max(0, widest - counts_PX.shape[1])
-        return torch.constant_pad_nd(
-            counts_PX, (1, missing), counter.layer << _LAYER_BIT | mode_and_count
-        )
+        return torch.constant_pad_nd(counts_PX, (1, missing), counter.layer << _LAYER_BIT | mode_and_count)
 
 
 NO_CALL_ID = CallId()
@@ -100,8 +98,7 @@ def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> Non
     for rank, number in zip(dist.get_process_group_ranks(group), numbers, strict=True):
         ranks_of.setdefault(number, []).append(rank)
     calls = "; ".join(
-        f"{name_ranks(sorted(ranks))} in {_call(number, group)}"
-        for number, ranks in ranks_of.items()
+        f"{name_ranks(sorted(ranks))} in {_call(number, group)}" for number, ranks in ranks_of.items()
     )
     raise CommunicationError(
         f"rank {dist.get_rank()} could not finish {operation}, since ranks make different calls ({calls}); "

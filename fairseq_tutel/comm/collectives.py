@@ -118,9 +118,7 @@ def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[
         return Started(call, operation, group), total
 
 
-def all_reduce(
-    tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM
-) -> None:
+def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> None:
     """Replace each rank's tensor by the sum (or maximum, …) of all ranks' tensors."""
     if group is None and world.size() == 1:
         return
@@ -198,9 +196,7 @@ def all_to_all(
     """
     out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
     with guarded(operation, group):
-        dist.all_to_all_single(
-            out, rows, receive and list(receive), send and list(send), group=group
-        )
+        dist.all_to_all_single(out, rows, receive and list(receive), send and list(send), group=group)
     return out
 
 

@@ -57,26 +57,20 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
     return count * (index + 1) // number - count * index // number
 
 
-def exchange_counts(
-    counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID
-) -> Counts:
+def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID) -> Counts:
     """Send every rank the number of rows for each of its experts. Collective."""
     received = all_to_all(call_id.prepended_to(counts_PE), OPERATION, group)
     return Counts(counts_PE, received[:, 1 : 1 + counts_PE.shape[1]], call_ids_P=received[:, 0])
 
 
-def exchange_counts_in_two_hops(
-    counts_PE: Tensor, grid: Grid, call_id: CallId = NO_CALL_ID
-) -> Counts:
+def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, call_id: CallId = NO_CALL_ID) -> Counts:
     """Send the counts as `exchange_counts` does, in two hops: the counts of a hierarchical all-to-all."""
     own = slice(1, 1 + counts_PE.shape[1])
     leaving_NLX = call_id.prepended_to(counts_PE).view(grid.nodes, grid.local, -1)
     passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), OPERATION, grid.node_group)
     received_NLX = all_to_all(passing_LNX.transpose(0, 1).contiguous(), OPERATION, grid.rail_group)
     received_PX = received_NLX.flatten(0, 1)
-    return Counts(
-        counts_PE, received_PX[:, own], passing_LNX[..., own], call_ids_P=received_PX[:, 0]
-    )
+    return Counts(counts_PE, received_PX[:, own], passing_LNX[..., own], call_ids_P=received_PX[:, 0])
 
 
 def exchange_all_counts(
@@ -86,6 +80,4 @@ def exchange_all_counts(
     received_PPX = all_gather(call_id.prepended_to(counts_PE), OPERATION, group)
     crossing_PPE = received_PPX[..., 1 : 1 + counts_PE.shape[1]]
     arriving_PE = crossing_PPE[:, dist.get_rank(group)]
-    return Counts(
-        counts_PE, arriving_PE, crossing_PPE=crossing_PPE, call_ids_P=received_PPX[:, 0, 0]
-    )
+    return Counts(counts_PE, arriving_PE, crossing_PPE=crossing_PPE, call_ids_P=received_PPX[:, 0, 0])

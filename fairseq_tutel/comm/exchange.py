@@ -205,9 +205,7 @@ def prepare(
     )
 
 
-def agreed_capacity(
-    counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID
-) -> int:
+def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:
     """Return the capacity that suffices on every rank: the largest count, at least 1. Collective.
 
     One small exchange, and the only host read of a padded forward. A capacity factor would give a bound for

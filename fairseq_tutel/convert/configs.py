@@ -18,9 +18,7 @@ def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
     """
     layers = [layer for layer in saved.layers if layer.has_experts]
     if not layers:
-        raise ValueError(
-            f"{saved.flag} names {saved.path}, whose model has no experts; give one that has."
-        )
+        raise ValueError(f"{saved.flag} names {saved.path}, whose model has no experts; give one that has.")
     return {layer: _config_of(saved, layer) for layer in layers}
 
 

@@ -42,9 +42,7 @@ def member(saved: SavedModel, number: int) -> SavedModel:
     prefix, left_out = f"members.{number}.", ("model", "last_optimizer_state")
     rest = {key: value for key, value in saved.state.items() if key not in left_out}
     made = SavedModel(copy.deepcopy(rest))
-    made.restart(
-        {k.removeprefix(prefix): t for k, t in saved.weights.items() if k.startswith(prefix)}
-    )
+    made.restart({k.removeprefix(prefix): t for k, t in saved.weights.items() if k.startswith(prefix)})
     _use_member_options(made)
     return made
 

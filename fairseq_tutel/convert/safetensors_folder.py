@@ -205,9 +205,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(content_of(path), object_hook=special)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise ValueError(
-            f"{path} cannot be read as JSON ({error}); give another folder."
-        ) from error
+        raise ValueError(f"{path} cannot be read as JSON ({error}); give another folder.") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -58,9 +58,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
     return stack
 
 
-def to_sharded(
-    saved: SavedModel, target: Path, expert_dtype: str = ""
-) -> dict[str, tuple[float, float]]:
+def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[str, tuple[float, float]]:
     """Write a checkpoint with experts, and optimizer state of their shapes, in shard files next to it.
 
     Args:
@@ -96,9 +94,7 @@ def to_sharded(
     return errors
 
 
-def _write_shards(
-    found: Stacks, target: Path, expert_dtype: str
-) -> tuple[str, list[ShardedTensor]]:
+def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:
     """Write all stacks, one file per layer; return the committed folder and the stacks."""
     folder, written = None, []
     try:

@@ -100,9 +100,7 @@ def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
         ValueError: tensors are missing, or it is another kind of Swin.
     """
     numbers = [
-        (int(match[1]), int(match[2]))
-        for match in map(BLOCK.fullmatch, theirs)
-        if match is not None
+        (int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match is not None
     ]
     stages = range(1 + max((stage for stage, _ in numbers), default=-1))
     depths = [1 + max((j for i, j in numbers if i == stage), default=-1) for stage in stages]
@@ -132,9 +130,7 @@ def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
         depths=_list(depths),
         heads=_list(heads),
         window=max(windows),
-        position_windows=_list(
-            [_trained_window(theirs, i, window) for i, window in enumerate(windows)]
-        ),
+        position_windows=_list([_trained_window(theirs, i, window) for i, window in enumerate(windows)]),
         mlp_ratio=hidden_dim / patch.shape[0],
     )
     return config, patch.shape[2] * 2 ** (len(depths) - 1) * windows[-1]

@@ -80,9 +80,7 @@ def _open_ranks(paths: list[Path], namespace: str | None) -> tuple[list[Tensors]
         ranks.append(weights)
         for name in ranks[0].keys() ^ weights.keys():
             lacking = path if name in ranks[0] else paths[0]
-            raise ValueError(
-                f"{FLAG} names {lacking}, which lacks {name}; give the files of one model."
-            )
+            raise ValueError(f"{FLAG} names {lacking}, which lacks {name}; give the files of one model.")
     return ranks, first, keys
 
 
@@ -122,9 +120,7 @@ def _layer_counts(ranks: list[Tensors], default: int | None) -> dict[str, int]:
         if name.rpartition(".")[2] == COUNT:
             layers[name.removesuffix(COUNT)] = int(tensor)
             if any(int(rank[name]) != int(tensor) for rank in ranks):
-                raise ValueError(
-                    f"{FLAG} has ranks that differ in {name}; give the files of one model."
-                )
+                raise ValueError(f"{FLAG} has ranks that differ in {name}; give the files of one model.")
         elif default is not None:
             found = re.fullmatch(r"(|.+\.)experts\.(?:batched_fc1_w|W_fc1)", name)
             if found is not None:
@@ -190,15 +186,11 @@ def our_layer(ranks: list[Tensors], prefix: str, num_experts: int) -> Tensors:
     """
     own = {name.removeprefix(prefix): t for name, t in ranks[0].items() if name.startswith(prefix)}
     gates = our_gates(own)
-    widths = [
-        gates[key].shape[1] for key in ("gate.weight", "gate.projection_weight") if key in gates
-    ]
+    widths = [gates[key].shape[1] for key in ("gate.weight", "gate.projection_weight") if key in gates]
     experts = [name for name in own if name.startswith("experts.")]
     if not experts:
         raise ValueError("lacks its experts")
-    parts = {
-        name.removeprefix("experts."): [rank[prefix + name] for rank in ranks] for name in experts
-    }
+    parts = {name.removeprefix("experts."): [rank[prefix + name] for rank in ranks] for name in experts}
     whole = our_experts(parts, num_experts, widths[0] if widths else None)
     return {**gates, **{f"experts.{key}": tensor for key, tensor in whole.items()}}
 

@@ -54,9 +54,7 @@ def to_ours(saved: SavedModel, layers: dict[str, int], activation: str) -> list[
     use_moe_names(saved)
     freq = _frequency(layers, options)
     if len(set(layers.values())) > 1:
-        raise ValueError(
-            "--input-prefix has layers of different numbers of experts; give one model's."
-        )
+        raise ValueError("--input-prefix has layers of different numbers of experts; give one model's.")
     has_dense = freq > 1 or not is_language_model(arch)
     dense = options.get("activation_fn", "relu")
     if has_dense and dense != activation:

@@ -50,9 +50,7 @@ def our_gates(theirs: Tensors) -> Tensors:
     return ours
 
 
-def our_experts(
-    parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None
-) -> Tensors:
+def our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
     """Return our tensors of all experts from the ranks' parts of Tutel's.
 
     Args:
@@ -64,9 +62,7 @@ def our_experts(
         ValueError: the parts are not E experts; the text continues the name of the layer.
     """
     if "W_fc1" in parts:
-        return {
-            ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()
-        }
+        return {ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()}
     if not FFN.keys() & parts.keys():
         if any(len(own) > experts for own in parts.values()):
             raise ValueError("has custom experts split over ranks, and their split is unknown")
@@ -117,9 +113,7 @@ def _our_llama(
 ) -> Tensor:
     """Return a tensor of llama_ffn; ranks hold it flat, padded if they share an expert."""
     if model_dim is None:
-        raise ValueError(
-            "has llama_ffn behind a custom gate, so that the width of a token is unknown"
-        )
+        raise ValueError("has llama_ffn behind a custom gate, so that the width of a token is unknown")
     if name not in parts:
         raise ValueError(f"lacks experts.{name}")
     own = parts[name]

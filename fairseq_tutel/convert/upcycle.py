@@ -148,9 +148,7 @@ def _config_of(args: argparse.Namespace, ffn: Mapping[str, Tensor], num_experts:
     )
 
 
-def _weights(
-    saved: SavedModel, configs: Mapping[Layer, MoEConfig], how: Variation
-) -> dict[str, Tensor]:
+def _weights(saved: SavedModel, configs: Mapping[Layer, MoEConfig], how: Variation) -> dict[str, Tensor]:
     """Return the MoE model's state dict in its order."""
     made: dict[str, Tensor] = {}
     first = {f"{layer.name}.{DENSE[0]}": layer for layer in configs}

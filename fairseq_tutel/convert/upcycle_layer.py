@@ -140,9 +140,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
     if config.choice == "experts":
         found.append("experts choose their tokens, and a token may have any number of them")
     elif not sums_to_1(config) and several:
-        found.append(
-            "the weights of a token's experts do not sum to 1 (--moe-normalize-gate before)"
-        )
+        found.append("the weights of a token's experts do not sum to 1 (--moe-normalize-gate before)")
     elif not sums_to_1(config) and scale == 1:
         found.append(
             "the weight of a token's one expert is its probability, not 1 (--moe-top-k 2 gives weights "
@@ -150,9 +148,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
             "one of nearly 1, by which the gate learns)"
         )
     elif not sums_to_1(config):
-        found.append(
-            f"the weight of a token's one expert is {scale:g} times its probability, not 1"
-        )
+        found.append(f"the weight of a token's one expert is {scale:g} times its probability, not 1")
     elif scale != 1:
         found.append(f"all weights are multiplied by {scale:g} (--moe-routed-scaling-factor)")
     if config.prescore and several:

@@ -250,9 +250,7 @@ class _Source:
 
 def _split(answers: Answers, counts_N: Tensor, tokens: list[int]) -> list[Answers]:
     """Return the answers of each sentence, without padding."""
-    parts = (
-        table[counts_N].split(tokens) for table in (answers.words_NK.cpu(), answers.logs_NK.cpu())
-    )
+    parts = (table[counts_N].split(tokens) for table in (answers.words_NK.cpu(), answers.logs_NK.cpu()))
     return [Answers(*part) for part in zip(*parts, strict=True)]
 
 
@@ -302,9 +300,7 @@ class MoEDistillationCriterion(FairseqCriterion):
         refuse_bad_values(read(DistillationConfig, cfg))
         name = plain(cfg.distill_criterion)
         if name not in _WITH_MIXIN:
-            raise ValueError(
-                f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}."
-            )
+            raise ValueError(f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}.")
         if "sentence" in name and cfg.regression_target:
             raise ValueError(
                 "--regression-target is set, with which a model returns numbers, not probabilities; drop "

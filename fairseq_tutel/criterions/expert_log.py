@@ -105,8 +105,7 @@ def expert_log(
 def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return logging outputs without the entries of `expert_log`; some criterions log all they find."""
     return [
-        {key: value for key, value in log.items() if not key.startswith(OURS)}
-        for log in logging_outputs
+        {key: value for key, value in log.items() if not key.startswith(OURS)} for log in logging_outputs
     ]
 
 
@@ -219,9 +218,7 @@ def _log_scalars(layout: Layout, sums_LN: Tensor, sums_2E: Tensor) -> None:
     for label, part, limited in _parts(layout):
         assigned_E = sums_2E[0, part].tolist()
         for e, load in enumerate(_load(sums_2E, part)):
-            metrics.log_scalar(
-                f"moe_load_{label}_expert{e}", load, sum(assigned_E), PRIORITY, round=3
-            )
+            metrics.log_scalar(f"moe_load_{label}_expert{e}", load, sum(assigned_E), PRIORITY, round=3)
         if limited:
             for e, share in enumerate(_dropped(sums_2E, part)):
                 metrics.log_scalar(
@@ -262,9 +259,7 @@ def _dropped(sums_2E: Tensor, part: slice) -> list[float]:
 def _parts(layout: Layout) -> Iterator[tuple[str, slice, bool]]:
     """Yield (label, slice of its experts, whether they can be full) of each logged layer."""
     ends = accumulate(layout.experts)
-    for label, size, end, limited in zip(
-        layout.layers, layout.experts, ends, layout.limited, strict=True
-    ):
+    for label, size, end, limited in zip(layout.layers, layout.experts, ends, layout.limited, strict=True):
         yield label, slice(end - size, end), limited
 
 

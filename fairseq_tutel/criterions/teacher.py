@@ -38,9 +38,7 @@ class Teacher:
         self.options, self.task, self.overrides = options, task, _read(options)
         self._model: nn.Module | None = None
         if not os.path.isfile(options.distill_teacher):
-            raise ValueError(
-                f"{FLAG} is {options.distill_teacher}, which is no file; give a checkpoint."
-            )
+            raise ValueError(f"{FLAG} is {options.distill_teacher}, which is no file; give a checkpoint.")
         if not has_an_end(options.distill_teacher):
             raise ValueError(
                 f"{FLAG} is {options.distill_teacher}, which is cut off or no checkpoint; give another."
@@ -51,9 +49,7 @@ class Teacher:
         """Whether ranks share its experts, so that all of them must call it equally often."""
         return self.options.distill_teacher_parallel_size > 1
 
-    def scores(
-        self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool
-    ) -> Tensor:
+    def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
         """Return the teacher's scores [N, V] for a call of the student, without gradients.
 
         Args:

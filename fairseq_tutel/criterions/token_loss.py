@@ -73,9 +73,7 @@ class _TokenLoss(torch.autograd.Function):
             scales_n1 = scales_N[rows].unsqueeze(1)
             own_nV = dlogits_NV[rows]
             same = own_nV.dtype == dloss.dtype
-            d_nV = torch.softmax(
-                logits_NV[rows], dim=1, dtype=dloss.dtype, out=own_nV if same else None
-            )
+            d_nV = torch.softmax(logits_NV[rows], dim=1, dtype=dloss.dtype, out=own_nV if same else None)
             d_nV.mul_(of_all * scales_n1)
             if of_each:
                 d_nV -= of_each * scales_n1
@@ -106,9 +104,7 @@ class TokenLossMixin:
             return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
         target = model.get_targets(sample, net_output)
         logits = net_output[0]
-        return token_loss(
-            logits.reshape(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
-        )
+        return token_loss(logits.reshape(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx)
 
 
 def _normalizes_logits(model: Any) -> bool:

@@ -64,11 +64,7 @@ WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_e
 
 def _register_variants() -> None:
     for name, stock in list(CRITERION_REGISTRY.items()):
-        if (
-            name.startswith("moe_")
-            or f"moe_{name}" in CRITERION_REGISTRY
-            or name in WITHOUT_VARIANT
-        ):
+        if name.startswith("moe_") or f"moe_{name}" in CRITERION_REGISTRY or name in WITHOUT_VARIANT:
             continue
         options = CRITERION_DATACLASS_REGISTRY.get(name)
         mixins, attributes = SPECIAL.get(name, ((GateLossMixin if options else _FlagsMixin,), {}))

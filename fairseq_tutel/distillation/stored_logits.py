@@ -143,9 +143,7 @@ class StoredLogits:
                 f"{FLAG} is {self.folder}, which can not be written: {error.strerror}."
             ) from error
         if not whole:  # no record may follow it in this file
-            raise ValueError(
-                f"{FLAG} is {self.folder}, which can not be written: the disk is full."
-            )
+            raise ValueError(f"{FLAG} is {self.folder}, which can not be written: the disk is full.")
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
         path = self.folder / ABOUT
@@ -162,9 +160,7 @@ class StoredLogits:
         except (OSError, ValueError):
             is_ours = False
         if not is_ours:
-            raise ValueError(
-                f"{FLAG} is {self.folder}, whose {ABOUT} is damaged; give another folder."
-            )
+            raise ValueError(f"{FLAG} is {self.folder}, whose {ABOUT} is damaged; give another folder.")
         for what, value in facts.items():
             if value is not None and found.get(what) != value:
                 raise ValueError(

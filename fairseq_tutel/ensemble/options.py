@@ -13,9 +13,7 @@ of_criterion = partial(option, of="criterion", theme="Ensembles")
 class EnsembleConfig:
     """The options of an ensemble, in addition to those of its members."""
 
-    ensemble_arch: str = of_model(
-        "", "architecture of the members; its options are given as further flags"
-    )
+    ensemble_arch: str = of_model("", "architecture of the members; its options are given as further flags")
     ensemble_size: int = of_model(5, "number of members", rule=whole(2))
     ensemble_share_after: str = of_model(
         "",

@@ -62,9 +62,7 @@ class Buffer:
 
     def __init__(self, layout: BufferLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
-        self.tensors = {
-            f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields
-        }
+        self.tensors = {f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields}
         self._packed = {f.name: f.packed for f in layout.fields}
         self.freed: torch.cuda.Event | None = None
 

@@ -96,9 +96,7 @@ class FromFiles:
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first
-        self.layout = BufferLayout.of(
-            {name: (*t.stored, t.quantized) for name, t in tensors.items()}
-        )
+        self.layout = BufferLayout.of({name: (*t.stored, t.quantized) for name, t in tensors.items()})
 
     def read(self, expert: int, buffer: Buffer) -> None:
         """Read an expert into a buffer; on a GPU, by way of one on the host."""
@@ -134,9 +132,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
     _read_whole(descriptor, [memoryview(text)], 8)
     try:
         entries = {k: v["data_offsets"] for k, v in parse_json(text).items() if k != "__metadata__"}
-        spans = {
-            key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()
-        }
+        spans = {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()}
         last = max((end for _, end in spans.values()), default=size)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable(path, "its header is none of a safetensors file") from error

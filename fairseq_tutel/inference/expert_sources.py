@@ -28,21 +28,15 @@ class _FromTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor], stack: ExpertStack) -> None:
         self._tensors = tensors
-        self._first = {
-            n: stack.first if len(t) > stack.num_local else 0 for n, t in tensors.items()
-        }
-        self.layout = BufferLayout.of(
-            {n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()}
-        )
+        self._first = {n: stack.first if len(t) > stack.num_local else 0 for n, t in tensors.items()}
+        self.layout = BufferLayout.of({n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()})
 
     def read(self, expert: int, buffer: Buffer) -> None:
         for name, tensor in self._tensors.items():
             buffer.tensors[name].copy_(tensor[self._first[name] + expert].detach())
 
 
-def source_of(
-    stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles
-) -> Source:
+def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
     """Return the source of a stack's experts.
 
     Raises:

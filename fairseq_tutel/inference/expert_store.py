@@ -335,9 +335,7 @@ def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer]) -> Any:
 
 def _refuse_unknown(argument: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ValueError(
-            f"{argument} of an expert store is {value!r}; choose from {', '.join(known)}."
-        )
+        raise ValueError(f"{argument} of an expert store is {value!r}; choose from {', '.join(known)}.")
 
 
 def _end(fetcher: Fetcher, files: ShardFiles) -> None:

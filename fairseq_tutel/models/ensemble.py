@@ -155,9 +155,7 @@ class EnsembleModel(BaseFairseqModel):
             )
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
         # Of fairseq's layers, and of Swin's.
-        if any(
-            hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above
-        ):
+        if any(hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above):
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes "
                 "without the other members; name a whole layer, or drop one."
@@ -182,9 +180,7 @@ def _member_options(args: Any, task: Any) -> Any:
     """Return a member's configuration: a namespace or its dataclass, as its architecture expects."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
-    flat: Any = (
-        OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
-    )
+    flat: Any = OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
     own = {item.key for item in options_in(EnsembleConfig)}
     given = {key: value for key, value in flat.items() if key not in own and key != "_name"}
     if options is None:
@@ -194,9 +190,7 @@ def _member_options(args: Any, task: Any) -> Any:
     member._name = arch
     # Its interpolations refer to the run's configuration, as ${task.tokens_per_sample}.
     root = args._get_root() if OmegaConf.is_config(args) else root_of(task)
-    member.__dict__["_parent"] = (
-        root if root is not None else OmegaConf.create({"task": config_of(task)})
-    )
+    member.__dict__["_parent"] = root if root is not None else OmegaConf.create({"task": config_of(task)})
     if is_opened(args):
         member._set_flag(OPENED, True)
     return member

@@ -103,9 +103,7 @@ def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
     threshold_T1 = _wide(gate.logits_TE).topk(top_k, dim=1).values[:, -1:]
-    return _importance_and_load(
-        routing, probs_TE, _normal_cdf((probs_TE - threshold_T1) / gate.noise)
-    )
+    return _importance_and_load(routing, probs_TE, _normal_cdf((probs_TE - threshold_T1) / gate.noise))
 
 
 def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -171,9 +169,7 @@ LOSSES = {
 }
 
 
-def balance_losses(
-    names: dict[str, float], routing: Routing, gate: GateOutput
-) -> dict[str, Tensor]:
+def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) -> dict[str, Tensor]:
     """Return the scalar of every named loss; `names` maps name to weight, see parse_balance_loss."""
     return {name: LOSSES[name](routing, gate) for name in names}
 

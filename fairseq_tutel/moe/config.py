@@ -60,9 +60,7 @@ TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give at least 0.01, the ga
 # Conditions under which an option has no effect. f: plugin's Facts; f.layer: the first layer's MoEConfig.
 NO_CAPACITY = needs(
     lambda f: bool(
-        f.layer.capacity_factor
-        or f.layer.eval_capacity_factor
-        or f.layer.eval_capacity_token_fraction > 0
+        f.layer.capacity_factor or f.layer.eval_capacity_factor or f.layer.eval_capacity_token_fraction > 0
     ),
     "a capacity, such as --moe-capacity-factor 1",
 )
@@ -96,9 +94,7 @@ class MoEConfig:
 
     prefix: ClassVar[str] = "moe_"  # of the keys
     # Fields without `of` are set from the stock model's options, or from ModelConfig.
-    model_dim: int = option(
-        MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim"
-    )
+    model_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim")
     hidden_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-ffn-dim")
     num_experts: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-count")
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)

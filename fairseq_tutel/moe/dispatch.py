@@ -14,9 +14,7 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.routing import Routing
 
 
-def dispatch(
-    x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False
-) -> Tensor:
+def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
     """Return rows_RD, expert-major: every row is the token of its assignment, or zeros.
 
     With `prescore` a row is the token times the assignment's weight.
@@ -26,9 +24,7 @@ def dispatch(
     return _Dispatch.apply(x_TD, weights_TK, routing.row_of_TK, routing.source_of_R, ops)
 
 
-def combine(
-    rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False
-) -> Tensor:
+def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
     """Return y_TD, each token's weighted sum of its experts' outputs.
 
     `rows_RD` may be shorter than R: the unused tail of the compact layout can be cut.

@@ -303,9 +303,7 @@ class ExpertStack(nn.Module):
     def _held(self) -> tuple[int, ...]:
         return (self.config.num_experts, *dataclasses.astuple(self.part))
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._refuse_offloaded(prefix)
         if self._saved_by_rank:
             self._check_part(state_dict, prefix, local_metadata.get("part"))
@@ -354,9 +352,7 @@ class ExpertStack(nn.Module):
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
         """Register a loaded tensor as a parameter and return it."""
         old: nn.Parameter = getattr(self, name)
-        if (
-            tensor.untyped_storage().nbytes() > tensor.nbytes
-        ):  # the whole storage would stay in memory
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # the whole storage would stay in memory
             tensor = tensor.clone()
         taken = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
         self.register_parameter(name, taken)

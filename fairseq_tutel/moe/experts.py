@@ -44,9 +44,7 @@ class Experts(ExpertStack):
     }
     added: ClassVar[tuple[str, ...]] = ("fc2_bias",)
 
-    def __init__(
-        self, config: MoEConfig, part: Part | None = None, device: str | None = None
-    ) -> None:
+    def __init__(self, config: MoEConfig, part: Part | None = None, device: str | None = None) -> None:
         super().__init__(config, part)
         slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
@@ -60,13 +58,9 @@ class Experts(ExpertStack):
             weight = torch.empty(self.num_local, out_dim, in_dim, device=device)
             self.register_parameter(f"{name}_weight", nn.Parameter(weight))
             bias = torch.empty(self.num_local, bias_dim, device=device)
-            self.register_parameter(
-                f"{name}_bias", nn.Parameter(bias) if config.expert_bias else None
-            )
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias) if config.expert_bias else None)
         # One layer norm for all experts (fairseq's --scale-fc): an ordinary, replicated module.
-        self.hidden_layer_norm = (
-            nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
-        )
+        self.hidden_layer_norm = nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
@@ -270,9 +264,7 @@ def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> E
     return Experts(config, part, device)
 
 
-def apply_map(
-    name: str, rows: Tensor, groups: Groups, tensors: Tensors, backend: str = "auto"
-) -> Tensor:
+def apply_map(name: str, rows: Tensor, groups: Groups, tensors: Tensors, backend: str = "auto") -> Tensor:
     """Apply the named map of every expert to its rows."""
     weight, bias = tensors[f"{name}_weight"], tensors.get(f"{name}_bias")
     return grouped_linear(rows, groups, weight, bias, backend)

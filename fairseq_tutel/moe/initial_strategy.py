@@ -103,9 +103,7 @@ def predicted_seconds(
         glu=config.expert_type == "glu",
     )
     cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-    return step_seconds(
-        work, machine, cluster, replace(strategy, adaptive_r=degree, algorithm=algorithm)
-    )
+    return step_seconds(work, machine, cluster, replace(strategy, adaptive_r=degree, algorithm=algorithm))
 
 
 def is_tuned(config: MoEConfig) -> bool:

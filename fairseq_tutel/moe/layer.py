@@ -119,9 +119,7 @@ class MoELayer(nn.Module):
         self.configure(config, gate_configs or [config] * len(config.gate_types))
         autotune.allow(config.kernel_tuning_seconds)  # for the whole process
         if gates is None:
-            kinds = (
-                config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
-            )
+            kinds = config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
             gates = [build_gate(c, kind) for c, kind in zip(self.gate_configs, kinds, strict=True)]
         self.gate = gates[0]
         self.other_gates = nn.ModuleList(gates[1:])
@@ -131,9 +129,7 @@ class MoELayer(nn.Module):
         has_beside = config.shared_experts > 0 or config.residual
         self.beside = SharedResidualExperts(config) if has_beside else None
         self.balance_bias = (
-            BalanceBias(config.num_experts, config.bias_update_rate)
-            if config.balance_bias
-            else None
+            BalanceBias(config.num_experts, config.bias_update_rate) if config.balance_bias else None
         )
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)

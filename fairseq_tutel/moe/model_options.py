@@ -58,9 +58,7 @@ class ModelConfig:
     )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")
-    no_moe_gating_use_fp32: bool = routing(
-        False, "compute the gate and its softmax in the model's dtype"
-    )
+    no_moe_gating_use_fp32: bool = routing(False, "compute the gate and its softmax in the model's dtype")
     moe_batch_prioritized_routing: bool = older("drop_policy", "bpr")
     moe_normalize_gate_prob_before_dropping: bool = older("normalize_gate", "before")
     use_moe_pad_mask: bool = accepted(False, "padding is never routed")

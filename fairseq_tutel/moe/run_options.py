@@ -36,9 +36,7 @@ class TaskConfig:
         rule=(AT_LEAST_0[0], "give the ranks per node, or 0 for the launcher's value"),
         no_effect=(
             needs(
-                lambda f: (
-                    f.plans or f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto"
-                ),
+                lambda f: f.plans or f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto",
                 "--moe-a2a-algorithm 2dh or auto, --moe-collective-plans or --moe-adaptive auto",
             ),
         ),

@@ -70,9 +70,7 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
     return fraction < 0 or (config.choice == "experts" and unset)
 
 
-def capacity_of(
-    config: MoEConfig, training: bool, factor: float | Capacity | None = None
-) -> Capacity:
+def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
     """Return the rule of a forward.
 
     Args:
@@ -105,9 +103,7 @@ def capacity_of(
 # may a policy draw from torch's global generator.
 
 
-def by_position(
-    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
-) -> Tensor:
+def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
     """First choices before second ones, then (sentence, time) order."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
@@ -124,9 +120,7 @@ def by_largest_score(
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
-def at_random(
-    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
-) -> Tensor:
+def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
     """First choices before second ones, tokens in an order drawn for each; outside training by position.
 
     Source: random token selection, Rajbhandari et al. 2022 (DeepSpeed-MoE).
@@ -139,9 +133,7 @@ def at_random(
     return _choice_by_choice(keys_KT.argsort(dim=1))
 
 
-def by_own_score(
-    scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
-) -> Tensor:
+def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
     """All assignments by the score of their own expert, regardless of the choice."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
@@ -163,9 +155,7 @@ DROP_POLICIES = {
 }
 
 
-def sentence_order(
-    num_tokens: int, time_first: tuple[int, int] | None, device: torch.device
-) -> Tensor:
+def sentence_order(num_tokens: int, time_first: tuple[int, int] | None, device: torch.device) -> Tensor:
     """Return the tokens [T] int64 in (sentence, time) order."""
     tokens_T = torch.arange(num_tokens, device=device)
     return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)

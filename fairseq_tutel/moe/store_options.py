@@ -9,8 +9,7 @@ STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
 STORE_TIERS = ("host", "disk")
 EVICTIONS = ("lfu", "lru", "fifo")
 CACHE_SIZES = (
-    "give a number of experts, such as 64, or of bytes with a unit, such as 512MiB "
-    f"({', '.join(UNITS)})"
+    f"give a number of experts, such as 64, or of bytes with a unit, such as 512MiB ({', '.join(UNITS)})"
 )
 NO_STORE = needs(lambda f: f.store.moe_expert_store != "resident", "--moe-expert-store")
 

@@ -32,9 +32,7 @@ from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 
-WIDENING = (
-    0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
-)
+WIDENING = 0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
 WARM_UPDATES = (
     2  # the first allocates the optimizer state; the peak of the second determines the free memory
 )
@@ -254,9 +252,7 @@ class UpdateTuner:
         for layer in self.layers:
             own = sum(p.numel() * p.element_size() for p in _weights(layer))
             ranks = layer.topology.expert_parallel_size
-            total += (
-                2 * own * (ranks if degree == 0 else max(1, layer.experts.part.slices // degree))
-            )
+            total += 2 * own * (ranks if degree == 0 else max(1, layer.experts.part.slices // degree))
         return total
 
     def _device(self) -> torch.device:

@@ -152,9 +152,7 @@ class MoEOptimizerMixin:
     def _cut_state(self, state: dict[int, dict[str, Any]]) -> None:
         """Convert a saved state of this rank's experts to the optimizer's form, in place."""
 
-    def load_state_dict(
-        self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
         """Load a state of all experts and keep this rank's part; masters are copied to the parameters."""
         if ONLY_OF_RANK in state_dict:
             raise ValueError(

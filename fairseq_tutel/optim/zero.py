@@ -226,9 +226,7 @@ class ZeroOptimizerMixin(MoEOptimizerMixin):
         state = self.optimizer.state.get(self.zero.parameters[index], {})
         whole = self.zero.whole_state(index, state)
         shape = self.zero.partitions[index].parameter.shape
-        return {
-            key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape
-        }
+        return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
         """Give state that is whole on this rank its parameter's shape, in place."""

@@ -113,9 +113,7 @@ def experts_seconds(
     return 2 * seconds if backward else seconds
 
 
-def step_parts(
-    work: Work, machine: Machine, cluster: Cluster, strategy: Strategy
-) -> dict[str, float]:
+def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the seconds of each part of a step: forward and backward of all layers.
 
     "exchange" is the part of all-to-alls that is not overlapped with the experts.
@@ -141,9 +139,7 @@ def step_parts(
     for backward in (False, True):
         chunk = experts_seconds(work, machine, cluster, strategy, backward=backward)
         layer["experts"] += strategy.overlap * chunk
-        layer["exchange"] += (
-            _pipelined(exchange, chunk, strategy.overlap) - strategy.overlap * chunk
-        )
+        layer["exchange"] += _pipelined(exchange, chunk, strategy.overlap) - strategy.overlap * chunk
     dense = work.dense_parameters
     return {
         **{part: work.layers * seconds for part, seconds in layer.items()},
@@ -299,9 +295,7 @@ def _local_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Str
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 
 
-def _exchange_seconds(
-    num_bytes: float, machine: Machine, cluster: Cluster, strategy: Strategy
-) -> float:
+def _exchange_seconds(num_bytes: float, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
     """Return the seconds of one all-to-all of the EP group, 0 if no rows are sent."""
     if not _sends_rows(cluster, strategy):
         return 0.0

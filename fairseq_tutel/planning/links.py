@@ -50,9 +50,7 @@ def exchange_seconds(
     )
 
 
-def plan_seconds(
-    loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int
-) -> float:
+def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int) -> float:
     """Return the seconds of a collective plan; for a linear all-to-all, equal to `exchange_seconds`.
 
     `loads` has, for each round, fractions of `bytes_per_rank` by (source, target).
@@ -221,9 +219,7 @@ def relative_errors(rows: Sequence[Row], machine: Machine) -> Errors:
 def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
     """Return the errors of (predicted, measured) seconds."""
     errors = [abs(predicted_s / measured_s - 1) for predicted_s, measured_s in pairs]
-    return Errors(
-        median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9)), largest=max(errors)
-    )
+    return Errors(median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9)), largest=max(errors))
 
 
 def _columns(row: Row, machine: Machine) -> list[float]:
@@ -249,9 +245,7 @@ def _regroup(row: Row, machine: Machine) -> float:
     return 2 * regroup_seconds(row["bytes_per_rank"], machine)
 
 
-def _machine_of(
-    columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, start: Machine
-) -> Machine:
+def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, start: Machine) -> Machine:
     seen = [bool(columns[:, 2].any()), bool(columns[:, 4].any())]
     used = [i for i, told in zip((1, 2, 3, 4), np.repeat(seen, 2), strict=True) if told]
     with_launch = columns[:, [0, *used]]
@@ -273,14 +267,10 @@ def _machine_of(
 
 def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
     """Return the fitted link, with the numbers of `start` for those that were not determined."""
-    return Link(
-        start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s
-    )
+    return Link(start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s)
 
 
-def _solve(
-    columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray | None = None
-) -> list[float]:
+def _solve(columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray | None = None) -> list[float]:
     """Return the coefficients of the least relative errors, none below 0.
 
     Columns with negative coefficients are left out, the most negative first.

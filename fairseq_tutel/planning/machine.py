@@ -53,9 +53,7 @@ class Machine:
         try:
             values = json_of(path)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{path} cannot be read as a hardware profile ({error}); {fix}."
-            ) from error
+            raise ValueError(f"{path} cannot be read as a hardware profile ({error}); {fix}.") from error
         known = {field.name for field in fields(cls)}
         optional = {"launch_s", *_FLAGS}
         if not isinstance(values, dict) or not known - optional <= set(values) <= known:

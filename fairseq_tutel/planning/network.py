@@ -176,9 +176,7 @@ def checked(network: Network) -> Network:
     for host, local in _repeated(network.places):
         _demand(False, f"two GPUs are local rank {local} of host {host}")
     for source, target in _repeated(link[:2] for link in network.links):
-        _demand(
-            False, f"two links lead from {names[source]} to {names[target]}; give one of their sum"
-        )
+        _demand(False, f"two links lead from {names[source]} to {names[target]}; give one of their sum")
     for vertex, name in enumerate(names):
         received = sum(row[vertex] for row in network.matrix)
         sent = sum(network.matrix[vertex])
@@ -212,9 +210,7 @@ def _gpu_of(data: Any) -> tuple[int, int, str]:
 
 def _link_of(data: Any, index: Mapping[str, int]) -> Link:
     _demand(
-        isinstance(data, list)
-        and len(data) == 3
-        and all(isinstance(name, str) for name in data[:2]),
+        isinstance(data, list) and len(data) == 3 and all(isinstance(name, str) for name in data[:2]),
         f"{data!r} is no link, as [from, to, bandwidth]",
     )
     source, target, bandwidth = data
@@ -223,9 +219,7 @@ def _link_of(data: Any, index: Mapping[str, int]) -> Link:
         _demand(name in index, f"{where} names {name!r}, which is no vertex")
     _demand(source != target, f"{where} ends where it begins")
     is_width = _is_whole(bandwidth) and 0 < bandwidth <= WIDEST
-    _demand(
-        is_width, f"{where} has the bandwidth {bandwidth!r:.40}, no whole number from 1 to {WIDEST}"
-    )
+    _demand(is_width, f"{where} has the bandwidth {bandwidth!r:.40}, no whole number from 1 to {WIDEST}")
     return Link(index[source], index[target], bandwidth)
 
 

@@ -93,9 +93,7 @@ class Tuner:
         return {
             key: {
                 "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
-                "costs": [
-                    {**dataclasses.asdict(strategy), "costs": c} for strategy, c in costs.items()
-                ],
+                "costs": [{**dataclasses.asdict(strategy), "costs": c} for strategy, c in costs.items()],
             }
             for key, costs in self.costs.items()
         }

@@ -287,9 +287,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "network": plan.network,
         "cut": plan.cut,
         "channels": [[each.source, each.target, each.kind] for each in plan.channels],
-        "programs": [
-            [[_step_to_json(s) for s in lane] for lane in lanes] for lanes in plan.programs
-        ],
+        "programs": [[[_step_to_json(s) for s in lane] for lane in lanes] for lanes in plan.programs],
     }
 
 
@@ -359,9 +357,7 @@ def _step_of(data: Any, where: str) -> Step:
     known = isinstance(op, str) and op in OPERATIONS
     _demand(known, f"{where} has the unknown operation {op!r}")
     wanted = {"op", *OPERATIONS[op]}
-    _demand(
-        set(data) == wanted, f"{where}, a {op}, has the fields {sorted(data)}, not {sorted(wanted)}"
-    )
+    _demand(set(data) == wanted, f"{where}, a {op}, has the fields {sorted(data)}, not {sorted(wanted)}")
     fields: dict[str, Any] = {}
     for name in OPERATIONS[op]:
         if name == "src":

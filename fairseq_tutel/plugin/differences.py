@@ -35,9 +35,7 @@ def _below(state_dict: Any, prefix: str) -> Any:
     """Return the entries of one of several models, by its own names."""
     if not prefix:
         return state_dict
-    return {
-        key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)
-    }
+    return {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
 
 
 def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:

@@ -130,9 +130,7 @@ class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
         generator = task.build_generator(self.models, cfg.generation)
         self._stripped = get_symbols_to_strip_from_output(generator)  # a language's token
 
-    def translate(
-        self, sentences: Any, beam: int = 5, verbose: bool = False, **options: Any
-    ) -> Any:
+    def translate(self, sentences: Any, beam: int = 5, verbose: bool = False, **options: Any) -> Any:
         """Return the translation of one sentence or of each; `options` are those of `generate`."""
         if isinstance(sentences, str):
             return self.translate([sentences], beam, verbose, **options)[0]
@@ -328,9 +326,7 @@ def _texts(argument: str, given: Any) -> Any:
     texts = list(given) if isinstance(given, Iterable) else [given]
     for text in texts:
         if not isinstance(text, str):
-            raise ValueError(
-                f"{argument} has {reprlib.repr(text)}; give a text, or a list of texts."
-            )
+            raise ValueError(f"{argument} has {reprlib.repr(text)}; give a text, or a list of texts.")
     return texts
 
 

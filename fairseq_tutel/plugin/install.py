@@ -189,9 +189,7 @@ class _Installation:
             facts = layer_facts(chosen.layer, activation) | of_sides.get(chosen.side, {})
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
         self.local = node_size(self.configs[0], self.task_cfg)
-        self.store = store_options(
-            self.task_cfg, self.configs[0], self.opened, self.ahead > 0, self.device
-        )
+        self.store = store_options(self.task_cfg, self.configs[0], self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
         """Choose which rank holds which experts. Collective where ranks share them."""
@@ -225,9 +223,7 @@ class _Installation:
         if self.ahead:
             pregate_stacks(model, self.ahead)
         watch_micro_batches(model)
-        model.register_load_state_dict_pre_hook(
-            end_where_it_differs if self.training else log_difference
-        )
+        model.register_load_state_dict_pre_hook(end_where_it_differs if self.training else log_difference)
         # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
         model._ddp_params_and_buffers_to_ignore = [
             name for name, parameter in model.named_parameters() if is_expert(parameter)
@@ -292,12 +288,7 @@ def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
         return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = sum(
-        4
-        * 2
-        * config.model_dim
-        * config.hidden_dim
-        * config.num_experts
-        // topology.expert_parallel_size
+        4 * 2 * config.model_dim * config.hidden_dim * config.num_experts // topology.expert_parallel_size
         for config in configs
         if not is_custom(config.expert_type)  # a custom class's weights may have any size
     )

@@ -100,9 +100,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     collectives.use(PlanBackend(plans, local) if plans else None)
 
 
-def tuned_algorithms(
-    layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float
-) -> tuple[str, ...]:
+def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
     """Return the all-to-alls that a tuner tries: linear, 2dh and plans that are not predicted to be slow.
 
     Args:
@@ -135,9 +133,7 @@ def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology, local: int) ->
     if topology.expert_group is None:
         return []
     ranks = dist.get_process_group_ranks(topology.expert_group)
-    return [
-        each for each in plans if each.plan.collective == "all_to_all" and each.fits(ranks, local)
-    ]
+    return [each for each in plans if each.plan.collective == "all_to_all" and each.fits(ranks, local)]
 
 
 def _groups(topology: Topology) -> list[Sequence[int]]:

@@ -47,9 +47,7 @@ class RunState:
     is_saving: bool = False
     command: "Command | None" = None
     opens_teacher: bool = False
-    stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(
-        default_factory=WeakValueDictionary
-    )
+    stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(default_factory=WeakValueDictionary)
     plans: "dict[str, tuple[PlacedPlan, ...]]" = field(default_factory=dict)
     at_exit: list[Callable[[], None]] = field(default_factory=list)
 

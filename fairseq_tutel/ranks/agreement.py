@@ -97,9 +97,7 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
         alike.setdefault(store.get(f"{prefix}/digest/{rank}"), []).append(rank)
     if len(alike) == 1:
         return [], ""
-    parties = [
-        (same, json.loads(store.get(f"{prefix}/facts/{same[0]}"))) for same in alike.values()
-    ]
+    parties = [(same, json.loads(store.get(f"{prefix}/facts/{same[0]}"))) for same in alike.values()]
     return [], _sentence(parties)
 
 
@@ -114,10 +112,7 @@ def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
         if len(ranks_of) > 1:
             is_long = max(map(len, ranks_of)) > SHOWN_CHARACTERS
             alike = _alike(list(ranks_of)) if is_long else 0
-            values = (
-                f"{_shown(text, alike)} on {name_ranks(sorted(on))}"
-                for text, on in ranks_of.items()
-            )
+            values = (f"{_shown(text, alike)} on {name_ranks(sorted(on))}" for text, on in ranks_of.items())
             differing.append(f"{name} is {' and '.join(values)}")
     more = len(differing) - SHOWN_FACTS
     others = f" ({more} more differ)" if more > 0 else ""

@@ -295,9 +295,7 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
     return made[size, shares]
 
 
-def _split(
-    group: dist.ProcessGroup, world: int, rank: int, size: int, shares: tuple[int, ...]
-) -> Topology:
+def _split(group: dist.ProcessGroup, world: int, rank: int, size: int, shares: tuple[int, ...]) -> Topology:
     def around(number: int) -> dist.ProcessGroup:
         first = rank - rank % number
         return group if number == world else _new_group(group, range(first, first + number))

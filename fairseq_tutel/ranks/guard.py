@@ -91,9 +91,7 @@ class guarded:  # noqa: N801 - a context manager
 
     __slots__ = ("group", "operation", "start", "timed")
 
-    def __init__(
-        self, operation: str, group: dist.ProcessGroup | None = None, timed: bool = True
-    ) -> None:
+    def __init__(self, operation: str, group: dist.ProcessGroup | None = None, timed: bool = True) -> None:
         self.operation, self.group, self.timed = operation, group, timed
 
     def __enter__(self) -> None:
@@ -101,9 +99,7 @@ class guarded:  # noqa: N801 - a context manager
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and is_of_communication(error):
-            after = (
-                f" and gave up after {time.perf_counter() - self.start:.1f} s" if self.timed else ""
-            )
+            after = f" and gave up after {time.perf_counter() - self.start:.1f} s" if self.timed else ""
             what = f"could not finish {self.operation}{after}"
             raise CommunicationError(_explain(what, self.group)) from error
 

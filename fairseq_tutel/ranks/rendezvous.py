@@ -110,11 +110,7 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         DistStoreError: a rank did not arrive.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    name = (
-        _publish_name(store, world_size, deadline)
-        if rank == 0
-        else _request_name(store, rank, deadline)
-    )
+    name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
     return PrefixStore(f"{PREFIX}/{name}", store)
 
 

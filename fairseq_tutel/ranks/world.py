@@ -36,9 +36,7 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def all_gather_object(
-    own: Any, operation: str, group: dist.ProcessGroup | None = None
-) -> list[Any]:
+def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the objects of all ranks of a group, by rank. Collective.
 
     Args:

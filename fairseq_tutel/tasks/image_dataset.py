@@ -90,14 +90,10 @@ class ImageDataset(FairseqDataset):
         """Return batches of --batch-size images, or --max-tokens, without rounding to a multiple."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
         if size < 1:
-            raise ValueError(
-                f"--batch-size or --max-tokens is {size}; give a number of at least 1."
-            )
+            raise ValueError(f"--batch-size or --max-tokens is {size}; give a number of at least 1.")
         return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
-    def filter_indices_by_size(
-        self, indices: np.ndarray, max_sizes: Any
-    ) -> tuple[np.ndarray, list]:
+    def filter_indices_by_size(self, indices: np.ndarray, max_sizes: Any) -> tuple[np.ndarray, list]:
         """Return all: images have no length."""
         return indices, []
 

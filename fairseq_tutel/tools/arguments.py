@@ -29,9 +29,7 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
     """Check that numbers are at least 1, --top-k is at most --experts, and --dtype is in DTYPES."""
     for key, _, _ in numbers:
         if getattr(arguments, key) < 1:
-            raise ValueError(
-                f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1."
-            )
+            raise ValueError(f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1.")
     if arguments.top_k > arguments.experts:
         raise ValueError(
             f"--top-k is {arguments.top_k} of {arguments.experts} --experts; give at most the experts."

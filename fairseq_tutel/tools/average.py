@@ -28,9 +28,7 @@ NAMES = {
 
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
-    parser = tools.add_parser(
-        "average", help="average the weights of checkpoints", description=__doc__
-    )
+    parser = tools.add_parser("average", help="average the weights of checkpoints", description=__doc__)
     text = "checkpoints; or, with one of the --num- flags, the folder that holds them"
     parser.add_argument("--inputs", required=True, nargs="+", metavar="FILE", help=text)
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")

@@ -128,9 +128,7 @@ def _fairseq_classes(on_gpu: bool) -> tuple[str, str]:
     adam = f"torch's fused AdamW for fp32 and fp64, fairseq's loop for half weights, since: {why}"
     norm = f"torch's, since: {why}"
     if on_gpu and get_fused_adam_class() is not None:
-        adam = (
-            "apex's FusedAdam, since it can be imported; torch's fused AdamW with --fp16-adam-stats"
-        )
+        adam = "apex's FusedAdam, since it can be imported; torch's fused AdamW with --fp16-adam-stats"
     if on_gpu and has_fused_layernorm:
         norm = "apex's FusedLayerNorm, since it can be imported"
     return adam, norm

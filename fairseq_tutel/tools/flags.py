@@ -41,10 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         ("of the moe_ architectures", options_of("model")),
         ("of every task", options_of("task")),
         ("of the moe_ criterions", options_of("criterion")),
-        *(
-            (title, [o for table in tables for o in options_in(table)])
-            for title, tables in OTHER_TABLES
-        ),
+        *((title, [o for table in tables for o in options_in(table)]) for title, tables in OTHER_TABLES),
     ):
         options = [o for o in known if _matches(o, arguments.pattern.lower())]
         if options:

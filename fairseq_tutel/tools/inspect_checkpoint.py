@@ -75,9 +75,7 @@ def _lines(facts: Facts, with_tensors: bool) -> list[str]:
     if "shards" in facts:
         shards = facts["shards"]
         where = ", ".join(shards["folders"])
-        lines.append(
-            f"sharded: experts in {shards['files']} files, {_size(shards['bytes'])}, of {where}"
-        )
+        lines.append(f"sharded: experts in {shards['files']} files, {_size(shards['bytes'])}, of {where}")
     if "checked" in facts:
         lines.append(
             "checked: all bytes match their checksums"

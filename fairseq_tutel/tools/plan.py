@@ -154,9 +154,7 @@ def _best_by_degree(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the first, so the best, candidate of every (P, r)."""
     first: dict[tuple[int, int], Candidate] = {}
     for candidate in candidates:
-        first.setdefault(
-            (candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r), candidate
-        )
+        first.setdefault((candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r), candidate)
     return list(first.values())
 
 

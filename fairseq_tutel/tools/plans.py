@@ -18,9 +18,7 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser(
         "plans", help="write the usual collective plans of N ranks", description=__doc__
     )
-    parser.add_argument(
-        "ranks", type=int, nargs="+", metavar="N", help="number of ranks in a group"
-    )
+    parser.add_argument("ranks", type=int, nargs="+", metavar="N", help="number of ranks in a group")
     text = "a new or empty folder for the plans"
     parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help=text)
     parser.set_defaults(run=run)

@@ -39,12 +39,8 @@ class Answer:
 
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
-    parser = tools.add_parser(
-        "predict", help="write a model's classes of images", description=__doc__
-    )
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a model of the task image_classification"
-    )
+    parser = tools.add_parser("predict", help="write a model's classes of images", description=__doc__)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model of the task image_classification")
     parser.add_argument("data", metavar="DATA", help="folder with the split")
     parser.add_argument("--split", default="valid", help="the images [valid]")
     for flag, default, text in (
@@ -78,9 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     for flag, least in (("limit", 1), ("batch_size", 1), ("num_workers", 0)):
         value = getattr(arguments, flag)
         if value is not None and value < least:
-            raise ValueError(
-                f"--{flag.replace('_', '-')} is {value}; give a number of at least {least}."
-            )
+            raise ValueError(f"--{flag.replace('_', '-')} is {value}; give a number of at least {least}.")
     for flag, path in (("--output", arguments.output), ("--grid", arguments.grid)):
         if path is not None:
             refuse_output(path, [Path(arguments.checkpoint)], arguments.overwrite, flag)
@@ -175,9 +169,7 @@ def _write(answers: list[Answer], dataset: Any, names: list[str], path: Path) ->
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         lines = csv.writer(file)
         numbers = range(1, len(answers[0].found) + 1)
-        lines.writerow(
-            ["image", "class", *(f"{k}_{n}" for n in numbers for k in ("class", "probability"))]
-        )
+        lines.writerow(["image", "class", *(f"{k}_{n}" for n in numbers for k in ("class", "probability"))])
         for answer in answers:
             found = [cell for c, p in answer.found for cell in (names[c], f"{p:.6f}")]
             lines.writerow([dataset.images.name(answer.image), names[answer.target], *found])
@@ -209,9 +201,7 @@ def _draw(answers: list[Answer], dataset: Any, names: list[str], path: Path) -> 
     for axes, answer in zip(figure.axes, shown, strict=False):
         image = dataset[answer.image]["image"] * dataset.std + dataset.mean
         pixels = image[: 3 if len(image) >= 3 else 1].clamp(0, 1).permute(1, 2, 0)
-        axes.imshow(
-            pixels.squeeze(2) if pixels.shape[2] == 1 else pixels, cmap="gray", vmin=0, vmax=1
-        )
+        axes.imshow(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels, cmap="gray", vmin=0, vmax=1)
         (best, probability), color = answer.found[0], RIGHT if answer.is_right else WRONG
         text = f"{names[best]} ({probability:.0%})"
         text += "" if answer.is_right else f"\nis {names[answer.target]}"

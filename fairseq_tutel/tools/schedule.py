@@ -45,9 +45,7 @@ def add_to(tools: Any) -> None:
     )
     known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
     parser.add_argument("topology", metavar="TOPOLOGY", help=f"FILE.json or one of {known}")
-    parser.add_argument(
-        "--collective", default="all_gather", help=f"one of {', '.join(MADE)} [all_gather]"
-    )
+    parser.add_argument("--collective", default="all_gather", help=f"one of {', '.join(MADE)} [all_gather]")
     text = "trees per root [the fewest that are within 5 %% of the optimum]"
     parser.add_argument("--trees", type=int, metavar="K", help=text)
     text = "bytes of a shard: limits the trees to shares of at least 256 KiB [any]"
@@ -56,9 +54,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--slices", type=int, default=1, metavar="P", help=text)
     parser.add_argument("--root", type=int, metavar="RANK", help="root of broadcast and reduce [0]")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan to this file")
-    parser.add_argument(
-        "--network", type=Path, metavar="FILE", help="write the topology to this file"
-    )
+    parser.add_argument("--network", type=Path, metavar="FILE", help="write the topology to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw it to this file: {', '.join(PLOTS)}"
     )
@@ -228,8 +224,7 @@ def _side(network: Network, cut: int) -> str:
     """Return text for a set of vertices: its GPUs, or "all but" the others if these are fewer."""
     ranks = (1 << network.ranks) - 1
     inside, outside = (
-        [network.vertices[vertex] for vertex in members(part)]
-        for part in (cut & ranks, ranks & ~cut)
+        [network.vertices[vertex] for vertex in members(part)] for part in (cut & ranks, ranks & ~cut)
     )
     words, listed = ("", inside) if len(inside) <= len(outside) else ("all but ", outside)
     if len(listed) > NAMED:

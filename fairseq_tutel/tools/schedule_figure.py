@@ -41,9 +41,7 @@ def draw(forest: Forest, title: str, path: Path, sums: bool = False) -> None:
             line(axes[0], link.source, link.target, 0.5 + 3 * link.bandwidth / widest, color)
         _vertices(axes[0], network, at, forest.best.cut)
         side, width = forest.best.narrow
-        axes[0].set_title(
-            f"{title}\nnarrowest cut (red): {side} shard(s) over {width} {network.unit}"
-        )
+        axes[0].set_title(f"{title}\nnarrowest cut (red): {side} shard(s) over {width} {network.unit}")
         scale = matplotlib.cm.ScalarMappable(Normalize(0, 1), colors.reversed())
         figure.colorbar(scale, ax=axes[0], label="load of a link", shrink=0.6)
         hops = matplotlib.colormaps["tab10"]

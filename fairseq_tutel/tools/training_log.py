@@ -103,9 +103,7 @@ class Run:
     @property
     def unit(self) -> str:
         """The unit of `wps`: images if batches have as many tokens as samples, else tokens."""
-        sizes = [
-            (r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}
-        ]
+        sizes = [(r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}]
         return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
 
     @property

@@ -209,9 +209,7 @@ def _gate(arguments: argparse.Namespace, device: torch.device) -> Callable[[], o
     return lambda: x @ weight
 
 
-def _exchanges(
-    arguments: argparse.Namespace, device: torch.device, topology: Topology
-) -> Iterator[Row]:
+def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
     """Time all-to-alls of all sizes: of the EP group and, on a grid, of nodes, of rails and by 2DH."""
     grid, group, size = topology.grid, topology.expert_group, topology.expert_parallel_size
     # A group over several nodes that is no grid has one rank in each.
@@ -239,9 +237,7 @@ def _exchanges(
         yield _row(*shape, "2dh", rows_RD, seconds)
 
 
-def _buffers(
-    arguments: argparse.Namespace, device: torch.device, ranks: int
-) -> Iterator[torch.Tensor]:
+def _buffers(arguments: argparse.Namespace, device: torch.device, ranks: int) -> Iterator[torch.Tensor]:
     """Yield rows to exchange, from one for each rank, four times as many each time."""
     count = ranks
     while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:

@@ -206,16 +206,12 @@ def check_strategy(
     )
 
 
-def changed(
-    strategy: Strategy, overlap: Any, adaptive_r: Any, shared_by: int, slices: int
-) -> Strategy:
+def changed(strategy: Strategy, overlap: Any, adaptive_r: Any, shared_by: int, slices: int) -> Strategy:
     """Return a strategy with the changes of one call, None for no change; see `check_degree`."""
     if overlap is not None:
         strategy = dataclasses.replace(strategy, overlap=check_overlap(overlap))
     if adaptive_r is not None:
-        require(
-            is_whole(adaptive_r), f"adaptive_r is {adaptive_r!r}; give a whole number, or None."
-        )
+        require(is_whole(adaptive_r), f"adaptive_r is {adaptive_r!r}; give a whole number, or None.")
         degree = check_degree("adaptive_r", adaptive_r, adaptive_r, shared_by, slices)
         strategy = dataclasses.replace(strategy, adaptive_r=degree)
     return strategy
@@ -240,9 +236,7 @@ def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
     return gates
 
 
-def gate_fields(
-    gate: Mapping[str, Any], num_experts: int, module: nn.Module | None
-) -> dict[str, Any]:
+def gate_fields(gate: Mapping[str, Any], num_experts: int, module: nn.Module | None) -> dict[str, Any]:
     """Return the fields of MoEConfig that a gate sets.
 
     Args:
@@ -324,9 +318,7 @@ def check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def tutel_capacity(
-    factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int
-) -> Capacity:
+def tutel_capacity(factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int) -> Capacity:
     """Return K * int(|factor| * ceil(T / E)) slots, rounded up to a multiple; no limit if factor is 0.
 
     Raises:

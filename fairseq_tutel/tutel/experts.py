@@ -209,9 +209,7 @@ def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
         "{'type': 'ffn', 'num_experts_per_device': 2, 'hidden_size_per_expert': 1024}.",
     )
     given = [name for name in COUNTS if name in experts]
-    require(
-        len(given) < 2, f"experts has both {' and '.join(COUNTS)}, two names of one key; give one."
-    )
+    require(len(given) < 2, f"experts has both {' and '.join(COUNTS)}, two names of one key; give one.")
     per_device = experts[given[0]] if given else 1
     if experts["type"] == "custom":
         require(

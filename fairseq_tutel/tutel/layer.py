@@ -242,9 +242,7 @@ class TutelMoELayer(nn.Module):
             for name, value in own.items()
         ):
             arguments.check_noise(fields)
-            configs = [
-                dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)
-            ]
+            configs = [dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)]
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
@@ -316,9 +314,7 @@ class TutelMoELayer(nn.Module):
         return nn.ModuleList(self.gates).named_parameters()
 
     @staticmethod
-    def global_expert_count(
-        num_local_experts: float, group: dist.ProcessGroup | None = None
-    ) -> int:
+    def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
         """Return the experts of all ranks of the group from `num_experts_per_device`."""
         return arguments.count_experts(num_local_experts, group)
 
@@ -371,9 +367,7 @@ def _gate_name(index: int) -> str:
     return f"gate{index or ''}"
 
 
-def _topology(
-    group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool
-) -> Topology:
+def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool) -> Topology:
     """Return the topology of the experts; if `sliced`, each rank has a slice of one expert."""
     if group is not None:
         return topology_within(group, num_experts, sliced)

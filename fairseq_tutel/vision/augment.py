@@ -78,9 +78,7 @@ def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Ten
     return image
 
 
-def draw_mixing(
-    config: ImageConfig, height: int, width: int, draws: np.random.Generator
-) -> Mixing | None:
+def draw_mixing(config: ImageConfig, height: int, width: int, draws: np.random.Generator) -> Mixing | None:
     """Return a random mixing, or None if no option enables it."""
     if not config.mixes:
         return None

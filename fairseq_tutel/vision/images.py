@@ -105,9 +105,7 @@ class ImageArrays:
         self.origin = path
         try:
             with np.load(path, allow_pickle=False) as file:
-                found = {
-                    name: file[name] for name in ("images", "labels", "classes") if name in file
-                }
+                found = {name: file[name] for name in ("images", "labels", "classes") if name in file}
         except MemoryError:
             raise
         except Exception as error:  # corrupt and foreign files raise many types

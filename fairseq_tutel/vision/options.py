@@ -37,9 +37,7 @@ class SwinConfig:
         "scaled dot-product attention, norms before attention and FFN (the released SwinV2-MoE)",
         choices=("v2", "moe"),
     )
-    patch_size: int = vision(
-        4, "side of a patch, which becomes one token", unit="pixels", rule=AT_LEAST_1
-    )
+    patch_size: int = vision(4, "side of a patch, which becomes one token", unit="pixels", rule=AT_LEAST_1)
     embed_dim: int = vision(
         96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
     )
@@ -65,24 +63,16 @@ class SwinConfig:
         "per stage; 0: the same",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
-    mlp_ratio: float = vision(
-        4.0, "hidden dimension of the FFN, in model dimensions", rule=POSITIVE
-    )
-    dropout: float = vision(
-        0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY
-    )
-    attention_dropout: float = vision(
-        0.0, "dropout probability of attention weights", rule=PROBABILITY
-    )
+    mlp_ratio: float = vision(4.0, "hidden dimension of the FFN, in model dimensions", rule=POSITIVE)
+    dropout: float = vision(0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY)
+    attention_dropout: float = vision(0.0, "dropout probability of attention weights", rule=PROBABILITY)
     drop_path: float = vision(
         0.2,
         "stochastic depth: probability that an image skips attention or FFN of the last block in training; "
         "0 in the first block, and linear between",
         rule=PROBABILITY,
     )
-    init_std: float = vision(
-        0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE
-    )
+    init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
     checkpoint_activations: bool = vision(
         False, "save the inputs of blocks only, and recompute the rest in backward"
     )

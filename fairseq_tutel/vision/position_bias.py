@@ -26,9 +26,7 @@ class PositionBias(nn.Sequential):
     """
 
     def __init__(self, heads: int, trained_window: int = 0) -> None:
-        super().__init__(
-            nn.Linear(2, HIDDEN_DIM), nn.ReLU(), nn.Linear(HIDDEN_DIM, heads, bias=False)
-        )
+        super().__init__(nn.Linear(2, HIDDEN_DIM), nn.ReLU(), nn.Linear(HIDDEN_DIM, heads, bias=False))
         self.trained_window = trained_window
 
     def forward(self, window: tuple[int, int]) -> Tensor:  # type: ignore[override]
@@ -44,9 +42,7 @@ def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor
     """Return the offsets [(2h-1)(2w-1), 2] in a window, and the index [N, N] of each pair's offset."""
     # Tensors created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
-        lines = [
-            torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)
-        ]
+        lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
         table = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).view(-1, 2)
         table = table.sign() * torch.log2(table.abs() + 1) / math.log2(SPAN)
         rows, columns = torch.arange(h * w) // w, torch.arange(h * w) % w

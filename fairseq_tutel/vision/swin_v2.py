@@ -19,9 +19,7 @@ from fairseq_tutel.vision.windows import windows_of
 class Stage(nn.Module):
     """Blocks of one resolution, every second one with shifted windows, then patch merging."""
 
-    def __init__(
-        self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None
-    ) -> None:
+    def __init__(self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None) -> None:
         super().__init__()
         self.window = config.window
         self.blocks = nn.ModuleList(blocks)

@@ -71,9 +71,7 @@ class _Merge(torch.autograd.Function):
 
 
 @lru_cache(maxsize=128)
-def windows_of(
-    height: int, width: int, window: int, is_shifted: bool, device: torch.device
-) -> Windows:
+def windows_of(height: int, width: int, window: int, is_shifted: bool, device: torch.device) -> Windows:
     """Return the windows of an image of height x width tokens.
 
     Args:
@@ -88,9 +86,7 @@ def windows_of(
         return _windows(height, width, window, is_shifted, device)
 
 
-def _windows(
-    height: int, width: int, window: int, is_shifted: bool, device: torch.device
-) -> Windows:
+def _windows(height: int, width: int, window: int, is_shifted: bool, device: torch.device) -> Windows:
     rows_PN, columns_PN = (_line(side, window, is_shifted) for side in (height, width))
     (h_groups, h), (w_groups, w) = rows_PN.shape, columns_PN.shape
     number, positions = h_groups * w_groups, h * w

@@ -196,9 +196,7 @@ def partitions_of(
         The partitions in the order of the parameters, and the buckets in the order in which a backward pass
         probably completes them.
     """
-    partitions = [
-        Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters
-    ]
+    partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []
     filling: dict[Any, list[Partition]] = {}
     for partition in reversed(partitions):

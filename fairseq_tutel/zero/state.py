@@ -189,7 +189,5 @@ def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:
     scales = {key: state[key + "_scale"] for key in state if key + "_scale" in state}
     wide = {key: state[key].float() * scale for key, scale in scales.items()}
     return {
-        k: wide.get(k, v)
-        for k, v in state.items()
-        if k.removesuffix("_scale") not in scales or k in wide
+        k: wide.get(k, v) for k, v in state.items() if k.removesuffix("_scale") not in scales or k in wide
     }

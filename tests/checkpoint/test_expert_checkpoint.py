@@ -25,9 +25,7 @@ from fairseq_tutel.ranks.groups import Topology
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
 
 
-def model(
-    topology: Topology | None, seed: int = 1, dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def model(topology: Topology | None, seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
     layers = [MoELayer(CONFIG, topology, seed=seed, name=name) for name in ("a", "b")]
     return nn.Sequential(layers[0], nn.Identity(), layers[1]).to(dtype)
 
@@ -79,10 +77,7 @@ def test_a_checkpoint_of_some_ranks_loads_on_others(ranks, saved_on, loaded_on, 
 def gather_moments(parallel: int) -> Tensor | None:
     topology = make_topology([4], parallel)
     # One row per local expert, named by its global id; replicas differ to show whose is taken.
-    held = [
-        [float(e), dist.get_rank() // topology.expert_parallel_size]
-        for e in topology.local_experts(4)
-    ]
+    held = [[float(e), dist.get_rank() // topology.expert_parallel_size] for e in topology.local_experts(4)]
     return gather_to_first(torch.tensor(held), topology)
 
 

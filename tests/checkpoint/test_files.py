@@ -118,9 +118,7 @@ def test_a_disk_that_comes_back_gets_the_whole_file(failing, path):
 def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing, path):
     failing.times = files.TRIES
     before = path.read_bytes()
-    with pytest.raises(
-        OSError, match=r"checkpoint_1_2\.pt could not be written: No space left"
-    ) as caught:
+    with pytest.raises(OSError, match=r"checkpoint_1_2\.pt could not be written: No space left") as caught:
         files.save(CONTENT, str(path))
     assert caught.value.errno == errno.ENOSPC
     assert "earlier checkpoints are unchanged" in str(caught.value)

@@ -191,9 +191,7 @@ def test_of_two_that_find_the_same_lease_one_has_it(folder, monkeypatch):
 def test_a_writer_that_lost_its_lease_writes_no_more(folder):
     held, _ = taken(folder)
     leave(folder, ELSEWHERE)
-    with pytest.raises(
-        ValueError, match=r"process 12 on node7 has taken over.*did not run for 120 s"
-    ):
+    with pytest.raises(ValueError, match=r"process 12 on node7 has taken over.*did not run for 120 s"):
         held.confirm()
     held.release()
     assert read(held.path)[0] == ELSEWHERE  # which is not released by another

@@ -101,9 +101,7 @@ def test_an_entry_of_another_type_is_refused_by_its_name(state, name, expected):
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_weight_that_no_model_can_load_is_refused(value, problem):
-    with pytest.raises(
-        ValueError, match=rf"^x\.pt has .*{problem}.* as the weight 'fc1\.weight'; give"
-    ):
+    with pytest.raises(ValueError, match=rf"^x\.pt has .*{problem}.* as the weight 'fc1\.weight'; give"):
         refuse_malformed({"model": {"fc1.weight": value()}}, "x.pt")
 
 
@@ -113,9 +111,7 @@ def test_a_file_that_holds_a_list_is_refused():
 
 
 def test_experts_that_are_a_single_number_are_refused():
-    with pytest.raises(
-        ValueError, match=r"has a single number as the weight .fc1\.experts\.fc1_weight"
-    ):
+    with pytest.raises(ValueError, match=r"has a single number as the weight .fc1\.experts\.fc1_weight"):
         refuse_malformed({"model": {"fc1.experts.fc1_weight": torch.tensor(1.0)}}, "x.pt")
 
 
@@ -123,11 +119,7 @@ def test_experts_that_are_a_single_number_are_refused():
     "state",
     [
         {},
-        {
-            "extra_state": {
-                "metrics": {"train": [(0, "loss", "AverageMeter", {"val": 1, "round": None})]}
-            }
-        },
+        {"extra_state": {"metrics": {"train": [(0, "loss", "AverageMeter", {"val": 1, "round": None})]}}},
         {"extra_state": None, "last_optimizer_state": None, "optimizer_history": []},
         {"extra_state": {"previous_training_time": torch.tensor(0.2)}},
         {"last_optimizer_state": {"state": {0: {"step": 4}, 1: {"step": torch.tensor(4.0)}}}},

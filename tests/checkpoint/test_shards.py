@@ -39,9 +39,7 @@ def write(root: Path, whole: Tensor, slicing: Slice, first: int = 0) -> ShardedT
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for begin in range(0, len(whole), 2):
         file, values = f"layer.{begin}.safetensors", {}
-        for e, i in itertools.product(
-            range(begin, min(begin + 2, len(whole))), range(slicing.count)
-        ):
+        for e, i in itertools.product(range(begin, min(begin + 2, len(whole))), range(slicing.count)):
             value = cut(whole, slicing, i)[e].contiguous()
             values[f"{e}.{i}"] = value
             pieces.append(Piece(file, f"{e}.{i}", digest(value)))
@@ -108,9 +106,7 @@ def test_a_checkpoint_s_tensors_open_every_file_once(tmp_path, monkeypatch, most
     records = {name: write(tmp_path, torch.ones(4, 2), Slice()).record() for name in "abcd"}
     state = {"model": {"a": records["a"], "b": records["b"]}, "list": [records["c"], records["d"]]}
     opened, safe_open = [], safetensors.safe_open
-    monkeypatch.setattr(
-        safetensors, "safe_open", lambda *a, **b: opened.append(a) or safe_open(*a, **b)
-    )
+    monkeypatch.setattr(safetensors, "safe_open", lambda *a, **b: opened.append(a) or safe_open(*a, **b))
     monkeypatch.setattr(shards, "MOST_OPEN", most)
     bind(state, tmp_path / "checkpoint.pt")
     unbind(state)
@@ -224,9 +220,7 @@ def forget(monkeypatch) -> None:
     monkeypatch.setattr(folders, "_known", set())
 
 
-def test_another_writer_s_folder_is_kept_till_its_checkpoint_s_file_must_be_there(
-    tmp_path, monkeypatch
-):
+def test_another_writer_s_folder_is_kept_till_its_checkpoint_s_file_must_be_there(tmp_path, monkeypatch):
     theirs = folders.begin(tmp_path)
     (theirs / "a.safetensors").write_text("theirs")
     committed = tmp_path / folders.commit(theirs, ["theirs"])

@@ -62,11 +62,7 @@ def in_different_layers(experts, *path):
 def test_ranks_in_different_layers_are_told_so(ranks, name):
     count, *path = PATHS[name]
     message = ranks(4).run(in_different_layers, [count, count], *path)
-    group = (
-        "rank {} in {}; rank {} in {}"
-        if name == "replicas"
-        else "ranks 0, 2 in {}; ranks 1, 3 in {}"
-    )
+    group = "rank {} in {}; rank {} in {}" if name == "replicas" else "ranks 0, 2 in {}; ranks 1, 3 in {}"
     for rank, sentence in enumerate(message):
         assert sentence.startswith(f"rank {rank} could not finish the "), sentence
         calls = [f"call 2 of layers.{i}, for training" for i in range(2)]
@@ -158,9 +154,7 @@ def test_call_ids_of_a_gpu_are_compared_at_the_next_call(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(call_id, "_pending", [])
-    monkeypatch.setattr(
-        call_id, "compare", lambda given, what, _: seen.append((given[0].item(), what))
-    )
+    monkeypatch.setattr(call_id, "compare", lambda given, what, _: seen.append((given[0].item(), what)))
     for i in range(3):
         call_id.compare_later(OnGpu([i, i]), f"call {i}", None)
     assert seen == [

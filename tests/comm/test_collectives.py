@@ -32,9 +32,7 @@ class Group:
 
 
 GROUP = Group()
-TOPOLOGY = Topology(
-    world_size=4, rank=0, expert_parallel_size=2, expert_group=GROUP, replica_group=GROUP
-)
+TOPOLOGY = Topology(world_size=4, rank=0, expert_parallel_size=2, expert_group=GROUP, replica_group=GROUP)
 
 
 @pytest.fixture

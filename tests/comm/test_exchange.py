@@ -180,9 +180,7 @@ def agree() -> int:
 
 
 def agree_on_nothing() -> int:
-    return agreed_capacity(
-        torch.zeros(2, dtype=torch.int64), ExchangeOptions(group=dist.group.WORLD)
-    )
+    return agreed_capacity(torch.zeros(2, dtype=torch.int64), ExchangeOptions(group=dist.group.WORLD))
 
 
 def test_the_agreed_capacity_is_the_largest_need_and_at_least_1(ranks):

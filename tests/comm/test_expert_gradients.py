@@ -158,9 +158,7 @@ def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size, parallel", [(2, 2), (2, 1), (4, 2)])
-def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(
-    ranks, world_size, parallel
-):
+def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(ranks, world_size, parallel):
     plain, by_root = (
         ranks(world_size).run(gradients_by_division, parallel, division)
         for division in ("world_size", "sqrt_world_size")

@@ -52,15 +52,11 @@ def kept(ranks):
     return of
 
 
-@pytest.mark.parametrize(
-    "overlap, exchange", [(2, "ragged"), (3, "padded"), (8, "padded"), (32, "ragged")]
-)
+@pytest.mark.parametrize("overlap, exchange", [(2, "ragged"), (3, "padded"), (8, "padded"), (32, "ragged")])
 def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, kept, overlap, exchange):
     options = {"exchange": exchange, "capacity_factor": 1.25}
     whole = kept(options, Strategy())
-    for got, expected in zip(
-        ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True
-    ):
+    for got, expected in zip(ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -136,8 +132,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
     x = torch.randn(4, 2, requires_grad=True)
     arriving_PE = torch.full((1, 1), 2)
     chunks = [
-        exchange.Chunk(Diary(name=str(i), lines=lines), arriving_PE, arriving_PE, 2)
-        for i in range(2)
+        exchange.Chunk(Diary(name=str(i), lines=lines), arriving_PE, arriving_PE, 2) for i in range(2)
     ]
     numbers = iter(range(2))
 
@@ -245,9 +240,7 @@ def test_an_expert_that_fails_on_one_rank_ends_the_others(when):
 def traffic(strategy, tokens, experts):
     """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
     topology = make_topology([experts], 4, 2)
-    layer = MoELayer(
-        dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2
-    )
+    layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
     original, original_gather = dist.all_to_all_single, collectives._all_gather

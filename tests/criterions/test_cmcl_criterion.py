@@ -53,9 +53,7 @@ def test_the_log_is_that_by_hand_and_padding_counts_for_nothing():
         logits = torch.randn(M, 2, length, 6)
         target = torch.randint(2, 6, (2, length))
         target[1, 2:] = PAD
-        loss, size, log = criterion(cmcl_overlap=K, cmcl_beta=beta)(
-            Given(), sample_of(logits, target)
-        )
+        loss, size, log = criterion(cmcl_overlap=K, cmcl_beta=beta)(Given(), sample_of(logits, target))
         assert size == 2 + length
         logged.append(log)
         real = target != PAD
@@ -74,9 +72,7 @@ def test_the_log_is_that_by_hand_and_padding_counts_for_nothing():
         100 - 100 * float(right[:M].amax(dim=0).mean()), abs=0.01
     )
     for m in range(M):
-        assert values[f"member{m}_accuracy"] == pytest.approx(
-            100 * float(right[m].mean()), abs=0.01
-        )
+        assert values[f"member{m}_accuracy"] == pytest.approx(100 * float(right[m].mean()), abs=0.01)
     assert values["member_accuracy"] == pytest.approx(100 * float(right[:M].mean()), abs=0.01)
     nats = -float(torch.cat(logs).mean())
     assert values["ppl"] == pytest.approx(math.exp(nats), abs=0.02)
@@ -92,15 +88,11 @@ def test_a_loss_for_random_labels_is_drawn_anew():
 
 def test_what_it_refuses():
     sample = sample_of(torch.randn(3, 2, 4, 6), torch.randint(2, 6, (2, 4)))
-    with pytest.raises(
-        ValueError, match="--cmcl-overlap is 4, and --ensemble-size is 3; give at most 3"
-    ):
+    with pytest.raises(ValueError, match="--cmcl-overlap is 4, and --ensemble-size is 3; give at most 3"):
         criterion()(Given(), sample)
     with pytest.raises(ValueError, match="the model is not an ensemble; choose --arch ensemble_of"):
         criterion()(NoEnsemble(), sample)
-    with pytest.raises(
-        ValueError, match="for one model with experts, but the model is an ensemble"
-    ):
+    with pytest.raises(ValueError, match="for one model with experts, but the model is an ensemble"):
         criterion(cmcl_teach_router=0.1)(Given().eval(), sample)
     with pytest.raises(ValueError, match="--cmcl-overlap is 0; give a whole number, at least 1"):
         CMCLCriterion.build_criterion(SimpleNamespace(cmcl_overlap=0), TASK)

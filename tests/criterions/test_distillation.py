@@ -93,9 +93,7 @@ class Student(BaseFairseqModel):
 
     def __init__(self):
         super().__init__()
-        self.scores_BLV = nn.Parameter(
-            torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-        )
+        self.scores_BLV = nn.Parameter(torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)))
 
     def forward(self, src_tokens):
         return self.scores_BLV
@@ -141,9 +139,7 @@ def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("until, taught", [(0, [0, 1, 2, 3]), (2, [0, 1])])
-def test_the_teacher_is_asked_until_the_update_that_is_given(
-    until, taught, monkeypatch, tmp_path, caplog
-):
+def test_the_teacher_is_asked_until_the_update_that_is_given(until, taught, monkeypatch, tmp_path, caplog):
     criterion, arguments = ready(monkeypatch, tmp_path, until=until)
     found = []
     with caplog.at_level(logging.INFO):
@@ -183,9 +179,7 @@ def test_a_teacher_is_opened_in_evaluation_without_its_own_task_s_state(monkeypa
 
 def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path):
     """Of classes of sentences there are fewer than of words."""
-    with pytest.raises(
-        ValueError, match=r"^--distill-top-k is 5 of 4 words or classes; give no more"
-    ):
+    with pytest.raises(ValueError, match=r"^--distill-top-k is 5 of 4 words or classes; give no more"):
         asked(monkeypatch, tmp_path, top_k=5)
 
 

@@ -63,8 +63,7 @@ def test_accuracies_are_percents_of_all_images(classes):
         for row, target in zip(batch["net_input"]["images"], batch["target"], strict=True)
     ]
     nll = sum(
-        F.cross_entropy(b["net_input"]["images"], b["target"], reduction="sum").item()
-        for b in batches
+        F.cross_entropy(b["net_input"]["images"], b["target"], reduction="sum").item() for b in batches
     )
     expected = {
         "accuracy": 100 * sum(rank < 1 for rank in ranks) / 37,

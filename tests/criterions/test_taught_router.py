@@ -82,9 +82,7 @@ def losses_by_hand(model, sample, seed):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(
-    "options", ({"moe_top_k": 2}, {"moe_top_k": 1, "moe_capacity_factor": 0.5})
-)
+@pytest.mark.parametrize("options", ({"moe_top_k": 2}, {"moe_top_k": 1, "moe_capacity_factor": 0.5}))
 def test_the_gate_learns_who_won_and_nothing_else_changes(options):
     model, _ = built(**options)
     model.train()
@@ -107,9 +105,7 @@ def test_the_gate_learns_who_won_and_nothing_else_changes(options):
     winner = losses_by_hand(model, sample, 5).argmin(dim=0)
     assert len(winner[counts].unique()) > 1
     logits = layer.gate(inputs[0].transpose(0, 1)[counts])
-    torch.testing.assert_close(
-        lesson.loss, F.cross_entropy(logits, winner[counts], reduction="sum")
-    )
+    torch.testing.assert_close(lesson.loss, F.cross_entropy(logits, winner[counts], reduction="sum"))
     assert lesson.right == (logits.argmax(dim=1) == winner[counts]).sum()
     lesson.loss.backward()
     learned = [name for name, p in model.named_parameters() if p.grad is not None]

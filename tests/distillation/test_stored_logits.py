@@ -112,9 +112,7 @@ def test_of_two_answers_the_whole_one_is_read(damaged, tmp_path, monkeypatch):
     assert holds(reader, 0) and holds(opened(tmp_path), 0)
 
 
-@pytest.mark.parametrize(
-    "other", [{"the dictionary": "e"}, {"the teacher": "u"}, {"--distill-top-k": 4}]
-)
+@pytest.mark.parametrize("other", [{"the dictionary": "e"}, {"the teacher": "u"}, {"--distill-top-k": 4}])
 def test_answers_of_something_else_are_refused(other, tmp_path):
     opened(tmp_path)
     (what,) = other

@@ -14,9 +14,7 @@ def assert_ranks_agree(kind, data, extra, tmp_path):
     results = {}
     for ranks in (1, 4):
         save = tmp_path / str(ranks)
-        fairseq(
-            "train", *make(data, save, *extra, "--update-freq", 4 // ranks, updates=4), ranks=ranks
-        )
+        fairseq("train", *make(data, save, *extra, "--update-freq", 4 // ranks, updates=4), ranks=ranks)
         results[ranks] = torch.load(save / "checkpoint_last.pt", weights_only=False)
     expected = facts_of(results[1])
     assert expected["moe_gate_loss 0"] > 0.5
@@ -29,9 +27,7 @@ def learns(run):
     """Assert that a training's loss falls and that its experts are balanced."""
     first, *_ = stats = run.stats("train_inner")
     of = len(stats) // 3
-    assert sum(float(log["loss"]) for log in stats[-of:]) < sum(
-        float(log["loss"]) for log in stats[:of]
-    )
+    assert sum(float(log["loss"]) for log in stats[-of:]) < sum(float(log["loss"]) for log in stats[:of])
     assert float(first["moe_gate_loss"]) > 0.5
     assert [key for key in first if key.startswith("moe_load")]
 

@@ -51,9 +51,7 @@ def picture(address):
 
 
 def words_of(svg):
-    return {
-        " ".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")
-    }
+    return {" ".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")}
 
 
 def page_in(file):

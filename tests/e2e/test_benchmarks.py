@@ -103,14 +103,10 @@ def test_swin_with_experts(tmp_path):
 @pytest.mark.long
 def test_the_store(tmp_path):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
-    code, output = run(
-        "store", "--quick", "--json", path, "--plot", plot, "--folder", tmp_path / "model"
-    )
+    code, output = run("store", "--quick", "--json", path, "--plot", plot, "--folder", tmp_path / "model")
     assert code == 0, tail(output)
     found = json.loads(path.read_text())
-    assert (
-        found["complete"] and str(tmp_path) not in path.read_text() and plot.stat().st_size > 1000
-    )
+    assert found["complete"] and str(tmp_path) not in path.read_text() and plot.stat().st_size > 1000
     decoded = [row for row in found["rows"] if "counters" in row]
     assert [row["variant"] for row in decoded] == [
         "resident",

@@ -52,9 +52,7 @@ def _tokens_of_epoch(checkpoint):
     return next(float(state["sum"]) for _, name, _, state in train if name == "wpb")
 
 
-def test_without_optimizer_state_all_experts_are_saved_and_one_process_opens_them(
-    lm_data, tmp_path
-):
+def test_without_optimizer_state_all_experts_are_saved_and_one_process_opens_them(lm_data, tmp_path):
     _train(lm_data, tmp_path, 3, 2, 1, "--no-save-optimizer-state")
     saved = _load(tmp_path)
     assert "last_optimizer_state" not in saved
@@ -67,9 +65,7 @@ def test_without_optimizer_state_all_experts_are_saved_and_one_process_opens_the
 
 
 def _train_with_fault(data, folder, fault, ranks, rank=0, updates=6):
-    args = lm_args(
-        data, folder, "--user-dir", FAULTY, "--save-interval-updates", 2, updates=updates
-    )
+    args = lm_args(data, folder, "--user-dir", FAULTY, "--save-interval-updates", 2, updates=updates)
     env = {"FAULT": fault, "FAULT_RANK": str(rank)}
     return wait(start("train", *args, ranks=ranks, env=env))
 

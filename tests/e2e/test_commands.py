@@ -110,12 +110,8 @@ def test_a_damaged_checkpoint_is_evaluated_by_the_user_s_word_alone(lm, lm_data,
         "--gen-subset",
         "valid",
     )
-    assert "damaged.pt is no checkpoint, or one that is corrupt (truncated" in refused(
-        "eval-lm", *words
-    )
-    assert (
-        "Perplexity" in fairseq("eval-lm", *words, env={"FAIRSEQ_TUTEL_OPEN_DAMAGED": "1"}).output
-    )
+    assert "damaged.pt is no checkpoint, or one that is corrupt (truncated" in refused("eval-lm", *words)
+    assert "Perplexity" in fairseq("eval-lm", *words, env={"FAIRSEQ_TUTEL_OPEN_DAMAGED": "1"}).output
 
 
 def test_validate_gives_the_training_s_validation_loss(lm, lm_data):

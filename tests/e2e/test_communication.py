@@ -80,17 +80,13 @@ def moved(checkpoint, initial):
 @pytest.mark.parametrize(
     "dtype, digit", [pytest.param("bf16", 2**-8, marks=pytest.mark.long), ("fp8", 2**-4)]
 )
-def test_a_narrow_wire_trains_nearly_the_same_experts(
-    dtype, digit, plain, initial, lm_data, tmp_path
-):
+def test_a_narrow_wire_trains_nearly_the_same_experts(dtype, digit, plain, initial, lm_data, tmp_path):
     train(lm_data, tmp_path, *TWO_EXPERTS, *ALL_FOUR, "--moe-a2a-dtype", dtype)
     got, expected = moved(loaded(tmp_path), initial), moved(plain, initial)
     assert digit / 8 < (got - expected).norm() / expected.norm() < 2 * digit
 
 
-@pytest.mark.parametrize(
-    "updates", [16, *(pytest.param(n, marks=pytest.mark.long) for n in (28, 96))]
-)
+@pytest.mark.parametrize("updates", [16, *(pytest.param(n, marks=pytest.mark.long) for n in (28, 96))])
 def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     """Two updates of each of at most 13 candidates, then further rounds of the fast ones."""
     plan = tmp_path / "hops.json"

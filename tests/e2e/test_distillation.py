@@ -169,9 +169,7 @@ def test_validation_needs_no_teacher(lm_data, teacher, tmp_path):
     ]  # fmt: skip
     again = fairseq("validate", *words, "--path", tmp_path / "student" / FILE)
     (before,), (after,) = run.stats("valid"), again.stats("valid")
-    assert float(after["valid_nll_loss"]) == pytest.approx(
-        float(before["valid_nll_loss"]), abs=2e-3
-    )
+    assert float(after["valid_nll_loss"]) == pytest.approx(float(before["valid_nll_loss"]), abs=2e-3)
 
 
 @LONG
@@ -297,7 +295,5 @@ def test_teachers_of_something_else_are_refused(lm_data, mt_data, teacher, tmp_p
         last = refused("train", *words).strip().splitlines()[-1]
         assert last.startswith(f"error: --distill-teacher is {path}, ") and sentence in last
     two = ("--distill-teacher-parallel-size", 2)
-    output = refused(
-        "train", *lm_args(lm_data, tmp_path, *distill("--distill-teacher", teacher, *two))
-    )
+    output = refused("train", *lm_args(lm_data, tmp_path, *distill("--distill-teacher", teacher, *two)))
     assert "error: --distill-teacher-parallel-size is 2, which does not fit" in output

@@ -131,9 +131,7 @@ def test_stock_opens_a_member_without_the_plugin(lm_data, tmp_path):
     expected = "TransformerLanguageModel LanguageModelingTask cross_entropy adam"
     assert found.stdout.strip() == expected, found.stderr
     kept = torch.load(member, weights_only=False)["cfg"]
-    assert not [
-        key for part in kept.values() if part for key in part if "cmcl" in key or "moe" in key
-    ]
+    assert not [key for part in kept.values() if part for key in part if "cmcl" in key or "moe" in key]
 
 
 @pytest.mark.long
@@ -175,9 +173,7 @@ def test_hydra_takes_a_member_s_keys(lm_data, tmp_path):
     state = load(tmp_path)
     assert state["model"]["members.1.decoder.layers.0.fc1.weight"].shape == (32, 16)
     convert("members", "--input", tmp_path / "checkpoint_last.pt", "--output", tmp_path / "members")
-    fairseq(
-        "eval-lm", lm_data, "--path", tmp_path / "members" / "member0.pt", "--gen-subset", "valid"
-    )
+    fairseq("eval-lm", lm_data, "--path", tmp_path / "members" / "member0.pt", "--gen-subset", "valid")
 
 
 @pytest.mark.parametrize(

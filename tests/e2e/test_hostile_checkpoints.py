@@ -118,9 +118,7 @@ def test_a_dense_training_resumes_from_no_pipe(lm_data, tmp_path):
     path = tmp_path / "checkpoint_last.pt"
     make_pipe(path)
     output = refused("train", *dense_lm_args(lm_data, tmp_path))
-    sentence = (
-        f"--restore-file is {path}, which is a pipe, device or socket; give a checkpoint file."
-    )
+    sentence = f"--restore-file is {path}, which is a pipe, device or socket; give a checkpoint file."
     assert output.splitlines()[-1].endswith(sentence)
 
 

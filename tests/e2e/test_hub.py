@@ -187,9 +187,7 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
     from_array, from_file = model.classify([images[2], tmp_path / "image.png"], topk=3)
     x_BCHW = (torch.tensor(images[2]).float() / 255 - 0.5)[None, None] / 0.5
     probabilities_C = model.models[0](x_BCHW)[0].softmax(0)
-    assert dict(from_array) == pytest.approx(
-        dict(zip("abc", probabilities_C.tolist(), strict=True))
-    )
+    assert dict(from_array) == pytest.approx(dict(zip("abc", probabilities_C.tolist(), strict=True)))
     assert from_array == from_file == sorted(from_array, key=lambda pair: -pair[1])
     for one in (images[2], images[2, :, :, None]):
         assert model.classify(one) == from_array[:1]
@@ -237,9 +235,7 @@ def test_a_model_without_an_interface_is_refused():
     with pytest.raises(ValueError, match=r"path names a Linear of the task Mock, which have no"):
         interface_of(torch.nn.Linear(1, 1), task)
     for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
-        with pytest.raises(
-            ValueError, match=r"2 checkpoints, and a .* cannot be an ensemble; give"
-        ):
+        with pytest.raises(ValueError, match=r"2 checkpoints, and a .* cannot be an ensemble; give"):
             interface(None, None, [torch.nn.Linear(1, 1)] * 2)
 
 

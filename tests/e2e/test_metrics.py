@@ -151,9 +151,7 @@ def test_a_progress_bar_gets_scalars_alone(lm_data, tmp_path):
     run = fairseq(
         "train", *lm_args(lm_data, tmp_path, updates=2), "--log-format", "simple", "--no-save",
     )  # fmt: skip
-    (line,) = [
-        line for line in run.output.splitlines() if "| train_inner |" in line and "2 /" in line
-    ]
+    (line,) = [line for line in run.output.splitlines() if "| train_inner |" in line and "2 /" in line]
     for name in ("moe_dropped", "moe_max_violation", "moe_dead_experts", "expert2_weight"):
         assert re.search(rf"\b{name}=[\d.]+,", line), name
     assert "[" not in line

@@ -49,9 +49,7 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
     run = fairseq("train", *mt_args(data, one, *MODEL, "--update-freq", 2))
     fairseq("train", *mt_args(data, two, *MODEL, *SHARED, updates=2), ranks=2)
     fairseq("train", *mt_args(data, two, *MODEL, *SHARED), ranks=2)
-    expected, found = (
-        torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two)
-    )
+    expected, found = (torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two))
     assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], found["model"], adam=False)
 
@@ -88,9 +86,7 @@ def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch
     fairseq("train", *mt_args(data, two, *shared, updates=in_second), ranks=2)
     resumed = fairseq("train", *mt_args(data, two, *shared, updates=in_second + 2), ranks=2)
     assert resumed.stats("train_inner")[0]["epoch"] == 2
-    expected, found = (
-        torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two)
-    )
+    expected, found = (torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two))
     assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], found["model"], adam=False)
 

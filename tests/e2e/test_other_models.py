@@ -80,8 +80,7 @@ def test_roberta_and_bart_resume(trained, lm_data, tmp_path):
         same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
     else:  # stock draws the noise of denoising from a generator whose state no checkpoint holds
         losses = [
-            [float(s["nll_loss"]) for s in run.stats("train_inner")[-5:]]
-            for run in (through, straight)
+            [float(s["nll_loss"]) for s in run.stats("train_inner")[-5:]] for run in (through, straight)
         ]
         assert losses[0] == pytest.approx(losses[1], rel=0.1)
 
@@ -96,9 +95,7 @@ def test_roberta_and_bart_are_validated_by_one_process(trained, lm_data):
     (found,) = output.stats("valid")[-1:]
     (expected,) = run.stats("valid")[-1:]
     # Every validation masks anew, so the numbers are close, not equal.
-    assert float(found["valid_nll_loss"]) == pytest.approx(
-        float(expected["valid_nll_loss"]), rel=0.2
-    )
+    assert float(found["valid_nll_loss"]) == pytest.approx(float(expected["valid_nll_loss"]), rel=0.2)
 
 
 def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
@@ -124,11 +121,7 @@ def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
     text = f"{words[5]} <mask> {words[7]}"
     found = model.fill_mask(text, topk=3)
     probabilities_V = stock.model(ids)[0][0, 2].softmax(0)
-    best = [
-        i
-        for i in probabilities_V.argsort(descending=True).tolist()
-        if i > 3 and words[i] != "<mask>"
-    ]
+    best = [i for i in probabilities_V.argsort(descending=True).tolist() if i > 3 and words[i] != "<mask>"]
     assert [text for *_, text in found] == [words[i] for i in best[:3]]
     assert [p for _, p, _ in found] == pytest.approx(probabilities_V[best[:3]].tolist())
     assert found[0][0] == f"{words[5]} {words[best[0]]} {words[7]}"
@@ -173,9 +166,7 @@ TWINS = {
 )
 def test_twins_by_registry_train_on_two_ranks(kind, mt_data, tmp_path):
     task, arch, criterion, *extra = TWINS[kind]
-    words = mt_args(
-        mt_data, tmp_path, "--task", task, "--arch", arch, "--criterion", criterion, *extra
-    )
+    words = mt_args(mt_data, tmp_path, "--task", task, "--arch", arch, "--criterion", criterion, *extra)
     run = fairseq("train", *words, ranks=2)
     first, *_, last = run.stats("train_inner")
     assert float(last["loss"]) < float(first["loss"])

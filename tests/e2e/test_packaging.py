@@ -14,9 +14,7 @@ import torch
 from cli import ROOT, tail
 from models import lm_args
 
-LEFT_OUT = shutil.ignore_patterns(
-    ".venv", ".git", "demo", "build", "dist", "*.egg-info", "__pycache__"
-)
+LEFT_OUT = shutil.ignore_patterns(".venv", ".git", "demo", "build", "dist", "*.egg-info", "__pycache__")
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +46,7 @@ def _modules():
 
 def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    names = {
-        n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("dist-info")
-    }
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("dist-info")}
     assert names == _modules()
     with tarfile.open(sdist) as archive:
         files = {m.name.split("/", 1)[1] for m in archive.getmembers() if m.isfile()}
@@ -62,9 +58,7 @@ def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
     (wheel,) = built.glob("*.whl")
     _run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
     python = tmp_path / "env" / "bin" / "python"
-    site = Path(
-        _run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
-    )
+    site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     # torch and fairseq as they are installed here; a path line brings no editable install along.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     zipfile.ZipFile(wheel).extractall(site)

@@ -25,9 +25,7 @@ def mt(mt_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mt-run")
     fairseq(
         "train",
-        *mt_args(
-            mt_data, folder / "a", "--moe-checkpoint", "sharded", *PREGATED, "--seed", 5, updates=1
-        ),
+        *mt_args(mt_data, folder / "a", "--moe-checkpoint", "sharded", *PREGATED, "--seed", 5, updates=1),
     )
     other = ("--moe-gate-type", "hash", "--moe-expert-count", 2, "--encoder-moe-freq", 2)
     fairseq("train", *mt_args(mt_data, folder / "b", *other, "--seed", 3, updates=1))
@@ -98,10 +96,7 @@ def together(mt, mt_data):
 def test_generate_with_more_batches_on_one_rank(mt, mt_data, alone, tmp_path):
     results = ("--results-path", tmp_path)
     run = _run("generate", mt_data, mt[0], *BEAM, *UNEQUAL, *SHARED, *results)
-    parts = [
-        _hypotheses((tmp_path / f"rank{rank}" / "generate-test.txt").read_text())
-        for rank in range(2)
-    ]
+    parts = [_hypotheses((tmp_path / f"rank{rank}" / "generate-test.txt").read_text()) for rank in range(2)]
     assert {i for i, _ in parts[0]}.isdisjoint(i for i, _ in parts[1])
     assert {**parts[0], **parts[1]} == pytest.approx(alone, abs=1e-5)
     assert "expert parallel size 2, replicas 1" in run.logs[0]
@@ -222,8 +217,6 @@ def test_a_context_window_on_several_ranks_is_refused(lm, lm_data):
 @pytest.mark.long
 def test_eval_lm_without_a_token_is_no_perplexity(lm, lm_data):
     # Longer blocks than the model has positions for are skipped, all of them.
-    words = _words(
-        "eval-lm", lm_data, lm, "--tokens-per-sample", 4000, "--sample-break-mode", "none"
-    )
+    words = _words("eval-lm", lm_data, lm, "--tokens-per-sample", 4000, "--sample-break-mode", "none")
     output = refused("eval-lm", *words, ranks=2)
     assert "no rank scored any token" in output

@@ -62,9 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks, flags", CASES)
-def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
-    ranks, flags, lm_data, tmp_path
-):
+def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flags, lm_data, tmp_path):
     folder, usual = tmp_path / "files", ranks == 2 and not flags
     # Of two ranks, the usual plans add up in the order of ranks, too.
     plans = written_by_tool(folder, ranks) if usual else write(folder, sorted({2, ranks}))
@@ -84,12 +82,8 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
         same_weights(plain["model"], got["model"], adam=True)
     said = [f"the exchange of rows runs by the plan {rows}_all_to_all_2 (2 ranks, digest "]
     if flags:
-        said += [
-            f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "
-        ]
-        said += [
-            f"the all-gather of updated weights runs by the plan one_phase_all_gather_{ranks} "
-        ]
+        said += [f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "]
+        said += [f"the all-gather of updated weights runs by the plan one_phase_all_gather_{ranks} "]
     else:
         said += [f"the all-reduce of dense gradients runs by the plan {sums}_all_reduce_{ranks} "]
     if ranks > 2 and not flags:
@@ -102,7 +96,5 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(
 def test_a_plan_of_other_ranks_is_refused_before_training(lm_data, tmp_path):
     plans = write(tmp_path / "files", [2, 8])
     output = train(lm_data, tmp_path, "--moe-collective-plans", plans, ranks=2, check=False)
-    sentence = (
-        "error: --moe-collective-plans: one_phase_all_gather_8 is for 8 ranks, and this run's "
-    )
+    sentence = "error: --moe-collective-plans: one_phase_all_gather_8 is for 8 ranks, and this run's "
     assert f"{sentence}groups have 2; make it for one of these, or leave it out.\n" in output

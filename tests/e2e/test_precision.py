@@ -46,9 +46,7 @@ def fp32_loss(lm_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
-def test_a_precision_trains_like_fp32_and_resumes_bit_for_bit(
-    precision, lm_data, fp32_loss, tmp_path
-):
+def test_a_precision_trains_like_fp32_and_resumes_bit_for_bit(precision, lm_data, fp32_loss, tmp_path):
     flags, ranks = ON_CPU[precision], 2 if precision == "bf16 and fp16 Adam stats" else 1
     run = _train(lm_data, tmp_path / "a", *flags, ranks=ranks)
     losses = [float(s["nll_loss"]) for s in run.stats("train_inner")]
@@ -89,9 +87,7 @@ def test_precision_bf16_dense_baseline(lm_data, tmp_path):
     assert _load(tmp_path)["extra_state"]["train_iterator"]["iterations_in_epoch"] == 3
 
 
-@pytest.mark.parametrize(
-    "key", ["bf16", pytest.param("memory_efficient_bf16", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("key", ["bf16", pytest.param("memory_efficient_bf16", marks=pytest.mark.long)])
 def test_precision_bf16_through_hydra(key, lm_data, tmp_path):
     fairseq(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",

@@ -68,9 +68,7 @@ def _words(recipe):
 @functools.cache
 def _from_args(recipe):
     parser = options.get_training_parser()
-    return convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(parser, ["data", *_words(recipe)])
-    )
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, ["data", *_words(recipe)]))
 
 
 def _from_hydra(recipe):
@@ -138,9 +136,7 @@ TINY = {name: name in ("tiny_deepspeed", "tiny_pregated") for name in RECIPES if
     "name", [pytest.param(n, marks=[pytest.mark.long] * long) for n, long in TINY.items()]
 )
 def test_a_tiny_recipe_trains(name, request, tmp_path):
-    data = request.getfixturevalue(
-        "lm_data" if name in ("tiny_lm", "tiny_deepspeed") else "mt_data"
-    )
+    data = request.getfixturevalue("lm_data" if name in ("tiny_lm", "tiny_deepspeed") else "mt_data")
     words = _words(name)
     words[words.index("--user-dir") + 1] = USER_DIR
     run = fairseq(

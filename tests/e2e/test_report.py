@@ -107,9 +107,7 @@ def test_every_moe_layer_has_a_heat_map_of_training_and_validation(page):
     colours, *maps = page.pictures("load")
     assert words_of(colours[1]) >= {"≤ ¼", "½", "1", "2", "≥ 4"}
     starts = [alt[: alt.index(":")] for alt, _ in maps]
-    assert starts == [
-        f"moe, {what}, decoder layer {i}" for what in ("training", "valid") for i in (0, 1)
-    ]
+    assert starts == [f"moe, {what}, decoder layer {i}" for what in ("training", "valid") for i in (0, 1)]
     for _, svg in maps:
         assert words_of(svg) >= {"updates", "expert", "0", "3"}
         assert any(element.tag.endswith("image") for element in svg.iter())
@@ -136,9 +134,7 @@ def test_every_quantity_has_a_line_for_each_layer(page, runs):
     lines = (runs[1] / "train.log").read_text().splitlines()
     records = [json.loads(line) for line in lines if line.startswith('{"epoch"')]
     first, second = [r for r in records if "wps" in r][-1]["moe_layers_entropy"]
-    assert pictures[0][0].endswith(
-        f"at update 8 decoder layer 0 {first:g}, decoder layer 1 {second:g}."
-    )
+    assert pictures[0][0].endswith(f"at update 8 decoder layer 0 {first:g}, decoder layer 1 {second:g}.")
 
 
 def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
@@ -172,9 +168,7 @@ def test_accuracies_are_drawn_where_there_are_some():
         for u in "36"
     ]
     titles = [
-        p.title
-        for of in curve_sections({"images": join(read_log(log))})[0].groups.values()
-        for p in of
+        p.title for of in curve_sections({"images": join(read_log(log))})[0].groups.values() for p in of
     ]
     accuracy = ["Accuracy against updates", "Accuracy of five against updates"]
     assert titles[:2] == accuracy and "Perplexity against updates" not in titles
@@ -229,9 +223,7 @@ def test_the_same_numbers_give_the_same_page(runs, tmp_path):
 def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
     log = tmp_path / "train.log"
     text = (runs[1] / "train.log").read_text()
-    broken = re.sub(r'"gnorm": "[\d.]+"', '"gnorm": "nan"', text).replace(
-        '"loss": "', '"loss": "inf', 1
-    )
+    broken = re.sub(r'"gnorm": "[\d.]+"', '"gnorm": "nan"', text).replace('"loss": "', '"loss": "inf', 1)
     log.write_text(text + broken + '{"epoch": 1, "update": 0.9, "lo')
     name = "<script>alert('a & b')</script> $x_{ \"quoted\""
     report(log, "--name", name, "--output", tmp_path / "page.html")

@@ -62,9 +62,7 @@ def _ended_like(expected, folder):
     assert facts_of(found) == facts_of(expected)
 
 
-def test_ranks_that_are_started_again_beside_the_same_store_end_alike(
-    lm_data, tmp_path, undisturbed
-):
+def test_ranks_that_are_started_again_beside_the_same_store_end_alike(lm_data, tmp_path, undisturbed):
     port = free_port()
     kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
@@ -156,9 +154,7 @@ def _children(pid):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_finished_training_that_is_started_again_changes_no_file(
-    lm_data, tmp_path, undisturbed, ranks
-):
+def test_a_finished_training_that_is_started_again_changes_no_file(lm_data, tmp_path, undisturbed, ranks):
     shutil.copytree(undisturbed, tmp_path / "save")
     saved = _files(tmp_path / "save")
     again = fairseq("train", *lm_args(lm_data, tmp_path / "save", updates=UPDATES), ranks=ranks)
@@ -210,9 +206,7 @@ def _ends_on_all_ranks(words, fault, end):
 
 
 @pytest.mark.long
-def test_a_learning_rate_that_ruins_a_training_leaves_its_last_checkpoint(
-    lm_data, tmp_path, undisturbed
-):
+def test_a_learning_rate_that_ruins_a_training_leaves_its_last_checkpoint(lm_data, tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "save")
     words = lm_args(lm_data, tmp_path / "save", "--save-interval-updates", 1, updates=UPDATES + 2)
     for _ in range(2):

@@ -41,9 +41,7 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
     if of_rank_1 == "another":
         shutil.copytree(saved[1], second)
     alike = ("--moe-expert-parallel-size", experts, "--moe-comm-timeout", 20)
-    run = wait(
-        start_each("train", *(lm_args(lm_data, folder, *alike) for folder in (first, second)))
-    )
+    run = wait(start_each("train", *(lm_args(lm_data, folder, *alike) for folder in (first, second))))
     assert run.exit_codes == [1, 1]
     for log in run.logs:
         assert re.search(f"error: --restore-file is .*{sentence}", log.splitlines()[-1])
@@ -52,9 +50,7 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
 def test_copies_on_every_node_are_one_checkpoint(lm_data, tmp_path, saved):
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
-    run = wait(
-        start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b")))
-    )
+    run = wait(start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b"))))
     assert run.exit_codes == [0, 0]
     assert "(epoch 1 @ 2 updates)" in run.logs[0]
 
@@ -64,9 +60,7 @@ def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_dat
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
         (tmp_path / name / "checkpoint_last.pt").unlink()
-    run = wait(
-        start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b")))
-    )
+    run = wait(start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b"))))
     assert run.exit_codes == [0, 0]
     assert "training resumes from checkpoint_best.pt (update 2)" in run.logs[0]
     assert "(epoch 1 @ 2 updates)" in run.logs[0]

@@ -32,10 +32,7 @@ def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
     for rank in (0, 2):
         error = _last_error(run.logs[rank])
         assert f"CommunicationError: rank {rank} could not finish " in error, tail(run.logs[rank])
-        assert (
-            f"rank 1 did not answer a health check of {TIMEOUT_S} s; look at the log of rank 1"
-            in error
-        )
+        assert f"rank 1 did not answer a health check of {TIMEOUT_S} s; look at the log of rank 1" in error
         # What torchrun leaves time for, which ends the others itself.
         assert (
             "gave up after" in run.logs[rank]
@@ -48,16 +45,13 @@ def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_dat
     flags = ("--moe-expert-parallel-size", 1)
     started = _start(lm_data, tmp_path, *flags, fault="step:3:stop", rank=1)
     (process, _), (stopped, _) = started
-    process.join(
-        60
-    )  # start-up, the time-out and the roll call: torch alone would wait half an hour
+    process.join(60)  # start-up, the time-out and the roll call: torch alone would wait half an hour
     assert process.exitcode not in (0, None)
     stopped.kill()
     run = wait(started)
     error = _last_error(run.logs[0])
     assert (
-        "CommunicationError: rank 0 could not finish a collective of fairseq's own: rank 1 did not"
-        in error
+        "CommunicationError: rank 0 could not finish a collective of fairseq's own: rank 1 did not" in error
     )
     assert f"raise --moe-comm-timeout (now {TIMEOUT_S}) where it is only slow" in error
     assert '"num_updates": "2"' in run.logs[0]
@@ -106,9 +100,7 @@ def test_another_dictionary_of_the_same_size_is_told(lm_data, tmp_path):
     shutil.copytree(lm_data, other)
     lines = (other / "dict.txt").read_text().splitlines()
     (other / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
-    run = wait(
-        start_each("train", lm_args(lm_data, tmp_path / "a"), lm_args(other, tmp_path / "a"))
-    )
+    run = wait(start_each("train", lm_args(lm_data, tmp_path / "a"), lm_args(other, tmp_path / "a")))
     for log in run.logs:
         assert "the digest of the source dictionary is " in _last_error(log), tail(log)
 

@@ -75,9 +75,7 @@ def test_capacity_has_a_floor_a_grain_and_a_rule_for_evaluation(lm_data, tmp_pat
         drops[name] = in_training, float(run.stats("valid")[-1]["valid_overflow_expert1"])
     assert drops["bare"][0] > 50
     assert drops["floor"][0] < 10 and drops["grain"][0] < 10
-    assert [name for name, (_, in_evaluation) in drops.items() if in_evaluation] == [
-        "as in training"
-    ]
+    assert [name for name, (_, in_evaluation) in drops.items() if in_evaluation] == ["as in training"]
 
 
 def test_choices_after_the_first_are_taken_by_chance_in_training_alone(lm_data, tmp_path):
@@ -195,9 +193,7 @@ def test_every_routing_option_is_a_key_of_hydra(lm_data, tmp_path):
 OWN = ("--moe-gate-type", "own_parts.CalmGate", "--moe-expert-type", "own_parts.TanhExpert")
 
 
-def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(
-    lm_data, tmp_path, monkeypatch
-):
+def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     runs = {}
     for ranks in (1, 2):
@@ -211,9 +207,7 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(
     fairseq("train", *lm_args(lm_data, tmp_path / "2", *OWN, *words, updates=8))
     words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "2" / "checkpoint_last.pt")
     words = (*words, "--gen-subset", "valid", "--tokens-per-sample", 16)
-    assert "checkpoint_last.pt has the gate_type (--moe-gate-type) own" in refused(
-        "eval-lm", *words
-    )
+    assert "checkpoint_last.pt has the gate_type (--moe-gate-type) own" in refused("eval-lm", *words)
     named = "{'moe_gate_type': 'own_parts.CalmGate', 'moe_expert_type': 'own_parts.TanhExpert'}"
     run = fairseq("eval-lm", *words, "--model-overrides", named)
     assert "Perplexity" in run.output
@@ -254,9 +248,8 @@ def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path, "--moe-score-function", "sigmoid", updates=3))
     flags = ("--moe-balance-bias", "--moe-balance-loss", "none")
     run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=5))
-    assert (
-        "trained with --moe-score-function sigmoid (now softmax), --moe-balance-loss gshard:1"
-        in (run.output)
+    assert "trained with --moe-score-function sigmoid (now softmax), --moe-balance-loss gshard:1" in (
+        run.output
     )
     bias = _load(tmp_path)["model"]["decoder.layers.0.fc1.balance_bias.bias"]
     assert 0 < bias.abs().max() <= 0.0021  # two updates

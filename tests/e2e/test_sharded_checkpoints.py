@@ -112,9 +112,7 @@ def test_saved_anywhere_goes_on_anywhere(lm_data, tmp_path, saved_at, straight, 
     shutil.copytree(saved_at(saved), folder)
     run = train_at(loaded, lm_data, folder, 5)
     assert losses(run) == [pytest.approx(pair, abs=2e-3) for pair in straight[3:]]
-    assert bool(PLACES[loaded][2]) == (
-        "experts/" in (folder / "checkpoint_last.pt").read_text("latin-1")
-    )
+    assert bool(PLACES[loaded][2]) == ("experts/" in (folder / "checkpoint_last.pt").read_text("latin-1"))
 
 
 @pytest.mark.parametrize(

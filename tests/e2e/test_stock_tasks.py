@@ -26,9 +26,7 @@ TASKS = {
 @pytest.mark.parametrize(
     "task", [pytest.param("own_translation", marks=pytest.mark.long), next(iter(TASKS))]
 )
-def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(
-    task, mt_data, tmp_path
-):
+def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(task, mt_data, tmp_path):
     def train(folder, *extra, **kwargs):
         words = ("--task", task, *TASKS[task], "--optimizer", "sgd", "--lr", 0.5, *extra)
         return fairseq("train", *mt_args(mt_data, tmp_path / folder, *words), **kwargs)
@@ -94,8 +92,7 @@ def test_an_uneven_end_of_an_epoch_is_the_same_update_on_two_ranks(extra, mt_dat
         words = mt_args(mt_data, tmp_path, *extra, *UNEVEN, "--update-freq", 6 // ranks)
         logs.append(fairseq("train", *words, ranks=ranks).stats("train_inner"))
     one, two = (
-        [{k: float(log[k]) for k in ("loss", "gnorm", "wpb", "bsz")} for log in of_run]
-        for of_run in logs
+        [{k: float(log[k]) for k in ("loss", "gnorm", "wpb", "bsz")} for log in of_run] for of_run in logs
     )
     assert [log["bsz"] for log in one] == [90, 70, 90, 70]
     assert two == [pytest.approx(log, rel=2e-3) for log in one]

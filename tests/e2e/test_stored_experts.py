@@ -48,9 +48,7 @@ GENERATE = ("--beam", 2, "--max-len-b", 8, "--batch-size", 7)
 
 def generate(data, path, *extra, **options):
     """Return what fairseq-generate printed of its sentences, and the run."""
-    run = fairseq(
-        "tutel-run", "generate", *words("translation", data, path, *GENERATE, *extra), **options
-    )
+    run = fairseq("tutel-run", "generate", *words("translation", data, path, *GENERATE, *extra), **options)
     return sorted(re.findall(LINE, run.output, re.M)), run
 
 
@@ -97,9 +95,7 @@ def test_two_ranks_share_the_experts_of_a_store(mt, mt_data, resident):
 def test_an_ensemble_has_one_store(mt, mt_data):
     both = f"{mt}:{mt}"
     expected, _ = generate(mt_data, both)
-    lines, run = generate(
-        mt_data, both, "--moe-expert-store", "on-demand", "--moe-expert-cache", "1MB"
-    )
+    lines, run = generate(mt_data, both, "--moe-expert-store", "on-demand", "--moe-expert-cache", "1MB")
     assert lines == expected
     (found,) = run.stats("expert_store")
     assert 0 < found["fetches"] <= 2 * LAYERS * EXPERTS  # all of them are kept
@@ -112,10 +108,7 @@ def test_interactive_prints_the_scores_of_resident(mt, mt_data, tmp_path, extra)
     (tmp_path / "in.txt").write_text("w1 w3 w9\nw2\n")
     more = ("--input", tmp_path / "in.txt", "--beam", 2, "--max-len-b", 5, *extra)
     stores = ((), ("--moe-expert-store", "pregated"))
-    runs = [
-        fairseq("interactive", *words("translation", mt_data, mt, *more, *store))
-        for store in stores
-    ]
+    runs = [fairseq("interactive", *words("translation", mt_data, mt, *more, *store)) for store in stores]
     lines = [re.findall(LINE, run.output, re.M) for run in runs]
     assert len(lines[0]) == 6 and lines[0] == lines[1]
     assert runs[1].stats("expert_store")[0]["fetches"] > 0
@@ -132,9 +125,7 @@ SCORED = (
 )
 
 
-def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(
-    lm, lm_data, tmp_path
-):
+def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(lm, lm_data, tmp_path):
     convert("sharded", "--input", lm, "--output", tmp_path / "sharded.pt")
     ways = [(lm,), (lm, "host"), (tmp_path / "sharded.pt", "disk")]
     found = []
@@ -167,9 +158,7 @@ def test_a_file_that_was_cut_short_ends_the_command_with_one_sentence(mt, mt_dat
         os.truncate(file, 1000)
     more = words("translation", mt_data, tmp_path / "torn" / mt.name, *GENERATE)
     output = refused("tutel-run", "generate", *more, "--moe-expert-store", "pregated")
-    assert re.search(r"^error: .*experts in .*, which is corrupt or missing", output, re.M), tail(
-        output
-    )
+    assert re.search(r"^error: .*experts in .*, which is corrupt or missing", output, re.M), tail(output)
     assert "Traceback" not in output
 
 

@@ -125,9 +125,7 @@ def test_what_goes_on_with_a_pretrained_model(kind, sound_data, pretrained, tmp_
     path = pretrained(FINE_TUNED[kind][0])
     _fine_tune(kind, sound_data, path, tmp_path / "still", "--lr", 0.0, updates=1)
     before = torch.load(path, weights_only=False)["model"]
-    after = {
-        name.partition("w2v_model.")[2]: v for name, v in _load(tmp_path / "still")["model"].items()
-    }
+    after = {name.partition("w2v_model.")[2]: v for name, v in _load(tmp_path / "still")["model"].items()}
     experts = [name for name in before if ".fc1." in name]
     assert len(experts) > 8
     assert all(torch.equal(before[name], after[name]) for name in experts)
@@ -353,9 +351,7 @@ def test_classes_of_sentences(lm_data, tmp_path):
         shutil.copy(lm_data.parent / f"{split}.txt", tmp_path / f"{split}.input0")
     for part, extra in (("input0", ("--srcdict", lm_data / "dict.txt")), ("label", ())):
         prefixes = [f"--{split}pref={tmp_path / split}.{part}" for split in ("train", "valid")]
-        fairseq(
-            "preprocess", "--only-source", *prefixes, "--destdir", tmp_path / "bin" / part, *extra
-        )
+        fairseq("preprocess", "--only-source", *prefixes, "--destdir", tmp_path / "bin" / part, *extra)
     sizes = (
         "--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32,
         "--encoder-attention-heads", 2, *EXPERTS, "--max-update", 6,

@@ -205,9 +205,7 @@ def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp
 def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
     convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--perturb", 0.1)
-    run = fairseq(
-        "train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log"
-    )
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log")
     trained = tmp_path / "checkpoint_last.pt"
     busy = run.stats("train_inner")[-1]["moe_load_decoder_1"]
     assert len(busy) == 4
@@ -224,9 +222,7 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
         convert(kind, trained, made[name], *options)
         outputs(made[name], lm_data)
     # A dense result is stock fairseq's: it opens without the plugin.
-    run = fairseq(
-        "eval-lm", lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8
-    )
+    run = fairseq("eval-lm", lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8)
     assert "Perplexity" in run.output
     fairseq(
         "train", *lm_args(lm_data, tmp_path / "on", "--moe-freq", 2, "--moe-expert-count", 3,
@@ -262,9 +258,7 @@ def test_upcycle_refuses_in_one_sentence(case, lm, tmp_path, capsys):
 
 def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
     convert("upcycle", lm, tmp_path / "moe.pt")
-    with pytest.raises(
-        SystemExit, match="--input has experts already; give the checkpoint of a dense"
-    ):
+    with pytest.raises(SystemExit, match="--input has experts already; give the checkpoint of a dense"):
         convert("upcycle", tmp_path / "moe.pt", tmp_path / "two.pt")
     state = torch.load(lm, weights_only=False)
     state["cfg"]["model"]["_name"] = "lstm_lm"
@@ -273,7 +267,5 @@ def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
     state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(
-        SystemExit, match=r"--quant-noise-pq is 0.1: quantization noise does not reach"
-    ):
+    with pytest.raises(SystemExit, match=r"--quant-noise-pq is 0.1: quantization noise does not reach"):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")

@@ -109,8 +109,7 @@ def test_a_resume_in_the_middle_of_an_epoch_goes_on_as_if_undisturbed(plain, dig
 def test_the_best_checkpoint_is_the_most_accurate(plain):
     folder, run = plain
     accuracies = {
-        int(record["valid_num_updates"]): float(record["valid_accuracy"])
-        for record in run.stats("valid")
+        int(record["valid_num_updates"]): float(record["valid_accuracy"]) for record in run.stats("valid")
     }
     assert len(accuracies) >= 2
     assert all(float(record["valid_top5_accuracy"]) >= 40 for record in run.stats("valid"))
@@ -130,18 +129,14 @@ def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
         "--path",
         sharded / "checkpoint_last.pt",
     )
-    found = fairseq(
-        "validate", tmp_path, *words, "--batch-size", 16, "--log-format", "simple"
-    ).output
+    found = fairseq("validate", tmp_path, *words, "--batch-size", 16, "--log-format", "simple").output
     accuracy = re.search(r"accuracy ([\d.]+)", found)[1]
     checkpoint, table, grid = (
         sharded / "checkpoint_last.pt",
         tmp_path / "found.csv",
         tmp_path / "grid.png",
     )
-    run = fairseq(
-        "tutel-__main__", "predict", checkpoint, tmp_path, "--output", table, "--grid", grid
-    )
+    run = fairseq("tutel-__main__", "predict", checkpoint, tmp_path, "--output", table, "--grid", grid)
     assert f"images right, {float(accuracy):.2f} %" in run.output and f"wrote {grid}" in run.output
     with table.open() as file:
         lines = list(csv.DictReader(file))
@@ -154,9 +149,7 @@ def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
         assert picture.width > 500 and len(picture.getcolors(2**24)) > 20
 
 
-def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_model(
-    folders, tmp_path
-):
+def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_model(folders, tmp_path):
     dense = [
         folders, "--user-dir", USER_DIR, "--task", "image_classification", "--arch", "swin_v2_tiny",
         "--criterion", "cross_entropy", "--optimizer", "adam", "--lr", 0.01, "--batch-size", 1,
@@ -208,9 +201,7 @@ def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, 
         f"checkpoint.finetune_from_model={plain[0] / 'checkpoint_last.pt'}",
     )  # fmt: skip
     assert "done training" in run.output
-    assert (
-        "checkpoint_last.pt is 9, and of" in run.output and "the head is initialized" in run.output
-    )
+    assert "checkpoint_last.pt is 9, and of" in run.output and "the head is initialized" in run.output
     seen = [re.findall(rf'"{split}_loss": "([\d.]+)"', run.output) for split in ("valid", "train")]
     assert seen[0][-1] in seen[1]
     assert float(re.findall(r'"valid_top5_accuracy": "([\d.]+)"', run.output)[-1]) > 20

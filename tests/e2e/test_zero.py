@@ -74,9 +74,7 @@ LONG = (
 def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tmp_path):
     common, flags, ranks = CASES[case]
     run = _train(lm_data, tmp_path, *common, *flags, ranks=ranks)
-    kept, elements = re.search(
-        r"keeps the state of (\d+) of (\d+) parameters", run.logs[0]
-    ).groups()
+    kept, elements = re.search(r"keeps the state of (\d+) of (\d+) parameters", run.logs[0]).groups()
     assert (int(kept) < int(elements)) == ("--moe-zero-stage" in flags)
     expected, found = plain(*common), _load(tmp_path)
     _same_training(expected, found, adam=common != SGD)
@@ -161,9 +159,7 @@ def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
 
 
 @pytest.mark.long
-def test_zero_after_a_nan_ends_on_every_rank_and_its_crash_file_gives_weights_alone(
-    lm_data, tmp_path
-):
+def test_zero_after_a_nan_ends_on_every_rank_and_its_crash_file_gives_weights_alone(lm_data, tmp_path):
     flags = ("--save-interval-updates", 2, "--moe-expert-parallel-size", 1)
     faulty = ("--user-dir", ROOT / "tests" / "e2e" / "faulty_user_dir")
     words = lm_args(lm_data, tmp_path, *faulty, *ZERO_2, *flags)

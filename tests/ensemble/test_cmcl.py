@@ -93,9 +93,7 @@ def test_gradients_by_finite_differences(labels, left_out):
     logits, target = case(3, seed=1)
     labels = None if labels is None else random_labels(logits)
     counts = torch.arange(N) % 3 > 0 if left_out else None
-    torch.autograd.gradcheck(
-        lambda z: confident_loss(z, target, 2, 0.75, labels, counts)[0], (logits,)
-    )
+    torch.autograd.gradcheck(lambda z: confident_loss(z, target, 2, 0.75, labels, counts)[0], (logits,))
     torch.autograd.gradcheck(mean_log_probs, (logits,))
 
 
@@ -114,9 +112,7 @@ def test_half_precision_is_computed_in_fp32():
     half = logits.detach().bfloat16().requires_grad_()
     loss, _ = confident_loss(half, target, 2, 0.75)
     same, _ = confident_loss(half.float(), target, 2, 0.75)
-    assert (
-        loss.dtype == mean_log_probs(half).dtype == scores(half, target)[0].dtype == torch.float32
-    )
+    assert loss.dtype == mean_log_probs(half).dtype == scores(half, target)[0].dtype == torch.float32
     assert loss == same
     loss.backward()
     assert half.grad.dtype == torch.bfloat16

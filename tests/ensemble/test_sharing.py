@@ -57,14 +57,11 @@ def test_a_shared_forward_is_that_by_hand(members):
     share = partial(shared, keep=0.7, training=False)
     outputs = run(members, x, share)
     features = [member.first(x) for member in members]
-    by_hand = torch.stack(
-        [member.second(h) for member, h in zip(members, share(features), strict=True)]
-    )
+    by_hand = torch.stack([member.second(h) for member, h in zip(members, share(features), strict=True)])
     torch.testing.assert_close(outputs, by_hand)
     weights = torch.randn_like(outputs)
     grads = [
-        torch.autograd.grad((y * weights).sum(), list(members.parameters()))
-        for y in (outputs, by_hand)
+        torch.autograd.grad((y * weights).sum(), list(members.parameters())) for y in (outputs, by_hand)
     ]
     torch.testing.assert_close(*grads)
 

@@ -139,9 +139,7 @@ def kinds() -> list[str]:
     return [column[i] for i in range(longest) for column in columns if i < len(column)]
 
 
-def draw(
-    seed: int, timeout: float, formats: tuple[str, ...] = (), plans: tuple[str, ...] = PLANS
-) -> Trial:
+def draw(seed: int, timeout: float, formats: tuple[str, ...] = (), plans: tuple[str, ...] = PLANS) -> Trial:
     """Return the trial of a seed.
 
     Args:

@@ -128,9 +128,7 @@ def _row(name: str, results: Sequence[trial.Result]) -> dict[str, object]:
         "not reached": sum(not result.fired for result in results),
         "resumed": sum(result.resumed for result in good),
         "same weights": sum(result.compared for result in good),
-        "longest, s": round(
-            max(result.seconds for result in results if result.fired or len(results)), 1
-        ),
+        "longest, s": round(max(result.seconds for result in results if result.fired or len(results)), 1),
         "problems": len(results) - len(good),
     }
 

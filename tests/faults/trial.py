@@ -104,9 +104,7 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
         begun = world.undisturbed(trial.flags, trial.ranks, BEGUN)
         shutil.copytree(begun, save_dir, dirs_exist_ok=True)
     torn = files.tear(trial.tear, save_dir, trial.seed) if trial.tear else None
-    job = train(
-        world.data, save_dir, trial.ranks, trial.flags, UPDATES, world.timeout, fault=trial.fault
-    )
+    job = train(world.data, save_dir, trial.ranks, trial.flags, UPDATES, world.timeout, fault=trial.fault)
     finished = not any(job.exit_codes)
     result = Result(
         trial,
@@ -122,9 +120,7 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
     else:
         disk.make_room(save_dir) if trial.disk else None
         result = _go_on(result, world, save_dir, torn)
-    at_its_end = (
-        not result.problems and files.updates_of(save_dir / "checkpoint_last.pt") == UPDATES
-    )
+    at_its_end = not result.problems and files.updates_of(save_dir / "checkpoint_last.pt") == UPDATES
     if trial.compared and at_its_end:
         ranks = trial.ranks if finished else trial.ranks_after
         result.problems.extend(_difference(trial, world, save_dir, ranks))
@@ -144,9 +140,7 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
         extra = ("--restore-file", str(older))
     # fairseq makes one update more of a training that was at its end.
     one_more = _is_done(save_dir) and not extra
-    job = train(
-        world.data, save_dir, trial.ranks_after, trial.flags, UPDATES, world.timeout, extra=extra
-    )
+    job = train(world.data, save_dir, trial.ranks_after, trial.flags, UPDATES, world.timeout, extra=extra)
     if any(job.exit_codes) or job.hung:
         codes, errors = job.exit_codes, [last_error(log) for log in job.logs]
         result.problems.append(f"does not go on: exit codes {codes}, {errors}")
@@ -180,9 +174,7 @@ def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator
 
 def _whole(trial: Trial, save_dir: Path) -> list[Path]:
     return [
-        path
-        for path in files.checkpoints(save_dir)
-        if files.problem_of(path, _num_experts(trial)) is None
+        path for path in files.checkpoints(save_dir) if files.problem_of(path, _num_experts(trial)) is None
     ]
 
 

@@ -106,9 +106,7 @@ class Meta:
 
     def expert_of(self, rank, local):
         """Return the number of a rank's local expert among all."""
-        return (
-            rank * self.local + local if self.ranks <= self.num_experts else rank % self.num_experts
-        )
+        return rank * self.local + local if self.ranks <= self.num_experts else rank % self.num_experts
 
 
 def ffn(prefix):
@@ -179,9 +177,7 @@ def write(meta, prefix):
             state = rest(meta)
             state["model"] = {k: v for k, v in tensors.items() if (".experts." in k) == of_experts}
             if meta.optimizer:
-                own = {
-                    i: s for i, s in moments.items() if (".experts." in trainable[i]) == of_experts
-                }
+                own = {i: s for i, s in moments.items() if (".experts." in trainable[i]) == of_experts}
                 state["last_optimizer_state"] = {"state": own, "param_groups": [group]}
             path = prefix.with_name(f"{prefix.name}-{kind}.pt")
             torch.save(state, path)

@@ -35,9 +35,7 @@ def save(path, layers=("decoder.layers.0", "decoder.layers.1"), change=None, **o
         model[f"{name}.final_layer_norm.weight"] = torch.ones(D)
     if change is not None:
         change(model)
-    saved = {
-        key: value for key, value in fields.items() if key not in ("model_dim", "hidden_layer_norm")
-    }
+    saved = {key: value for key, value in fields.items() if key not in ("model_dim", "hidden_layer_norm")}
     model_options = {KEYS.get(key, f"moe_{key}"): value for key, value in saved.items()}
     state = {
         "args": None,
@@ -69,11 +67,7 @@ def outputs(path, x):
     """
     state = load(path)
     found = {}
-    configs = (
-        configs_of(SavedModel.open(path))
-        if any(".experts." in key for key in state["model"])
-        else {}
-    )
+    configs = configs_of(SavedModel.open(path)) if any(".experts." in key for key in state["model"]) else {}
     for layer in layers_of(state["model"]):
         prefix = f"{layer.moe}." if layer.has_experts else f"{layer.name}."
         own = {k.removeprefix(prefix): t for k, t in state["model"].items() if k.startswith(prefix)}

@@ -49,9 +49,7 @@ def widest_cut(network, roots):
             shards = len(inside.intersection(roots))
             if shards and not inside.issuperset(ranks):
                 leaving = sum(
-                    x.bandwidth
-                    for x in network.links
-                    if x.source in inside and x.target not in inside
+                    x.bandwidth for x in network.links if x.source in inside and x.target not in inside
                 )
                 best = max(best, Fraction(shards, leaving))
     return best

@@ -14,9 +14,7 @@ ACTIVATIONS = {
     "relu_squared": lambda x: x.clamp_min(0) ** 2,
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_fast": lambda x: ACTIVATIONS["gelu_accurate"](x),
-    "gelu_accurate": lambda x: (
-        0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    ),
+    "gelu_accurate": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "tanh": torch.tanh,
     "linear": lambda x: x,
     "swish": lambda x: x / (1 + torch.exp(-x)),

@@ -27,9 +27,7 @@ class Interleavings:
         self.plan, self.calls = plan, calls
         # By call and chunk of an all_reduce, the first rank's result, which all must have.
         self.sums = {}
-        self.lanes = [
-            (r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))
-        ]
+        self.lanes = [(r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))]
 
     def wrong(self) -> str | None:
         """Return the problem of some run; None: all runs are correct."""
@@ -62,9 +60,7 @@ class Interleavings:
     def is_over(self, state, rank: int) -> bool:
         """Return whether a rank is between two calls."""
         of_rank = [lane for lane, (r, _) in enumerate(self.lanes) if r == rank]
-        return (
-            all(state[1][lane] == len(self.steps(lane)) for lane in of_rank) or not state[0][rank]
-        )
+        return all(state[1][lane] == len(self.steps(lane)) for lane in of_rank) or not state[0][rank]
 
     def all_over(self, state) -> bool:
         return all(self.is_over(state, rank) for rank in range(self.plan.ranks))
@@ -90,9 +86,7 @@ class Interleavings:
             queue = queues[step.channel] if step.channel is not None else ()
             if step.op == "wait" and (not queue or queue[0] != "signal"):
                 continue
-            if step.op == "flush" and any(
-                entry != "signal" and entry[0] == "asked" for entry in queue
-            ):
+            if step.op == "flush" and any(entry != "signal" and entry[0] == "asked" for entry in queue):
                 continue
             if step.op == "pend" and not posts.get((rank, step.semaphore)):
                 continue
@@ -189,9 +183,7 @@ class Interleavings:
             block = rank * plan.chunks
             at = {"all_gather": c, "all_to_all": block + c, "reduce_scatter": block + chunk}
             sources = {"all_gather": [other], "all_to_all": [other], "broadcast": [plan.root]}
-            from_ranks = (
-                range(plan.ranks) if plan.collective in REDUCING else sources[plan.collective]
-            )
+            from_ranks = range(plan.ranks) if plan.collective in REDUCING else sources[plan.collective]
             wanted = sorted(("in", r, at.get(plan.collective, chunk), call) for r in from_ranks)
             found = self.value(memory, (rank, ("out",), chunk))
             if sorted(leaves(found)) != wanted:

@@ -58,9 +58,7 @@ def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
     if plan.collective in ("all_reduce", "reduce"):
         total = torch.empty_like(ins[0])
         add_up(ins, total)
-        return [
-            total if plan.collective == "all_reduce" or r == root else total[:0] for r in range(n)
-        ]
+        return [total if plan.collective == "all_reduce" or r == root else total[:0] for r in range(n)]
     shards = [own.view(n, -1, *own.shape[1:]) for own in ins]
     if plan.collective == "all_to_all":
         return [torch.cat([shard[r] for shard in shards]) for r in range(n)]

@@ -45,11 +45,7 @@ def source_of(folder):
     bind(state, folder / "checkpoint.pt")
     experts = [key.split(".experts.") for key in state["model"] if ".experts." in key]
     return [
-        {
-            n: state["model"][f"{b}.experts.{n}"]
-            for b, n in experts
-            if b == str(block) and "." not in n
-        }
+        {n: state["model"][f"{b}.experts.{n}"] for b, n in experts if b == str(block) and "." not in n}
         for block in range(BLOCKS)
     ]
 

@@ -64,9 +64,7 @@ def loop(layer, x_TD, top_k, factor=0.0, *, expert=linear_expert, gate=None, **h
 def equals_loop(layer, top_k, factor=0.0, call=None, **how) -> None:
     x = tokens(T)
     named = {"x": x, **dict(layer.named_parameters())}
-    same_function(
-        lambda: layer(x, **(call or {})), lambda: loop(layer, x, top_k, factor, **how), named
-    )
+    same_function(lambda: layer(x, **(call or {})), lambda: loop(layer, x, top_k, factor, **how), named)
 
 
 class OwnGate(nn.Module):

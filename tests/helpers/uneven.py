@@ -21,9 +21,7 @@ def some_parameters(dtype=torch.float64):
 
 def gradient_of(parameter, number, rank):
     generator = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
-        parameter.dtype
-    )
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
 
 
 def backward(parameters, rank, skipped=(), turn=0):

@@ -29,9 +29,7 @@ def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
         return _compose(config_name, overrides=overrides, strict=strict)
     changed = [word for word in overrides if word not in words]
     OmegaConf.set_struct(config, True)
-    ConfigLoaderImpl._apply_overrides_to_config(
-        OverridesParser.create().parse_overrides(changed), config
-    )
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(changed), config)
     OmegaConf.set_struct(config, strict)
     return config
 

@@ -83,9 +83,7 @@ def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
     assert counters.asked == sum(n)
     assert counters.hits == 0
     assert counters.cancelled == 0 or policy == "prefetch-all"
-    assert counters.fetches + counters.cancelled == (
-        ahead[1] + sum(ahead[0]) if ahead[1] else sum(n)
-    )
+    assert counters.fetches + counters.cancelled == (ahead[1] + sum(ahead[0]) if ahead[1] else sum(n))
     assert counters.peak_experts == max(map(sum, zip(n, ahead[0], strict=True)))
     (expert_bytes,) = {sum(t[0].nbytes for t in resident[0].experts.expert_parameters().values())}
     assert counters.bytes >= counters.fetches * expert_bytes

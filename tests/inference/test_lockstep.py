@@ -47,8 +47,7 @@ def _layers(configs, parallel, local):
     pairs = []
     for i, config in enumerate(configs):
         split, whole = (
-            MoELayer(config, where, seed=3, name=str(i)).double().eval()
-            for where in (topology, None)
+            MoELayer(config, where, seed=3, name=str(i)).double().eval() for where in (topology, None)
         )
         assert lockstep.add(split.run_without_tokens) == i
         pairs.append((split, whole))
@@ -201,9 +200,7 @@ def fail():
 @pytest.mark.parametrize("fate", [pytest.param(fail, marks=pytest.mark.long), mortal.die])
 def test_a_failing_rank_ends_the_others(fate):
     message, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
-    assert (
-        "CommunicationError: rank 0 could not finish the agreement on the next layer" in message[0]
-    )
+    assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in message[0]
     assert "rank 1 did not answer a health check" in message[0]
     assert message[1:] in ([], ["ValueError: no such word"])
     assert seconds < 12

@@ -31,8 +31,7 @@ CONFIG = MoEConfig(model_dim=D, hidden_dim=5, num_experts=4)
 def stack(ahead, *configs, topology=None):
     """Return pre-gated layers in float64."""
     layers = [
-        MoELayer(config, topology, seed=i, name=f"block {i}").double()
-        for i, config in enumerate(configs)
+        MoELayer(config, topology, seed=i, name=f"block {i}").double() for i, config in enumerate(configs)
     ]
     pregate(layers, ahead)
     return layers
@@ -110,9 +109,7 @@ def test_every_way_to_route_is_the_later_layer_s_own(options, training):
     routings = [layer.route(call.tokens(x), call) for layer in apart]
     for layer, routing in zip(apart, routings, strict=True):
         x = x + torch.tanh(layer.apply_routing(call.tokens(x), routing)).view(x.shape)
-    losses = [
-        layer.balance(routing).balance_loss for layer, routing in zip(apart, routings, strict=True)
-    ]
+    losses = [layer.balance(routing).balance_loss for layer, routing in zip(apart, routings, strict=True)]
     assert torch.equal(got, x) and torch.equal(got_loss, sum(losses))
     for layer, other in zip(pair, apart, strict=True):
         if layer.balance_bias is not None:
@@ -245,9 +242,7 @@ def test_what_a_chain_cannot_follow_is_refused(case):
 def test_what_is_no_chain_is_refused():
     wide = dataclasses.replace(CONFIG, model_dim=8)
     for ahead in (2, -1, 1.0, "1", True):
-        sentence = (
-            rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
-        )
+        sentence = rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         with pytest.raises(ValueError, match=sentence):
             stack(ahead, CONFIG, CONFIG)
     with pytest.raises(ValueError, match="model_dim 4 and 8; pre-gate layers of one"):
@@ -259,9 +254,7 @@ def test_what_is_no_chain_is_refused():
 @torch.no_grad()
 def at_paces_of_their_own(exchange):
     """Ranks come through a split stack unequally often, and meet in its layers in any order."""
-    configs = [
-        dataclasses.replace(CONFIG, exchange=exchange, num_experts=count) for count in (4, 2, 4)
-    ]
+    configs = [dataclasses.replace(CONFIG, exchange=exchange, num_experts=count) for count in (4, 2, 4)]
     place, rank = make_topology([4, 2, 4]), dist.get_rank()
     split, whole = stack(1, *configs, topology=place), stack(1, *configs)
     lockstep = Lockstep(place.expert_group)

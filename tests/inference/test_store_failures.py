@@ -302,9 +302,7 @@ def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         assert torch.equal(run(copy.deepcopy(model)), run(model))
         assert torch.equal(run(model.double().float()), run(model_of(FFN)))
-        with pytest.raises(
-            ValueError, match="cannot be pickled or sent to another process; open its"
-        ):
+        with pytest.raises(ValueError, match="cannot be pickled or sent to another process; open its"):
             torch.save(model, tmp_path / "a.pt")
         for use in (model.state_dict, lambda: model.load_state_dict(model_of(FFN).state_dict())):
             with pytest.raises(ValueError, match="are in an expert store and can be neither"):

@@ -33,9 +33,7 @@ class Inputs:
         return Inputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
-def inputs(
-    num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: torch.dtype
-) -> Inputs:
+def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: torch.dtype) -> Inputs:
     """Draw inputs with holes (-1) in both maps; scales of holes are NaN, since nobody may read them."""
     generator = torch.Generator().manual_seed(1000 * num_tokens + 100 * num_rows + 10 * top_k)
     wide = torch.promote_types(dtype, torch.float32)

@@ -196,9 +196,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     if leaf["gate"] is not None:
         wanted["dgate"] = [leaf["gate"]]
     results = made | {
-        name: torch.cat(
-            torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True)
-        )
+        name: torch.cat(torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True))
         for name, tensors in wanted.items()
         if tensors
     }
@@ -210,9 +208,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in results.items()}
 
 
-def check(
-    got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, what: str
-) -> None:
+def check(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, what: str) -> None:
     """Compare by name, errors relative to the largest entry of each tensor."""
     for name, tensor in got.items():
         want = expected[name].double().cpu()

@@ -83,9 +83,7 @@ def compare_in_tiles_of_a_gpu(case: Case) -> None:
         tiles_config.INTERPRETED = small
 
 
-@pytest.mark.parametrize(
-    "glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu")
-)
+@pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))
 def test_gradients_in_tiles_of_a_gpu_s_size(interpreter, glu):
     # Whole tiles, parts of one, and an expert without rows.
     case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
@@ -195,9 +193,7 @@ def test_fake_cuda_tensors_get_shapes_and_no_host_read(glu):
 
 def compile_chain(case: Case) -> None:
     ops, given = kernels.ops("triton", torch.device("cpu")), inputs(case, "cpu")
-    compiled = torch.compile(
-        lambda given: run(ops, case, given), backend="aot_eager", fullgraph=True
-    )
+    compiled = torch.compile(lambda given: run(ops, case, given), backend="aot_eager", fullgraph=True)
     expected = run(ops, case, given)
     for name, tensor in compiled(given).items():
         assert torch.equal(tensor, expected[name]), name

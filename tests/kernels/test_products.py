@@ -25,9 +25,7 @@ def test_few_rows_of_large_weights(monkeypatch, rows, bias):
     monkeypatch.setattr(products, "linear_of_few", lambda *a: seen.append(1) or of_few(*a))
     b = normal(1024) if bias else None
     assert products.linear(x, weight, b, place) is place
-    torch.testing.assert_close(
-        place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4
-    )
+    torch.testing.assert_close(place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4)
     assert torch.equal(place, products.linear(x, weight, b))
     assert len(seen) == (2 if rows <= 16 else 0)
     products.linear(x, weight[:1023], None)  # fits in a cache

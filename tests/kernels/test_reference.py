@@ -114,9 +114,7 @@ def test_triton_is_refused_by_a_sentence_where_it_is_not_installed(monkeypatch):
     with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
         kernels.backend_for("triton", torch.device("cuda"))
     backend, reason = kernels.backend_for("auto", torch.device("cuda"))
-    assert backend == "reference" and reason.startswith(
-        "Triton is not installed; experts run one by one"
-    )
+    assert backend == "reference" and reason.startswith("Triton is not installed; experts run one by one")
 
 
 def test_a_triton_that_is_too_old_is_named(monkeypatch):
@@ -124,7 +122,5 @@ def test_a_triton_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.3.1")
     monkeypatch.setattr(kernels, "_lacks_triton", kernels._lacks_triton.__wrapped__)
     assert kernels.backend_for("auto", torch.device("cuda"))[0] == "reference"
-    with pytest.raises(
-        ValueError, match=r"'triton' but Triton 3\.3\.1 is older than 3\.4; install"
-    ):
+    with pytest.raises(ValueError, match=r"'triton' but Triton 3\.3\.1 is older than 3\.4; install"):
         kernels.backend_for("triton", torch.device("cuda"))

@@ -62,9 +62,7 @@ def compare_interpreted() -> None:
     compare(make("two_phase", "all_reduce", 3), 7, torch.float16, "triton", calls=1)
     compare(two_lanes(), 7, torch.float16, "triton", calls=1)
     compare(*blocks(), torch.int64, "triton", calls=1)
-    compare(
-        make("one_phase", "all_reduce", 2), 300, torch.float32, "triton", calls=1
-    )  # a block has 256
+    compare(make("one_phase", "all_reduce", 2), 300, torch.float32, "triton", calls=1)  # a block has 256
     compare(make("one_phase", "all_reduce", 2), 0, torch.float32, "triton", calls=1)
 
 

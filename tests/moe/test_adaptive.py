@@ -71,9 +71,7 @@ def compare(config, parallel, local, strategies):
             total = parameter.grad.clone()
             dist.all_reduce(total, group=sliced.topology.expert_group)
             got = local_experts.expert_parameters()[name].grad
-            same(
-                got, local_experts.own_part(name, total[mine]), f"gradient of {name} of {strategy}"
-            )
+            same(got, local_experts.own_part(name, total[mine]), f"gradient of {name} of {strategy}")
         for layer in (sliced, whole):
             layer.zero_grad()
 

@@ -154,9 +154,7 @@ def test_gshard_by_sentence_is_the_mean_over_sentences(time_first, padded, rules
     for s in range(count):
         mine = [t for t in range(20) if places[t][0] == s and real_T[t]]
         if mine:
-            values.append(
-                gshard_all_by_loops([probs[t] for t in mine], [assignments[t] for t in mine])
-            )
+            values.append(gshard_all_by_loops([probs[t] for t in mine], [assignments[t] for t in mine]))
     assert len(values) == (3 if padded else 4)
     assert float(gshard_sequence_loss(routing, output)) == pytest.approx(statistics.mean(values))
 
@@ -283,9 +281,7 @@ def test_without_real_tokens_every_loss_is_0_with_gradient_0(name, num_tokens, c
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_a_half_precision_gate_is_fp32(name, dtype):
     def loss(wide: bool) -> Tensor:
-        output = noisy_gate(
-            logits(3000, 4).to(dtype).to(torch.float64 if wide else dtype), noise=1.0
-        )
+        output = noisy_gate(logits(3000, 4).to(dtype).to(torch.float64 if wide else dtype), noise=1.0)
         return LOSSES[name](route(output.logits_TE, 2), output)
 
     assert loss(False).dtype == torch.float32

@@ -84,9 +84,7 @@ def test_weights_losses_and_gradients_do_not_know_the_bias():
     assert (ids_TK[:, 0] == 0).all() and not (ids_TK == 2).any()
     scores_TE = torch.sigmoid(x @ layer.gate.weight.t())
     chosen_TK = scores_TE.gather(1, ids_TK)
-    torch.testing.assert_close(
-        output.routing.weights_TK, chosen_TK / chosen_TK.sum(dim=1, keepdim=True)
-    )
+    torch.testing.assert_close(output.routing.weights_TK, chosen_TK / chosen_TK.sum(dim=1, keepdim=True))
     probs_TE = scores_TE / scores_TE.sum(dim=1, keepdim=True)
     torch.testing.assert_close(output.routing.probs_TE, probs_TE)
     share_E = ids_TK[:, 0].bincount(minlength=4) / 15

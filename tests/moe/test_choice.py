@@ -129,9 +129,7 @@ def test_every_dtype_gives_weights_of_its_own_precision(dtype, function):
     wide = route(logits_TE.double(), 2, score_function=function, normalize_gate="none")
     assert got.weights_TK.dtype == got.probs_TE.dtype == dtype
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(
-        got.weights_TK.double(), wide.weights_TK, rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(got.weights_TK.double(), wide.weights_TK, rtol=tolerance, atol=tolerance)
 
 
 def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[float]]:
@@ -220,9 +218,7 @@ def test_several_samples_are_drawn_without_replacement(function):
     ids_TK = sampled(function, 2, rsample=True)
     probs = scores_of(ROW[None], function)[1][0].tolist()
     pairs = [(a, b) for a in range(E) for b in range(E) if a != b]
-    counts = torch.tensor(
-        [int(((ids_TK[:, 0] == a) & (ids_TK[:, 1] == b)).sum()) for a, b in pairs]
-    )
+    counts = torch.tensor([int(((ids_TK[:, 0] == a) & (ids_TK[:, 1] == b)).sum()) for a, b in pairs])
     assert int(counts.sum()) == MANY
     expected = torch.tensor([probs[a] * probs[b] / (1 - probs[a]) for a, b in pairs])
     assert chi_square(counts, expected) < CRITICAL[11]

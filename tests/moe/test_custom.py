@@ -28,9 +28,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
-OWN = dataclasses.replace(
-    CONFIG, gate_type="custom_parts.CalmGate", expert_type="custom_parts.DeepExpert"
-)
+OWN = dataclasses.replace(CONFIG, gate_type="custom_parts.CalmGate", expert_type="custom_parts.DeepExpert")
 T = 11
 
 
@@ -163,9 +161,7 @@ def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
     again = MoELayer(OWN, seed=3)
     again.load_state_dict(state)
     assert torch.equal(again.eval()(tokens(T).float())[0], whole.eval()(tokens(T).float())[0])
-    with pytest.raises(
-        ValueError, match=r"experts.scale has shape \(2,\) but this model needs \(4,"
-    ):
+    with pytest.raises(ValueError, match=r"experts.scale has shape \(2,\) but this model needs \(4,"):
         again.load_state_dict({**state, "experts.scale": torch.zeros(2)})
 
 

@@ -143,9 +143,7 @@ def test_results_that_are_not_read_are_not_computed(monkeypatch):
     calls = []
     for name in ("balance_losses", "decide"):
         made = getattr(layer_module, name)
-        monkeypatch.setattr(
-            layer_module, name, lambda *a, made=made: calls.append(made) or made(*a)
-        )
+        monkeypatch.setattr(layer_module, name, lambda *a, made=made: calls.append(made) or made(*a))
     x, mask = tokens(6).view(2, 3, 6), torch.arange(6).view(3, 2) == 5
     layer.begin_call(mask)
     with torch.no_grad():
@@ -173,9 +171,7 @@ def test_results_that_are_not_read_are_not_computed(monkeypatch):
 @pytest.mark.parametrize("inner", (5, 512, 1025))
 def test_a_map_of_few_rows(rows, inner):
     generator = torch.Generator().manual_seed(1)
-    x, weight, bias = (
-        torch.randn(*s, generator=generator) for s in ((rows, inner), (9, inner), (9,))
-    )
+    x, weight, bias = (torch.randn(*s, generator=generator) for s in ((rows, inner), (9, inner), (9,)))
     for own_bias in (bias, None):
         out = linear_of_few(x, weight, own_bias)
         assert out.is_contiguous()

@@ -51,9 +51,7 @@ def brute_force(policy, probs, ids, real):
     pads=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_every_policy_keeps_what_routing_promises(
-    policy, num_tokens, num_experts, k, factor, pads, seed
-):
+def test_every_policy_keeps_what_routing_promises(policy, num_tokens, num_experts, k, factor, pads, seed):
     top_k = min(k, num_experts)
     real_T = torch.arange(num_tokens) % 5 >= pads
     num_real = int(real_T.sum())

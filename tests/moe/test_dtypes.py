@@ -55,9 +55,7 @@ def test_x_may_be_of_another_dtype_than_the_weights(options, dtype):
 @pytest.mark.parametrize("gate_type", ("linear", "cosine", "custom_parts.CalmGate"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_a_gate_of_half_precision_sees_jitter(gate_type, dtype):
-    config = MoEConfig(
-        **SIZES, gate_type=gate_type, gate_fp32=False, input_jitter=0.1, input_dropout=0.1
-    )
+    config = MoEConfig(**SIZES, gate_type=gate_type, gate_fp32=False, input_jitter=0.1, input_dropout=0.1)
     layer, x = MoELayer(config, seed=1).to(dtype), tokens(dtype)
     y, output = layer(x)
     assert y.dtype == output.routing.probs_TE.dtype == dtype

@@ -45,9 +45,7 @@ def taken_by_loops(scores, places: int, real: list[bool]) -> list[list[int]]:
 def taken(r) -> list[list[int]]:
     """Return every expert's tokens of a routing, in the order of its slots."""
     by_expert: list[dict[int, int]] = [{} for _ in r.counts_E]
-    for t, (ids, slots) in enumerate(
-        zip(r.expert_ids_TK.tolist(), r.slots_TK.tolist(), strict=True)
-    ):
+    for t, (ids, slots) in enumerate(zip(r.expert_ids_TK.tolist(), r.slots_TK.tolist(), strict=True)):
         for e, slot in zip(ids, slots, strict=True):
             if slot >= 0:
                 assert slot not in by_expert[e]
@@ -86,9 +84,7 @@ def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, fun
     for t, ids in enumerate(r.expert_ids_TK.tolist()):
         mine = [e for e, s in zip(ids, r.slots_TK[t].tolist(), strict=True) if s >= 0]
         assert mine == sorted(set(mine))
-        weights = [
-            w for w, s in zip(r.weights_TK[t].tolist(), r.slots_TK[t], strict=True) if s >= 0
-        ]
+        weights = [w for w, s in zip(r.weights_TK[t].tolist(), r.slots_TK[t], strict=True) if s >= 0]
         assert weights == pytest.approx([scores[t][e] for e in mine])
 
 
@@ -96,9 +92,7 @@ def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, fun
 def test_the_layout_of_tokens_changes_nothing(padded):
     time, batch = 5, 3
     batch_first = logits(time * batch, seed=4).view(batch, time, E)
-    batch_first[1, 2] = batch_first[
-        0, 4
-    ]  # a tie goes to the earlier sentence, though later in time
+    batch_first[1, 2] = batch_first[0, 4]  # a tie goes to the earlier sentence, though later in time
     real_BT = torch.arange(time) < torch.tensor([[5], [3], [4]]) if padded else None
     expected = route(
         batch_first.reshape(-1, E), 2, 0.5, real_T=None if real_BT is None else real_BT.flatten(),
@@ -191,9 +185,7 @@ def test_weights_have_the_gradient_of_finite_differences(function, normalize):
     assert torch.autograd.gradcheck(lambda x: route(x, 1, 0.5, **rules).weights_TK, inputs)
 
 
-CONFIG = MoEConfig(
-    model_dim=5, hidden_dim=6, num_experts=E, top_k=1, activation="gelu", choice="experts"
-)
+CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=E, top_k=1, activation="gelu", choice="experts")
 
 
 def tokens(*shape: int) -> Tensor:

@@ -143,9 +143,7 @@ RECOMPUTED = (
 def test_hidden_layers_that_are_made_again_give_the_same_bits(options):
     # Of other widths MKL's last bit depends on where in memory an expert's rows begin.
     options = {"hidden_dim": 16, **options}
-    kept, made = (
-        run(build(recompute_experts=again, **options), pad=True) for again in (False, True)
-    )
+    kept, made = (run(build(recompute_experts=again, **options), pad=True) for again in (False, True))
     for name, expected in kept.items():  # a frozen parameter has no gradient
         assert expected is made[name] is None or torch.equal(expected, made[name]), name
 
@@ -167,18 +165,12 @@ def kept_bytes(layer: MoELayer, x: Tensor) -> int:
 
 @pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
 @pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
-def test_what_is_kept_is_the_hidden_layer_once_and_the_routing(
-    expert_type, hidden, top_k, hidden_dim
-):
+def test_what_is_kept_is_the_hidden_layer_once_and_the_routing(expert_type, hidden, top_k, hidden_dim):
     """Constant while K * H is; not a byte of it with recomputation."""
     tokens, experts = 200, 8
-    routing = (
-        tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k
-    )  # maps, probabilities, weights
+    routing = tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k  # maps, probabilities, weights
     x = torch.randn(tokens, 32, requires_grad=True)
-    config = MoEConfig(
-        32, hidden_dim, experts, top_k=top_k, expert_type=expert_type, activation="gelu"
-    )
+    config = MoEConfig(32, hidden_dim, experts, top_k=top_k, expert_type=expert_type, activation="gelu")
     kept = kept_bytes(MoELayer(config, seed=1), x)
     hidden_bytes = hidden * tokens * top_k * hidden_dim * 4
     assert hidden_bytes <= kept <= hidden_bytes + routing
@@ -255,9 +247,7 @@ def test_nothing_is_as_large_as_a_mask_of_tokens_experts_and_places(choice):
 def test_gradients_add_up_over_backwards_and_leave_out_what_is_frozen(monkeypatch, frozen):
     layer = build(torch.float32, top_k=1)
     layer.experts.get_parameter(frozen).requires_grad_(False)
-    x = torch.randn(
-        3, 6, generator=torch.Generator().manual_seed(1)
-    )  # of four experts one has no row
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))  # of four experts one has no row
     seen: list[str] = []
     layer.experts.fc1_bias.register_hook(lambda gradient: seen.append("hook"))
 

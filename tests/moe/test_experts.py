@@ -25,9 +25,7 @@ def build(dtype: torch.dtype = torch.float64, **options) -> Experts:
     experts = Experts(dataclasses.replace(CONFIG, **options))
     experts.reset_parameters(seed=1, name="")
     if experts.hidden_layer_norm is not None:  # away from its ones and zeros, which hide errors
-        experts.hidden_layer_norm.weight.data.uniform_(
-            0.5, 1.5, generator=torch.Generator().manual_seed(3)
-        )
+        experts.hidden_layer_norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return experts.to(dtype)
 
 
@@ -64,9 +62,7 @@ def test_every_activation_equals_its_formula(activation):
 @pytest.mark.parametrize("expert_bias", (True, False))
 @pytest.mark.parametrize("hidden_layer_norm", (True, False))
 def test_every_form_of_expert_equals_the_loop(expert_type, expert_bias, hidden_layer_norm):
-    experts = build(
-        expert_type=expert_type, expert_bias=expert_bias, hidden_layer_norm=hidden_layer_norm
-    )
+    experts = build(expert_type=expert_type, expert_bias=expert_bias, hidden_layer_norm=hidden_layer_norm)
     names = {"fc1_weight", "fc2_weight"} | ({"fc3_weight"} if expert_type == "glu" else set())
     names |= {name.replace("weight", "bias") for name in names} if expert_bias else set()
     assert set(experts.expert_parameters()) == names
@@ -150,9 +146,7 @@ def test_grouped_linear_has_the_gradient_of_finite_differences(with_bias):
         return values.requires_grad_()
 
     inputs = (normal(6, 3), normal(3, 2, 3), normal(3, 2) if with_bias else None)
-    assert torch.autograd.gradcheck(
-        lambda x, w, b: grouped_linear(x, grouped((4, 0, 2)), w, b), inputs
-    )
+    assert torch.autograd.gradcheck(lambda x, w, b: grouped_linear(x, grouped((4, 0, 2)), w, b), inputs)
 
 
 def test_grouped_linear_takes_rows_that_need_no_gradient():

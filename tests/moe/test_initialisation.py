@@ -31,9 +31,7 @@ def test_experts_are_the_same_for_any_split(size):
 
 def test_a_layer_is_the_same_for_any_topology():
     whole = MoELayer(CONFIG, seed=3, name="a")
-    part = MoELayer(
-        CONFIG, Topology(world_size=3, rank=1, expert_parallel_size=3), seed=3, name="a"
-    )
+    part = MoELayer(CONFIG, Topology(world_size=3, rank=1, expert_parallel_size=3), seed=3, name="a")
     assert torch.equal(part.gate.weight, whole.gate.weight)
     for name, tensor in part.experts.expert_parameters().items():
         assert torch.equal(tensor, whole.experts.expert_parameters()[name][2:4]), name

@@ -300,9 +300,7 @@ def test_an_earlier_routing_sends_other_tokens_the_same_way():
     y = layer.apply_routing(later, routing)
     for t in range(T):
         assignments = zip(routing.expert_ids_TK[t].tolist(), routing.weights_TK[t], strict=True)
-        expected = sum(
-            weight * oracle.one_expert(experts, e, later[t]) for e, weight in assignments
-        )
+        expected = sum(weight * oracle.one_expert(experts, e, later[t]) for e, weight in assignments)
         close(y[t], expected, f"token {t}")
     y.square().sum().backward()
     assert x.grad.any() and layer.gate.weight.grad.any()

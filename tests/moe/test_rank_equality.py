@@ -144,8 +144,7 @@ QUICK = [run for run in RUNS if run[1] == 2][::2] + [(case, 4) for case in CASES
 
 @pytest.mark.parametrize(
     "updates, case, world_size",
-    [(FEW, *run) for run in QUICK]
-    + [pytest.param(UPDATES, *run, marks=pytest.mark.long) for run in RUNS],
+    [(FEW, *run) for run in QUICK] + [pytest.param(UPDATES, *run, marks=pytest.mark.long) for run in RUNS],
     ids=name_of,
 )
 def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, world_size):

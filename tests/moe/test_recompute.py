@@ -25,9 +25,7 @@ def run(reentrant: bool | None, *, autocast: bool = False, **options) -> dict[st
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(1)
-        y, output = layer(
-            x, mask, token_ids=torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
-        )
+        y, output = layer(x, mask, token_ids=torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]))
         return y, output.balance_loss
 
     generator = torch.Generator().manual_seed(2)
@@ -101,9 +99,7 @@ def test_the_balance_loss_reaches_the_gate_through_a_recompute(reentrant):
 def test_every_choice_of_every_option_is_run_again():
     """A new gate, policy, loss or switch needs a line in the list."""
     items = [item for item in dataclasses.fields(MoEConfig) if item.name != "expert_grad_norm"]
-    held = {
-        item.name: {options.get(item.name, item.default) for options in OPTIONS} for item in items
-    }
+    held = {item.name: {options.get(item.name, item.default) for options in OPTIONS} for item in items}
     for item in items:
         if item.metadata["option"].of != "task":
             choices = (False, True) if item.type is bool else item.metadata["option"].choices

@@ -145,9 +145,7 @@ def test_probabilities_that_underflow_are_ties_not_repeats():
     ],
 )
 def test_capacity_is_k_times_the_ceiling_of_an_even_share(factor, num_tokens, top_k, expected):
-    crowded_TE = torch.arange(E, 0, -1.0).expand(
-        num_tokens, E
-    )  # all tokens choose 0, then 1, then 2
+    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # all tokens choose 0, then 1, then 2
     r = route(crowded_TE, top_k, factor)
     assert r.counts_E.tolist() == [expected] * top_k + [0] * (E - top_k)
     assert r.dropped_K.tolist() == [num_tokens - expected] * top_k

@@ -64,13 +64,9 @@ def differences(folder: str, size: int) -> list[str]:
         moment: ShardedTensor = state["optimizer"][f"{name}.moment"]
         part, stack = topology.part(2), expected.get_submodule(name.rpartition(".")[0])
         slicing = stack.slice_of(name.rpartition(".")[2])
-        if not torch.equal(
-            moment.read(part.first, part.num_local, slicing, part.index), own[name] * 2
-        ):
+        if not torch.equal(moment.read(part.first, part.num_local, slicing, part.index), own[name] * 2):
             wrong.append(f"{name}.moment")
-        if not torch.equal(
-            state["optimizer"][f"{name}.scale"].whole().flatten(), torch.full((2,), 3.0)
-        ):
+        if not torch.equal(state["optimizer"][f"{name}.scale"].whole().flatten(), torch.full((2,), 3.0)):
             wrong.append(f"{name}.scale")
     return wrong
 

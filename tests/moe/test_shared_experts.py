@@ -45,9 +45,7 @@ def dense_by_parts(dense: DenseExpert, x_D: Tensor, count: int) -> Tensor:
         mine = slice(i * hidden_dim, (i + 1) * hidden_dim)
 
         def linear(layer, mine=mine) -> Tensor:
-            return F.linear(
-                x_D, layer.weight[mine], None if layer.bias is None else layer.bias[mine]
-            )
+            return F.linear(x_D, layer.weight[mine], None if layer.bias is None else layer.bias[mine])
 
         hidden_H = linear(dense.fc1)
         if config.expert_type == "glu":
@@ -152,9 +150,7 @@ def test_values_are_those_of_the_seed_whatever_the_number_of_ranks():
         assert torch.equal(dict(split.named_parameters())[name], parameter), name
         for different in (other, renamed):
             assert not torch.equal(dict(different.named_parameters())[name], parameter), name
-        assert not hasattr(
-            dict(split.named_parameters())[name], "expert"
-        )  # all ranks hold the same
+        assert not hasattr(dict(split.named_parameters())[name], "expert")  # all ranks hold the same
         bound = {"fc1": 5, "mix": 5, "fc2": 6}  # of one expert, also where several are one
         layer = next(part for part in name.split(".") if part in bound)
         assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5

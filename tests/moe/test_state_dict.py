@@ -55,15 +55,11 @@ def test_a_state_dict_holds_the_local_slice_until_the_experts_are_gathered():
     assert torch.equal(part.state_dict()["experts.fc1_bias"], whole.experts.fc1_bias)
 
 
-@pytest.mark.parametrize(
-    "change", [{"num_experts": 8}, {"num_experts": 2}, {"hidden_dim": 5}], ids=str
-)
+@pytest.mark.parametrize("change", [{"num_experts": 8}, {"num_experts": 2}, {"hidden_dim": 5}], ids=str)
 def test_a_wrong_shape_is_refused_by_a_sentence(change):
     other = MoEConfig(**{"model_dim": 4, "hidden_dim": 6, "num_experts": 4, **change})
     saved = layer(config=other).state_dict()
-    with pytest.raises(
-        ValueError, match=r"checkpoint's experts\.fc1_weight has shape .* needs"
-    ) as e:
+    with pytest.raises(ValueError, match=r"checkpoint's experts\.fc1_weight has shape .* needs") as e:
         layer().load_state_dict(saved)
     for part in ("(4, 6, 4)", "--moe-expert-count", "--moe-expert-ffn-dim"):
         assert part in str(e.value)

@@ -84,9 +84,7 @@ def costs_of_an_update():
 
 
 def all_costs(tuner):
-    return [
-        cost for ways in tuner.tuner.costs.values() for costs in ways.values() for cost in costs
-    ]
+    return [cost for ways in tuner.tuner.costs.values() for costs in ways.values() for cost in costs]
 
 
 def test_an_update_costs_what_the_slowest_rank_takes_by_the_clock(ranks):

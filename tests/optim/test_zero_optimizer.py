@@ -59,9 +59,7 @@ def root_of(name="moe_adam", offload=False, **common):
 
 def parameters_of(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
-    ]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
 def update(optimizer, parameters, number, clip=0.5, size=1.0):
@@ -163,9 +161,7 @@ def test_the_formula_counts_what_fairseq_s_own_wrapper_holds():
     optimizer = FP16Optimizer.build_optimizer(root_of(bf16=True), parameters)
     update(optimizer, parameters, 0)
     masters = list(optimizer.fp32_params)
-    moments = [
-        s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
-    ]
+    moments = [s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     held = held_bytes([p.numel() for p in parameters], [], 1, 1, stage=0)
     size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
     assert size(parameters) == held.weights

@@ -163,8 +163,7 @@ def test_zero_and_offload_by_hand():
 def test_zero_sends_gradients_there_and_weights_back():
     work, cluster = replace(WORK, dense_parameters=8000), replace(FOUR, expert_parallel_size=1)
     parts = [
-        cost.step_parts(replace(work, zero_stage=stage), ROUND, cluster, Strategy())
-        for stage in (0, 1)
+        cost.step_parts(replace(work, zero_stage=stage), ROUND, cluster, Strategy()) for stage in (0, 1)
     ]
     share = 2 * 8000 / cluster.world
     gather = all_gather_seconds(share, ROUND, cluster.nodes, cluster.local)

@@ -59,9 +59,7 @@ def test_plans_of_the_same_messages_take_as_long(machine):
 def test_2dh_loses_on_small_clusters_and_wins_on_large_ones_with_small_messages():
     def ratio(gpus, mebibytes):
         size = mebibytes * 2**20
-        linear, hierarchical = (
-            exchange_seconds(size, A100, gpus // 8, 8, a) for a in ("linear", "2dh")
-        )
+        linear, hierarchical = (exchange_seconds(size, A100, gpus // 8, 8, a) for a in ("linear", "2dh"))
         return linear / hierarchical
 
     for size in (1 / 16, 1, 32, 256):
@@ -148,8 +146,7 @@ def measured(shapes, spread=0.0):
         for power in range(10, 24, 2)
     ]
     return [
-        {**row, "seconds": predicted(row, CLUSTER) * noise.uniform(1 - spread, 1 + spread)}
-        for row in rows
+        {**row, "seconds": predicted(row, CLUSTER) * noise.uniform(1 - spread, 1 + spread)} for row in rows
     ]
 
 

@@ -46,9 +46,7 @@ def search(tuner, cost, key="0", predict=None):
 def noisy(cost, seed):
     """Add noise of ten percent to a cost, and make every tenth update three times as slow."""
     rng = random.Random(seed)
-    return lambda strategy: (
-        cost(strategy) * rng.uniform(1.0, 1.1) * (3 if rng.random() < 0.1 else 1)
-    )
+    return lambda strategy: cost(strategy) * rng.uniform(1.0, 1.1) * (3 if rng.random() < 0.1 else 1)
 
 
 def model(gather, send, overlap_gain, far):
@@ -264,9 +262,7 @@ def test_a_search_continues_from_every_point_at_which_it_was_saved():
         found.record("0", found.choose("0"), cost(found.choose("0")))
 
 
-@pytest.mark.parametrize(
-    "state", [[3], {"0": 3}, {"0": {"best": {"r": 1}, "costs": []}}, {"0": {}}]
-)
+@pytest.mark.parametrize("state", [[3], {"0": 3}, {"0": {"best": {"r": 1}, "costs": []}}, {"0": {}}])
 def test_a_malformed_state_is_refused(state):
     with pytest.raises(ValueError, match="the state of the tuner is malformed"):
         tuner().load(state)

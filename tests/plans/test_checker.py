@@ -33,9 +33,7 @@ def test_sums_in_another_order_are_refused_but_for_their_first_two_terms():
     a, b, c = step.src
     index = plan.programs[1][0].index(step)
     check(with_steps(plan, 1, 0, index, index + 1, replace(step, src=(b, a, c))))
-    with pytest.raises(
-        PlanError, match=r"rank 1, lane 0, step 6 \(reduce\) adds up .* another order"
-    ):
+    with pytest.raises(PlanError, match=r"rank 1, lane 0, step 6 \(reduce\) adds up .* another order"):
         check(with_steps(plan, 1, 0, index, index + 1, replace(step, src=(a, c, b))))
 
 

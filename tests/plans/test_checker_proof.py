@@ -74,9 +74,7 @@ def test_edits_of_larger_plans_that_pass_change_nothing(ranks):
             count[kind] += 1
             if is_right(edited):
                 passed.append((plan.name, kind, where))
-    assert [each for each in passed if each[1] not in ("twice", "swapped")] == NEEDLESS * (
-        ranks == 4
-    )
+    assert [each for each in passed if each[1] not in ("twice", "swapped")] == NEEDLESS * (ranks == 4)
     repeated = [where for _, kind, where in passed if kind == "twice"]
     assert {where.split("(")[1] for where in repeated} == {"copy)", "flush)", "reduce)"}
     assert len(passed) < 0.22 * count.total()

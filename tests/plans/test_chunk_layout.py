@@ -20,9 +20,7 @@ def test_plans_give_what_they_are_to_at_any_size(ranks):
     for plan in plans.of(ranks):
         for m in (0, 1, 2, 3, 7):
             ins = plans.inputs(plan, m, dtype=torch.int64)
-            for got, wanted in zip(
-                plans.result(plan, m, ins), plans.wanted(plan, ins), strict=True
-            ):
+            for got, wanted in zip(plans.result(plan, m, ins), plans.wanted(plan, ins), strict=True):
                 assert torch.equal(got, wanted), (plan.name, m)
 
 

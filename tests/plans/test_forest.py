@@ -130,9 +130,7 @@ def test_numbers_of_trees_that_switches_can_not_share_are_refused():
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize(
-    "name", ["ring:4", "mesh:2x3", "boxes:2x2:3:1", "hypercube:3", "star:3", None]
-)
+@pytest.mark.parametrize("name", ["ring:4", "mesh:2x3", "boxes:2x2:3:1", "hypercube:3", "star:3", None])
 def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, name):
     network = find(name) if name else random_network(Random(5), most=7)
     root = 1 if collective in ("broadcast", "reduce") else None
@@ -151,8 +149,7 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
             for parent, child in tree.edges:
                 path = routes[parent, child][0][0]
                 assert all(
-                    network.matrix[b][a] if is_sum else network.matrix[a][b]
-                    for a, b in pairwise(path)
+                    network.matrix[b][a] if is_sum else network.matrix[a][b] for a, b in pairwise(path)
                 )
                 messages[(child, parent) if is_sum else (parent, child)] += tree.copies
     assert plan.bytes_sent == {pair: Fraction(n, plan.in_chunks) for pair, n in messages.items()}

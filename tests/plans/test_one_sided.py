@@ -131,9 +131,7 @@ def ragged(calls):
     ]
     for _ in range(calls):
         most = draw.choice((3, 40, 9000))
-        sizes = [
-            [draw.choice((0, draw.randrange(most))) for _ in range(number)] for _ in range(number)
-        ]
+        sizes = [[draw.choice((0, draw.randrange(most))) for _ in range(number)] for _ in range(number)]
         own = torch.cat([torch.full((n, 3), 10.0 * rank + to) for to, n in enumerate(sizes[rank])])
         wanted = [torch.full((row[rank], 3), 10.0 * of + rank) for of, row in enumerate(sizes)]
         sizes = tuple(map(tuple, sizes))

@@ -22,11 +22,7 @@ UNEVEN_LINE = network_of(3, [(0, 1, 1), (1, 0, 1), (1, 2, 2), (2, 1, 2)])
 # Two GPUs at each of two switches, which a third one connects.
 TREE_OF_SWITCHES = network_of(
     4,
-    [
-        link
-        for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6))
-        for link in ((a, b, 1), (b, a, 1))
-    ],
+    [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
 # 1/x and k.
 KNOWN = {
@@ -73,9 +69,7 @@ def check_every_cut(seed):
         # The cut alone proves the bound.
         inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
         assert not inside.issuperset(range(network.ranks))
-        leaving = sum(
-            x.bandwidth for x in network.links if x.source in inside and x.target not in inside
-        )
+        leaving = sum(x.bandwidth for x in network.links if x.source in inside and x.target not in inside)
         assert best.narrow == (len(inside.intersection(roots)), leaving)
 
 
@@ -99,9 +93,7 @@ def test_a_number_of_trees_gets_the_least_stretch():
         for trees in (1, 2, 3):
             share = fixed_share(network, roots, best, trees)
             assert share.seconds >= best.seconds and is_enough(network, roots, share)
-            assert share.capacities == [
-                [int(share.stretch * b) for b in row] for row in network.matrix
-            ]
+            assert share.capacities == [[int(share.stretch * b) for b in row] for row in network.matrix]
             less = share.stretch - Fraction(1, 10**6)
             assert not is_enough(
                 network,

@@ -71,9 +71,7 @@ def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
 
 @pytest.mark.parametrize("name", ("", "none.json"))
 def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"--moe-collective-plans.*(which has no plan|No such file)"
-    ):
+    with pytest.raises(ValueError, match=r"--moe-collective-plans.*(which has no plan|No such file)"):
         placed_plans.read(str(tmp_path / name))
 
 

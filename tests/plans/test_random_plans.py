@@ -73,10 +73,7 @@ def run(seeds):
         generator = torch.Generator().manual_seed(seed)
         count = plan.in_chunks // plan.chunks
         shards = [
-            [
-                torch.randn(m if sizes == m else sizes[r][d], generator=generator)
-                for d in range(count)
-            ]
+            [torch.randn(m if sizes == m else sizes[r][d], generator=generator) for d in range(count)]
             if plan.collective != "broadcast" or r == plan.root
             else []
             for r in range(n)

@@ -38,9 +38,7 @@ def test_no_other_schedule_is_faster(name, ring, rings, doubling):
     assert found == (ring, rings, doubling)
 
 
-@pytest.mark.parametrize(
-    "name", ["mesh:2x4", "torus:4x4", "hypercube:3", "mi250:1", "boxes:2x4:10:1"]
-)
+@pytest.mark.parametrize("name", ["mesh:2x4", "torus:4x4", "hypercube:3", "mi250:1", "boxes:2x4:10:1"])
 def test_the_default_forest_is_at_least_as_fast_as_rings(name):
     network = find(name)
     forest = grow(network).seconds
@@ -75,9 +73,7 @@ def test_known_bounds_of_all_to_alls(network):
     assert (found, is_all) == (bound, True)
     assert linear_program(network) == pytest.approx(float(exact), rel=1e-7)
     inside = sum(cut >> rank & 1 for rank in range(network.ranks))
-    leaving = sum(
-        x.bandwidth for x in network.links if cut >> x.source & 1 and not cut >> x.target & 1
-    )
+    leaving = sum(x.bandwidth for x in network.links if cut >> x.source & 1 and not cut >> x.target & 1)
     assert found == Fraction(inside * (network.ranks - inside), leaving)
     assert takes(network, "linear", "all_to_all") * network.ranks >= exact
 

@@ -49,9 +49,7 @@ def every_collective(cases):
                 wrong.append((plan.name, m, dtype))
             by_rank = plans.wanted(plan, ins)[rank]
             # All pairs sum in the order of ranks; others round differently.
-            same = (
-                plan.name.startswith(("one_phase", "two_phase")) or plan.collective not in REDUCING
-            )
+            same = plan.name.startswith(("one_phase", "two_phase")) or plan.collective not in REDUCING
             rounded = 0.5 * plan.ranks if dtype == torch.float16 else 1e-3
             off = 0.0 if same or dtype == torch.int64 else rounded
             torch.testing.assert_close(got, by_rank, rtol=0, atol=off)

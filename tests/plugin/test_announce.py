@@ -95,9 +95,7 @@ def test_an_option_without_effect_is_named_with_the_reason(caplog, given, facts,
 
 def test_r_by_its_own_option_goes_before_that_of_a_type(caplog):
     both = {"parallel_type": "model", "adaptive_r": 2}
-    assert "--moe-parallel-type model has no effect: --moe-adaptive-r is given" in said_of(
-        caplog, both, {}
-    )
+    assert "--moe-parallel-type model has no effect: --moe-adaptive-r is given" in said_of(caplog, both, {})
 
 
 @pytest.mark.parametrize("given", [{"moe_local_size": 2}, {"moe_machine_file": "x"}])

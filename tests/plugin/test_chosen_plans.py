@@ -30,8 +30,7 @@ def test_a_tuner_tries_plans_that_are_not_foretold_to_be_slow(caplog):
         found = tuned_algorithms(layer, None, PRESETS["a100"], 1e6)
     assert found == ("linear", "plan:linear_all_to_all")
     assert (
-        "adaptive: not tried, since the hardware profile A100 predicts slow times: plan:slow"
-        in caplog.text
+        "adaptive: not tried, since the hardware profile A100 predicts slow times: plan:slow" in caplog.text
     )
 
 

@@ -159,9 +159,7 @@ def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **o
         (5, 5, 0),
     ],
 )
-def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(
-    ranks, update_freq, updates_done
-):
+def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(ranks, update_freq, updates_done):
     consumed = updates_done * ranks * update_freq
     found = _updates(ranks, update_freq, consumed=consumed)
     expected = _updates(1, ranks * update_freq, consumed=consumed)

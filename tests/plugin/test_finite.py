@@ -148,9 +148,7 @@ def test_a_ruined_checkpoint_is_not_trained_on(tmp_path):
     torch.save({}, tmp_path / "checkpoint_last.pt")
     assert run(trainer, tmp_path)[0] == 1
     trainer.optimizer.optimizer.state[trainer.own[0]]["exp_avg_sq"][0] = torch.inf
-    with pytest.raises(
-        ValueError, match=r"checkpoint_last.pt, in which .*exp_avg_sq of weight .*--reset"
-    ):
+    with pytest.raises(ValueError, match=r"checkpoint_last.pt, in which .*exp_avg_sq of weight .*--reset"):
         run(trainer, tmp_path)
 
 
@@ -168,9 +166,7 @@ def test_a_moment_of_another_form_is_refused(tmp_path, key, value):
     assert mismatch(trainer) is None
     (tmp_path / "checkpoint_last.pt").touch()
     trainer.optimizer.optimizer.state[trainer.own[0]][key] = value
-    with pytest.raises(
-        ValueError, match=f"in which the optimizer's {key} of a parameter .* does not fit"
-    ):
+    with pytest.raises(ValueError, match=f"in which the optimizer's {key} of a parameter .* does not fit"):
         run(trainer, tmp_path)
 
 
@@ -190,9 +186,7 @@ def test_moments_of_no_parameter_are_refused(tmp_path):
     trainer = trainer_in(tmp_path)
     (tmp_path / "checkpoint_last.pt").touch()
     trainer.optimizer.optimizer.state[4] = {"exp_avg": torch.zeros(2)}
-    with pytest.raises(
-        ValueError, match="in which the optimizer's state of the unknown parameter 4 does"
-    ):
+    with pytest.raises(ValueError, match="in which the optimizer's state of the unknown parameter 4 does"):
         run(trainer, tmp_path)
 
 
@@ -216,9 +210,7 @@ def test_an_option_of_the_optimizer_without_meaning_is_refused(tmp_path, key, va
     (group,) = trainer.optimizer.optimizer.param_groups
     group[key] = value
     (tmp_path / "checkpoint_last.pt").touch()
-    with pytest.raises(
-        ValueError, match=f"in which the optimizer's {key} .* does not fit .*give an older"
-    ):
+    with pytest.raises(ValueError, match=f"in which the optimizer's {key} .* does not fit .*give an older"):
         run(trainer, tmp_path)
 
 

@@ -75,9 +75,7 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer(name):
     _, task = _parse(SystemOptions, words["task"])
     config = layer_config(model, task, 4, **OF_LAYER)
     assert (
-        config
-        == MoEConfig(num_experts=4, **values, **OF_LAYER)
-        != layer_config(None, None, 4, **OF_LAYER)
+        config == MoEConfig(num_experts=4, **values, **OF_LAYER) != layer_config(None, None, 4, **OF_LAYER)
     )
 
 
@@ -100,9 +98,7 @@ def test_expert_counts():
 
 
 def test_no_key_is_in_two_option_sets():
-    fields = [
-        {f.name for f in dataclasses.fields(o)} - {"_name"} for o in (ModelOptions, SystemOptions)
-    ]
+    fields = [{f.name for f in dataclasses.fields(o)} - {"_name"} for o in (ModelOptions, SystemOptions)]
     assert not fields[0] & fields[1]
 
 
@@ -110,9 +106,7 @@ def test_flags_are_found_by_a_part_of_their_name_or_help():
     text = tool("flags", "Top-K")
     assert "  --moe-top-k\n      experts per token, from 1 to" in text
     assert "of the moe_ criterions:" not in text and "--moe-freq" not in text
-    assert "  --moe-top-k\n" in tool("flags", "topk") and "  --moe-top-k\n" in tool(
-        "flags", "top_k"
-    )
+    assert "  --moe-top-k\n" in tool("flags", "topk") and "  --moe-top-k\n" in tool("flags", "top_k")
     everything = tool("flags")
     for options in (EncoderDecoderOptions, SystemOptions, GateLossOptions):
         for key in defaults(options):
@@ -131,9 +125,7 @@ def test_flags_are_found_by_a_part_of_their_name_or_help():
     ],
 )
 def test_a_misspelt_override_is_refused(key, meant):
-    with pytest.raises(
-        ValueError, match=f"has '{key}', which is no option; did you mean '{meant}'"
-    ):
+    with pytest.raises(ValueError, match=f"has '{key}', which is no option; did you mean '{meant}'"):
         checkpoint_utils.load_checkpoint_to_cpu("nowhere.pt", {"moe_freq": 1, key: 1})
 
 

@@ -32,7 +32,5 @@ def test_what_is_no_image_is_refused(wrong):
         channels=1, class_names=["a"], state=SimpleNamespace(images={"shape": (1, 8, 8)})
     )
     model = hub.ImageClassification(None, task, [nn.Linear(1, 1)])
-    with pytest.raises(
-        ValueError, match=r"^images has (5|None); give a file, or an array of uint8"
-    ):
+    with pytest.raises(ValueError, match=r"^images has (5|None); give a file, or an array of uint8"):
         model.classify(wrong)

@@ -171,9 +171,7 @@ class Loss(GateLossMixin, LoggedSum):
     """The balance loss with it, at a weight."""
 
     def __init__(self, weight):
-        self.gate_loss = argparse.Namespace(
-            **(defaults(GateLossOptions) | {"moe_gate_loss_wt": weight})
-        )
+        self.gate_loss = argparse.Namespace(**(defaults(GateLossOptions) | {"moe_gate_loss_wt": weight}))
 
 
 def test_models_within_a_model_are_told_alike():
@@ -209,9 +207,7 @@ def said_by(caplog, side, criterion, **overrides):
     """Build model and criterion as a training does; return what was logged."""
     words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "nowhere", "--cpu"]
     cfg = configuration(side, *words, **overrides)
-    task = tasks.TASK_REGISTRY[cfg.task._name](
-        cfg.task, *[Dictionary()] * (1 + (side == "encoder"))
-    )
+    task = tasks.TASK_REGISTRY[cfg.task._name](cfg.task, *[Dictionary()] * (1 + (side == "encoder")))
     task.build_model(cfg.model)
     guard.set_timeout(0)  # a training's is the whole process's
     task.build_criterion(cfg.criterion)

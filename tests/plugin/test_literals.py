@@ -33,9 +33,7 @@ class _Sources:
         self.found: set[str] = set()
         self.unnamed: set[str] = set()
         packages = [Path(package.__file__).parent for package in (fairseq, fairseq_cli)]
-        files = [
-            f for package in packages for f in package.rglob("*.py") if "eval" in f.read_text()
-        ]
+        files = [f for package in packages for f in package.rglob("*.py") if "eval" in f.read_text()]
         trees = [(f.name, ast.parse(f.read_text())) for f in files]
         # Files that call an evaluator of another file, as a subclass of a data set does.
         before = None
@@ -55,9 +53,7 @@ class _Sources:
         is_method = isinstance(call.func, ast.Attribute)
         if name == "add_argument":
             type_of = next((k.value for k in call.keywords if k.arg == "type"), None)
-            used = {
-                getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(type_of or ast.Pass())
-            }
+            used = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(type_of or ast.Pass())}
             if used & self.evaluators.keys():
                 flags = [a.value for a in call.args if a.value.startswith("--")]
                 self.found.update(flag[2:].replace("-", "_") for flag in flags)
@@ -147,9 +143,7 @@ def test_code_in_any_field_at_any_depth_is_refused(key):
         {"args": argparse.Namespace(**{key: CODE.encode()})},
         {"args": argparse.Namespace(w2v_args=argparse.Namespace(**{key: CODE}))},
     ):
-        with pytest.raises(
-            ValueError, match=rf"^x\.pt has .* as its option (decoder_)?{key}, which"
-        ):
+        with pytest.raises(ValueError, match=rf"^x\.pt has .* as its option (decoder_)?{key}, which"):
             refuse_code(state, "x.pt", {})
 
 
@@ -216,9 +210,7 @@ def test_a_reference_to_a_missing_option_is_refused():
 def test_an_option_that_names_a_device_is_refused(part, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
-        with pytest.raises(
-            ValueError, match=r"^x\.pt has '.* as its option vocabulary, which is a pipe"
-        ):
+        with pytest.raises(ValueError, match=r"^x\.pt has '.* as its option vocabulary, which is a pipe"):
             refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")
     file = tmp_path / "file"
     file.touch()

@@ -54,9 +54,7 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
     content = bytearray(path.read_bytes())
     content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
     path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"a\.pt .* is corrupt \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"
-    ):
+    with pytest.raises(ValueError, match=r"a\.pt .* is corrupt \(.*set FAIRSEQ_TUTEL_OPEN_DAMAGED=1"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), {})
     monkeypatch.setenv("FAIRSEQ_TUTEL_OPEN_DAMAGED", "1")
     opened = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["model"]["weight"]
@@ -95,9 +93,7 @@ def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path)
 
 
 @pytest.mark.parametrize("of_command", [False, True])
-def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(
-    of_command, tmp_path, monkeypatch
-):
+def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(of_command, tmp_path, monkeypatch):
     """The option comes as an override, or with the command's own task."""
     task = argparse.Namespace(moe_expert_store="pregated")
     command = argparse.Namespace(task=task, common_eval=argparse.Namespace(path="used.pt"))
@@ -194,9 +190,7 @@ def test_a_file_has_no_module_imported_that_nobody_asked_for(key, form, modules,
         "Namespace in cfg": {"cfg": {"model": flat}},
     }[form]
     path = str(written(tmp_path, **parts))
-    with pytest.raises(
-        ValueError, match=r"a\.pt has the \w+_type \(--moe-.*-type\) aside\.Gate"
-    ) as e:
+    with pytest.raises(ValueError, match=r"a\.pt has the \w+_type \(--moe-.*-type\) aside\.Gate") as e:
         checkpoint_utils.load_checkpoint_to_cpu(path, {})
     assert f"--model-overrides \"{{'{key}': 'linear, aside.Gate'}}\"" in str(e.value)
     checkpoint_utils.load_checkpoint_to_cpu(path, {key: options[key]})

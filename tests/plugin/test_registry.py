@@ -158,9 +158,7 @@ def test_every_twin_builds_and_runs_and_routes_no_padding(name):
     assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
         ARCH_MODEL_INV_REGISTRY[name]
     )
-    sides = (
-        MODEL_REGISTRY[name].sides if issubclass(MODEL_REGISTRY[name], MoEVariantMixin) else (1,)
-    )
+    sides = MODEL_REGISTRY[name].sides if issubclass(MODEL_REGISTRY[name], MoEVariantMixin) else (1,)
     for arch in ARCH_MODEL_INV_REGISTRY[name]:
         model = _built(arch)
         layers = moe_layers(model)
@@ -187,18 +185,14 @@ def test_experts_begin_as_bert_does_where_their_side_does(arch, asked, sides):
 
 
 def test_a_hash_gate_is_refused_where_no_token_has_an_id():
-    with pytest.raises(
-        ValueError, match=r"the encoder of this model sees none; .* or add --encoder-"
-    ):
+    with pytest.raises(ValueError, match=r"the encoder of this model sees none; .* or add --encoder-"):
         _built("moe_s2t_transformer", moe_gate_type="hash")
     layers = moe_layers(_built("moe_s2t_transformer", moe_gate_type="hash", encoder_moe_freq=0))
     assert len(layers) == 2
 
 
 def test_what_experts_fit_has_a_twin_and_no_other():
-    assert {f"moe_{name}" for name in ("transformer", "bart", "roberta", "transformer_lm")} <= {
-        *MODELS
-    }
+    assert {f"moe_{name}" for name in ("transformer", "bart", "roberta", "transformer_lm")} <= {*MODELS}
     assert not {f"moe_{name}" for name in WITHOUT_TWIN} & {*MODEL_REGISTRY}
     assert not [name for name in MODELS if "parallel" in name]
 
@@ -238,9 +232,7 @@ def test_a_pretrained_xlm_is_in_the_layers_without_experts(tmp_path):
 def _rows(columns):
     """Return the rows of that many columns of docs/models.md, without the head."""
     lines = (ROOT / "docs" / "models.md").read_text().splitlines()
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
-    ]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     return [row for row in rows if len(row) == columns and row[0].startswith("`")]
 
 
@@ -253,9 +245,7 @@ def test_the_page_of_models_has_every_stock_model_with_its_twin_or_a_reason():
     assert all(reason for _, reason in others)
     for name, (sides, shown) in twins.items():
         if name != "transformer_lm":  # a module of its own
-            assert sides.split(", ") == [
-                *getattr(MODEL_REGISTRY[f"moe_{name}"], "sides", ["encoder"])
-            ]
+            assert sides.split(", ") == [*getattr(MODEL_REGISTRY[f"moe_{name}"], "sides", ["encoder"])]
         if "::" in shown:
             path, test = shown.strip("`").split("::")
             assert f"def {test}(" in (ROOT / path).read_text(), name

@@ -88,23 +88,17 @@ def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, pu
 def test_a_torch_script_file_is_refused_by_its_kind(tmp_path):
     path = str(tmp_path / "script.pt")
     torch.jit.script(torch.nn.Linear(2, 2)).save(path)
-    sentence = (
-        r"^--restore-file is .*script\.pt, which is a TorchScript file; give a checkpoint file"
-    )
+    sentence = r"^--restore-file is .*script\.pt, which is a TorchScript file; give a checkpoint file"
     with pytest.raises(ValueError, match=sentence):
         checkpoint_to_load(config(tmp_path, restore_file=path))
-    with pytest.raises(
-        ValueError, match=r"script\.pt is a TorchScript file, not a checkpoint; give"
-    ):
+    with pytest.raises(ValueError, match=r"script\.pt is a TorchScript file, not a checkpoint; give"):
         checkpoint_utils.load_checkpoint_to_cpu(path, {})
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):
     torn = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(torn, 100)
-    with pytest.raises(
-        ValueError, match="none of its 1 other checkpoints is whole; give another --save"
-    ):
+    with pytest.raises(ValueError, match="none of its 1 other checkpoints is whole; give another --save"):
         checkpoint_to_load(config(tmp_path))
 
 

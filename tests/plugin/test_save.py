@@ -66,9 +66,7 @@ def test_a_lease_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("after_a_kill", [True, False])
-def test_what_was_cut_off_goes_when_its_writer_is_known_to_be_gone(
-    tmp_path, monkeypatch, after_a_kill
-):
+def test_what_was_cut_off_goes_when_its_writer_is_known_to_be_gone(tmp_path, monkeypatch, after_a_kill):
     monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
     if after_a_kill:
         leave(str(tmp_path), ELSEWHERE, seconds=1000)
@@ -121,9 +119,7 @@ class Recorder:
         self.saved = True
 
     def save(self, end_of_epoch, val_loss):
-        epoch_itr = SimpleNamespace(
-            epoch=3, end_of_epoch=lambda: end_of_epoch, state_dict=lambda: {}
-        )
+        epoch_itr = SimpleNamespace(epoch=3, end_of_epoch=lambda: end_of_epoch, state_dict=lambda: {})
         arguments = (self.cfg, self, epoch_itr, val_loss)
         self.expected = save.will_save(*arguments)
         checkpoint_utils.save_checkpoint(*arguments)
@@ -189,9 +185,7 @@ def test_a_checkpoint_among_the_best_holds_the_experts_too(tmp_path, monkeypatch
 
 def test_a_copy_goes_where_a_link_leads_and_is_on_the_disk(tmp_path, monkeypatch):
     synced, stock = [], os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or stock(file)
-    )
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or stock(file))
     source, target, link = (tmp_path / name for name in ("source", "target", "link"))
     source.write_text("new")
     target.write_text("old")

@@ -77,8 +77,7 @@ def test_the_tokens_are_those_that_fairseq_divides_by(mark, has_bos, has_eos, ex
     first = "<s> " if has_bos else "a "
     lines = [first + "b@@ c a c", first + "d@@ b@@" + " c" * has_eos]
     targets = [
-        dictionary.encode_line(line, add_if_not_exist=False, append_eos=has_eos).long()
-        for line in lines
+        dictionary.encode_line(line, add_if_not_exist=False, append_eos=has_eos).long() for line in lines
     ]
     target = torch.nn.utils.rnn.pad_sequence(targets, True, dictionary.pad())
     sample = {"id": [0, 1], "ntokens": 11, "target": target, "net_input": {"src_tokens": target}}
@@ -97,6 +96,4 @@ def test_the_tokens_are_those_that_fairseq_divides_by(mark, has_bos, has_eos, ex
     scored = target.ne(dictionary.pad()).sum() - 2 * has_bos
     assert len(batches) == 2
     assert batches.tokens == expected
-    assert float(found["loss"]) == pytest.approx(
-        math.log2(len(dictionary)) * float(scored) / expected
-    )
+    assert float(found["loss"]) == pytest.approx(math.log2(len(dictionary)) * float(scored) / expected)

@@ -41,9 +41,7 @@ def test_an_empty_text_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_data_without_a_batch_is_refused_by_the_options_that_leave_none(multiple):
-    cfg = OmegaConf.create(
-        {"dataset": {"max_tokens": 10, "required_batch_size_multiple": multiple}}
-    )
+    cfg = OmegaConf.create({"dataset": {"max_tokens": 10, "required_batch_size_multiple": multiple}})
 
     def main(cfg):
         batches = data_utils.batch_by_size(
@@ -52,9 +50,7 @@ def test_data_without_a_batch_is_refused_by_the_options_that_leave_none(multiple
         EpochBatchIterator(TensorDataset(torch.zeros(0)), None, batches).first_batch  # noqa: B018
 
     said = sentence(lambda: main(cfg))
-    given = (
-        f"--max-tokens is 10, --required-batch-size-multiple is {multiple}: every example is longer"
-    )
+    given = f"--max-tokens is 10, --required-batch-size-multiple is {multiple}: every example is longer"
     assert said.startswith(f"error: no batch fits {given} than --max-tokens, or there are fewer")
 
 
@@ -63,9 +59,7 @@ class Undecided(FairseqIncrementalDecoder):
         return 8
 
     def forward(self, prev_output_tokens, **kwargs):
-        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {
-            "attn": None
-        }
+        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {"attn": None}
 
 
 def test_a_model_without_a_finite_score_is_named():
@@ -73,16 +67,12 @@ def test_a_model_without_a_finite_score_is_named():
     words.add_symbol("a")
     search = SequenceGenerator([FairseqLanguageModel(Undecided(words))], words, beam_size=1)
     said = sentence(lambda: search({"net_input": {"src_tokens": torch.tensor([[4, 4]])}}))
-    assert said.startswith(
-        "error: the model gives no word a finite score, as with NaN weights; give"
-    )
+    assert said.startswith("error: the model gives no word a finite score, as with NaN weights; give")
 
 
 def test_a_module_that_fairseq_lacks_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    wanted = (
-        "error: fairseq needs the module soundfile here, which is not installed; `pip install s"
-    )
+    wanted = "error: fairseq needs the module soundfile here, which is not installed; `pip install s"
     assert sentence(lambda: audio_utils.get_waveform("a.flac")).startswith(wanted)
 
     def of_a_worker():

@@ -61,9 +61,7 @@ def _experts(cfg):
 
     def main(cfg):
         task = setup_task(cfg.task)
-        weight = (
-            task.build_model(cfg.model).encoder.sentence_encoder.layers[1].fc1.experts.fc1_weight
-        )
+        weight = task.build_model(cfg.model).encoder.sentence_encoder.layers[1].fc1.experts.fc1_weight
         facts.extend((weight.detach().clone(), root_of(task), is_training(task, cfg.model)))
 
     distributed_utils.call_main(cfg, main)

@@ -52,9 +52,7 @@ def test_nan_is_refused_of_a_model_without_a_dataclass_and_infinity_is_not():
         commands.run_with_root(ran.append, cfg)
 
 
-def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(
-    tmp_path, monkeypatch, caplog
-):
+def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(tmp_path, monkeypatch, caplog):
     words = ["generate", "--user-dir", "x", "--moe-expert-store", "on-demand", "--beam", "2"]
 
     def said_of(words, running=None, name="layers.0.fc1.weight"):

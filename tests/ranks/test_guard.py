@@ -106,9 +106,8 @@ def _unequal_calls(rank):
 def test_ranks_in_different_operations_all_answer():
     said, _ = mortal.run(_unequal_calls, 2, [0, 1])
     for sentence in said:
-        assert (
-            "ranks 0-1 all answered a health check, so a connection broke or one of them was late"
-            in (sentence)
+        assert "ranks 0-1 all answered a health check, so a connection broke or one of them was late" in (
+            sentence
         )
 
 
@@ -156,9 +155,7 @@ def test_groups_made_later_and_limited_ones_take_the_time_out(ranks):
 @pytest.mark.parametrize("bad", [-1, 1.5, "10", True, 10**9])
 def test_a_time_that_is_none_is_refused(bad):
     before = guard.timeout_of_groups()
-    with pytest.raises(
-        ValueError, match=r"^--moe-comm-timeout is .*; give whole seconds from 1 to "
-    ):
+    with pytest.raises(ValueError, match=r"^--moe-comm-timeout is .*; give whole seconds from 1 to "):
         guard.set_timeout(bad)
     assert guard.timeout_of_groups() == before
 
@@ -176,9 +173,7 @@ def test_other_errors_and_explained_ones_pass_unchanged():
 
 def test_errors_of_torch_s_back_ends_are_known():
     for error in (
-        dist.DistBackendError(
-            "NCCL error in: …, remote process exited or there was a network error"
-        ),
+        dist.DistBackendError("NCCL error in: …, remote process exited or there was a network error"),
         dist.DistStoreError("wait timeout after 2000ms, keys: /default_pg/0//2//cpu//0/1"),
         RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
     ):

@@ -33,9 +33,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(rank):
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     assert time.monotonic() - start < 15  # torch's client tries again for longer than it was told
     sentence = str(caught.value)
-    assert sentence.startswith(
-        f"rank {rank} could not meet the other ranks of 2 and gave up after "
-    )
+    assert sentence.startswith(f"rank {rank} could not meet the other ranks of 2 and gave up after ")
     assert "raise --moe-comm-timeout (now 1) where they are only slow to start" in sentence
     assert _torch_s() == before
 

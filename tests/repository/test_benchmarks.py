@@ -233,9 +233,7 @@ def test_a_quick_run_of_the_ops_has_every_op(bench, tmp_path):
     found = json.loads(path.read_text())
     from fairseq_tutel.kernels import OPS
 
-    assert {f"{op} {size}" for op in OPS for size in ("tiny", "tiny_glu")} == set(
-        found["configurations"]
-    )
+    assert {f"{op} {size}" for op in OPS for size in ("tiny", "tiny_glu")} == set(found["configurations"])
     for row in found["rows"]:
         op = found["configurations"][row["configuration"]]["op"]
         runs = row["variant"] == "reference"

@@ -100,8 +100,6 @@ def test_the_last_comparison_is_of_all_that_may_be_the_best(monkeypatch):
 
 def test_without_the_means_it_skips_with_the_reason():
     environment = {**os.environ, "PATH": "/nowhere"}
-    done = subprocess.run(
-        COMMAND, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
-    )
+    done = subprocess.run(COMMAND, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0
     assert done.stdout.startswith("skipped: ") and "no ip" in done.stdout

@@ -93,9 +93,7 @@ def imported_modules(path: Path, modules: set[str]) -> set[str]:
     tree = ast.parse(path.read_text())
     functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     for_types = (
-        n
-        for n in ast.walk(tree)
-        if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
     )
     lazy = {node for block in (*functions, *for_types) for node in ast.walk(block)}
     found = set()
@@ -141,9 +139,7 @@ def test_planning_and_plans_need_no_torch_but_for_executors():
 
 def test_collectives_have_one_door():
     """Of tensors comm/collectives, and a plan's messages behind it; of Python objects ranks/world."""
-    call = re.compile(
-        r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)"
-    )
+    call = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}
     assert found == {"comm/collectives.py", "plans/executors/two_sided.py", "ranks/world.py"}
 
@@ -200,9 +196,7 @@ CLOSED = ("moe/layer.py", "moe/expert_stack.py", "moe/experts.py", "moe/balance.
 
 def assigned_attributes(path: Path) -> set[tuple[str, str]]:
     """(owner, attribute) of every `owner.attribute = …` in a file."""
-    stored = (
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
-    )
+    stored = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
     return {(ast.unparse(n.value), n.attr) for n in stored if isinstance(n.ctx, ast.Store)}
 
 

@@ -135,9 +135,7 @@ def test_compiled_kernels_become_their_extremes(tmp_path):
 
 @pytest.mark.parametrize("places, count", [("", 0), (2 * "<!-- x -->\n<!-- end -->\n", 2)])
 def test_a_table_needs_one_place(places, count):
-    with pytest.raises(
-        ValueError, match=f"a.md has {count} places for the table 'x'; it needs one"
-    ):
+    with pytest.raises(ValueError, match=f"a.md has {count} places for the table 'x'; it needs one"):
         page.filled(places, "a.md", {"x": "new"})
     text = "<!-- x -->\nold\n<!-- end -->\n<!-- xy -->\nother\n<!-- end -->\n"
     assert page.filled(text, "a.md", {"x": r"\1"}) == text.replace("old", r"\1")

@@ -82,9 +82,7 @@ def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_pat
     request.getfixturevalue("small_disk")
     words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *WRITTEN[kind])
     words = (*words, "--overwrite")
-    place = (
-        f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another place."
-    )
+    place = f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another place."
     assert refusal(kind, *words) == place
     assert everything(tmp_path) == before
 
@@ -148,8 +146,7 @@ def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path)
         files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
         assert files
         content = [
-            path.read_bytes() if path.suffix == ".safetensors" else flat(torch.load(path))
-            for path in files
+            path.read_bytes() if path.suffix == ".safetensors" else flat(torch.load(path)) for path in files
         ]
         made[name] = printed, [path.relative_to(tmp_path / name) for path in files], content
     assert made["whole"] == made["shards"]
@@ -179,9 +176,7 @@ def test_stock_opens_what_convert_full_wrote(tmp_path):
     ours = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
-        found, expected = (
-            torch.load(path, weights_only=True) for path in (tmp_path / "c.pt", source)
-        )
+        found, expected = (torch.load(path, weights_only=True) for path in (tmp_path / "c.pt", source))
     finally:
         torch.serialization.add_safe_globals(ours)
     assert flat(found) == flat(expected)

@@ -78,9 +78,7 @@ def test_convert_meta_keeps_every_weight_and_moment(case, tmp_path):
 
 def test_convert_meta_gives_names_and_options_of_ours(tmp_path):
     _, state = converted(tmp_path)
-    names = {
-        part: state["cfg"][part]["_name"] for part in ("model", "task", "criterion", "optimizer")
-    }
+    names = {part: state["cfg"][part]["_name"] for part in ("model", "task", "criterion", "optimizer")}
     assert names == {
         "model": "moe_transformer_lm_gpt",
         "task": "moe_language_modeling",

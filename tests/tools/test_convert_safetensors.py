@@ -120,12 +120,8 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         "fsync",
         lambda fd: (files.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)),
     )
-    monkeypatch.setattr(
-        safetensors_folder, "sync", lambda folder: (done.append(str(folder)), sync(folder))
-    )
-    monkeypatch.setattr(
-        os, "rename", lambda old, new: (done.append(f"{old} to {new}"), rename(old, new))
-    )
+    monkeypatch.setattr(safetensors_folder, "sync", lambda folder: (done.append(str(folder)), sync(folder)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append(f"{old} to {new}"), rename(old, new)))
     convert(*there(tmp_path))
     synced, renamed = done
     assert renamed == f"{synced} to {tmp_path / 'f'}"

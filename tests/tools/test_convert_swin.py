@@ -383,18 +383,14 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     assert "4 experts in layers.1.blocks.1.mlp._moe_layer, which 3 ranks cannot hold; give" in of(
         same, ["rank3"], ranks=4
     )
-    assert "lacks experts.batched_fc1_w; give the files of all ranks of" in of(
-        same, ["rank0", "rank1"]
-    )
+    assert "lacks experts.batched_fc1_w; give the files of all ranks of" in of(same, ["rank0", "rank1"])
     assert "holds no Swin" in of(same, ["master"])
     assert "does not exist" in of(same, ["master", "rank0", "rank1"])
 
     assert "has experts.W_fc9, which ffn experts do not have" in of(
         lambda w: w.update({f"{block}experts.W_fc9": torch.ones(4, 3)})
     )
-    assert "has stages.1.blocks.1.fc1.other" in of(
-        lambda w: w.update({f"{block}other": torch.ones(1)})
-    )
+    assert "has stages.1.blocks.1.fc1.other" in of(lambda w: w.update({f"{block}other": torch.ones(1)}))
     assert "without a linear or cosine gate" in of(lambda w: w.pop(f"{block}gates.0.wg.weight"))
     theirs = released_experts(4, blocks=[(1, 0)])
     assert "blocks (stage, index) [(1, 0)], which no --moe-freq" in of(same)
@@ -440,17 +436,13 @@ def test_what_is_no_released_model_is_refused(released_file, tmp_path):
         change(model)
         torch.save({"model": model}, tmp_path / "bad.pth")
         said = [w for key, value in words.items() for w in (f"--{key.replace('_', '-')}", value)]
-        return refusal(
-            "swin", "--input", tmp_path / "bad.pth", "--output", tmp_path / "o.pt", *said
-        )
+        return refusal("swin", "--input", tmp_path / "bad.pth", "--output", tmp_path / "o.pt", *said)
 
     assert "holds no Swin" in of(dict.clear)
     assert "lacks layers.2.blocks.0.attn.cpb_mlp.2.weight" in of(
         lambda m: m.pop("layers.2.blocks.0.attn.cpb_mlp.2.weight")
     )
-    assert "lacks stages.1.blocks.1.norm1.bias" in of(
-        lambda m: m.pop("layers.1.blocks.1.norm1.bias")
-    )
+    assert "lacks stages.1.blocks.1.norm1.bias" in of(lambda m: m.pop("layers.1.blocks.1.norm1.bias"))
     assert "has absolute_pos_embed" in of(lambda m: m.update(absolute_pos_embed=torch.ones(1)))
     assert "shape (3,), but the other weights need (5,)" in of(
         lambda m: m.update({"head.bias": torch.ones(3)})

@@ -60,9 +60,7 @@ def part_of(name, whole, ranks, rank):
     return flat if name.startswith("W_") else flat[None]
 
 
-def write(
-    folder, experts, ranks, whole, gates, name="m-{rank}-of-{size}", wrapped=lambda weights: weights
-):
+def write(folder, experts, ranks, whole, gates, name="m-{rank}-of-{size}", wrapped=lambda weights: weights):
     """Write the files of a model that has a dense layer, and Tutel's under the name `moe`."""
     for rank in range(ranks):
         weights = {
@@ -83,9 +81,7 @@ def model(gate, **experts):
     """Return a model of ours whose weights are all drawn anew."""
     holder = nn.Module()
     holder.dense = nn.Linear(3, 3, bias=False)
-    gate = [
-        {"k": 2, "capacity_factor": 0.0, **g} for g in (gate if isinstance(gate, list) else [gate])
-    ]
+    gate = [{"k": 2, "capacity_factor": 0.0, **g} for g in (gate if isinstance(gate, list) else [gate])]
     holder.moe = ft.moe_layer(gate_type=gate, model_dim=D, experts=experts)
     return holder
 
@@ -185,16 +181,12 @@ def test_convert_of_tutel_s_cosine_gate_and_of_a_second_one(tmp_path):
         "gates.1.wg.weight": drawn(3, D),
     }
     write(tmp_path, 3, 3, ffn(3), gates)
-    convert(
-        "tutel", "--input-prefix", tmp_path / "m-", "--input-size", 3, "--output", tmp_path / "o"
-    )
+    convert("tutel", "--input-prefix", tmp_path / "m-", "--input-size", 3, "--output", tmp_path / "o")
     kinds = [{"type": "cosine_top", "proj_dim": 4}, {"type": "top"}]
     holder = model(kinds, num_experts_per_device=3, **FFN_OF)
     holder.load_state_dict(load(tmp_path / "o"))
     x_TD = drawn(11, D)
-    projected = F.normalize(
-        F.linear(x_TD, gates["gates.0.cosine_projector.weight"], drawn(4)), dim=1
-    )
+    projected = F.normalize(F.linear(x_TD, gates["gates.0.cosine_projector.weight"], drawn(4)), dim=1)
     cosine = projected @ F.normalize(gates["gates.0.sim_matrix"], dim=0)
     logits = (cosine * torch.tensor(0.7).exp(), x_TD @ gates["gates.1.wg.weight"].T)
     for index, logits_TE in enumerate(logits):
@@ -227,9 +219,7 @@ def test_convert_of_classes_of_one_s_own(tmp_path):
     scale = drawn(4, 1, D)
     gates = {"gates.0.map.weight": drawn(4, D), "gates.0.map.bias": drawn(4)}
     write(tmp_path, 4, 2, {"inner.scale": scale}, gates)
-    convert(
-        "tutel", "--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o"
-    )
+    convert("tutel", "--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
     gate = {"type": "custom", "module": OwnGate}
     holder = nn.Module()
     holder.dense = nn.Linear(3, 3, bias=False)
@@ -276,9 +266,7 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
 def test_convert_of_one_file_by_its_name_as_tutel_s_gather_writes_it(tmp_path):
     write(tmp_path, 4, 1, ffn(4), linear(4), name="all.ckpt")
     words = ("--input-prefix", tmp_path / "all.ckpt", "--input-size", 1)
-    assert "would overwrite the input" in refusal(
-        "tutel", *words, "--output", tmp_path / "all.ckpt"
-    )
+    assert "would overwrite the input" in refusal("tutel", *words, "--output", tmp_path / "all.ckpt")
     convert("tutel", *words, "--output", tmp_path / "o")
     assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 

@@ -53,9 +53,7 @@ def test_inspect_says_what_a_file_of_ours_holds_to_convert(tmp_path):
     text = inspect(path)
     assert "9 updates, in epoch 3\n" in text
     assert "--moe-top-k 1, " in text or "--moe-top-k 1\n" in text
-    assert (
-        "decoder_1  4        fc1_weight 6x8 fc1_bias 6 fc2_weight 8x6 fc2_bias 8  float32" in text
-    )
+    assert "decoder_1  4        fc1_weight 6x8 fc1_bias 6 fc2_weight 8x6 fc2_bias 8  float32" in text
     assert "decoder.layers.N" not in text
     assert "decoder.layers.N" in inspect(path, "--tensors")
 
@@ -106,9 +104,7 @@ def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_p
     assert str(file) in end.value.code
     for cut in (whole[:-1], whole[:20], b""):
         file.write_bytes(cut)
-        with pytest.raises(
-            SystemExit, match=r"which is corrupt or missing \(.*give an older"
-        ) as end:
+        with pytest.raises(SystemExit, match=r"which is corrupt or missing \(.*give an older") as end:
             inspect(tmp_path / "b.pt")
         assert str(file) in end.value.code
 
@@ -146,14 +142,10 @@ def test_inspect_adds_the_loads_of_a_log(tmp_path):
     assert [layer["load"] for layer in facts["layers"]] == list(loads.values())
     assert "0.00, 2.00, 1\n" in inspect(path, "--log", log)
     other = save(tmp_path / "b.pt", num_experts=2)
-    with pytest.raises(
-        SystemExit, match="decoder_0 has 4 experts, and FILE has 2; give the log of this"
-    ):
+    with pytest.raises(SystemExit, match="decoder_0 has 4 experts, and FILE has 2; give the log of this"):
         inspect(other, "--log", log)
     dense = save(tmp_path / "c.pt", ("decoder.layers.0!",))
-    with pytest.raises(
-        SystemExit, match=r"--log is given, but FILE names .*c.pt, which has no experts"
-    ):
+    with pytest.raises(SystemExit, match=r"--log is given, but FILE names .*c.pt, which has no experts"):
         inspect(dense, "--log", log)
     log.write_text(json.dumps({"epoch": 1, "num_updates": "5", "loss": "3"}) + "\n")
     with pytest.raises(SystemExit, match="has no moe_load_decoder_0; give the log of a training"):

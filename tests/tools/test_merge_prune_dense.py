@@ -141,9 +141,7 @@ def test_convert_prune_below_a_load_takes_it_from_a_log(convert, tmp_path):
     options = load(tmp_path / "b.pt")["cfg"]["model"]
     # Over all records the means are (1, 2.03, 0.48, 0.5) and (2.5, 0.5, 0.5, 0.5).
     assert (options["moe_expert_count"], options["moe_top_k"]) == ("1", 1)
-    gates = [
-        load(tmp_path / f"{name}.pt")["model"][f"{STEP.format(0)}gate.weight"] for name in "ab"
-    ]
+    gates = [load(tmp_path / f"{name}.pt")["model"][f"{STEP.format(0)}gate.weight"] for name in "ab"]
     assert torch.equal(gates[1], gates[0][[1]])
 
 
@@ -354,10 +352,7 @@ def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_p
     (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:2000])
     save(tmp_path / "dense.pt", ("decoder.layers.0!",))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    words = [
-        tmp_path / word if re.search(r"\.(pt|log)$", str(word)) else word
-        for word in map(str, words)
-    ]
+    words = [tmp_path / word if re.search(r"\.(pt|log)$", str(word)) else word for word in map(str, words)]
     with pytest.raises(SystemExit) as end:
         convert(kind, *words)
     message = end.value.code
@@ -369,7 +364,4 @@ def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_p
 def test_convert_says_of_a_value_that_looks_like_an_option_what_is_wrong(convert, capsys):
     with pytest.raises(SystemExit):
         convert("merge", "--moe-expert-count", 2, "--load", "-1,1,1,1")
-    assert (
-        "--load: expected at least one argument that does not begin with -"
-        in capsys.readouterr().err
-    )
+    assert "--load: expected at least one argument that does not begin with -" in capsys.readouterr().err

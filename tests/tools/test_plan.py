@@ -346,9 +346,7 @@ def emulated_steps(slower, nodes=2):
         Strategy(overlap=2),
     ]
     for tokens in (8, 512):
-        work = Work(
-            tokens=tokens, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4
-        )
+        work = Work(tokens=tokens, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
         for strategy in choices:
             seconds = step_seconds(work, EMULATED, cluster, strategy) * slower(strategy)
             row = {"form": "sleep", "tokens": tokens, **asdict(strategy), "seconds": seconds}
@@ -408,9 +406,7 @@ def test_a_link_speed_without_all_to_alls_takes_those_of_another(make_scaling, t
     slow = replace(EMULATED, inter=Link(1e-3, 12.5e6))
     work = Work(tokens=512, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
     cluster = Cluster(nodes=2, local=2, expert_parallel_size=4)
-    (found,) = (
-        s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.strategy == Strategy()
-    )
+    (found,) = (s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.strategy == Strategy())
     assert found.own == pytest.approx(step_seconds(work, slow, cluster, Strategy()), rel=1e-3)
     assert make_scaling.steps_table([]).startswith("Not measured yet")
     assert make_scaling.choices_table([]).startswith("Not measured yet")

@@ -60,14 +60,10 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
     assert said.endswith(f"wrote {path}\n") and 'coll="alltoall"' in path.read_text()
     again = tool("plan-check", path, "--output", back)
     assert (
-        said.splitlines()[4:-2]
-        == again.splitlines()[4:-2]
-        == tool("plan-check", back).splitlines()[4:-1]
+        said.splitlines()[4:-2] == again.splitlines()[4:-2] == tool("plan-check", back).splitlines()[4:-1]
     )
     assert "known are allgather" in refusal_of("plan-check", _with(path, "alltoall", "gather"))
-    assert "end it in .json or .xml" in refusal_of(
-        "plan-check", back, "--output", tmp_path / "plan"
-    )
+    assert "end it in .json or .xml" in refusal_of("plan-check", back, "--output", tmp_path / "plan")
     for name, sentence in (
         (
             "ring",
@@ -87,9 +83,7 @@ def _with(path, before, after):
 
 def test_what_is_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
-    assert refusal_of("plan-check", bad).startswith(
-        f"{bad}: Plan 'ring all_gather' is malformed: rank "
-    )
+    assert refusal_of("plan-check", bad).startswith(f"{bad}: Plan 'ring all_gather' is malformed: rank ")
     bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
     assert refusal_of("plan-check", bad).startswith(f"{bad}: This is no plan: ranks is 0")
     for content in (b"{", b"\xff", b"[" * 100000):
@@ -123,6 +117,4 @@ def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
     ranges = [(p.plan.min_bytes, p.plan.max_bytes) for p in found if "reduce_4" in p.name]
     assert (0, 131072) in ranges and (131073, None) in ranges
     assert "no empty folder" in refusal_of("plans", 2, "--output", folder)
-    assert "N is 1; give a number from 2 to 512" in refusal_of(
-        "plans", 1, "--output", tmp_path / "b"
-    )
+    assert "N is 1; give a number from 2 to 512" in refusal_of("plans", 1, "--output", tmp_path / "b")

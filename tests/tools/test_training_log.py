@@ -301,9 +301,7 @@ def test_without_tensorboard_one_sentence_says_what_to_install(tmp_path, monkeyp
     events_in(tmp_path / "tb", (10,))
     reader = "tensorboard.backend.event_processing.event_accumulator"
     monkeypatch.setitem(sys.modules, reader, None)
-    with pytest.raises(
-        ValueError, match=r"need TensorBoard to be read; pip install tensorboard\.$"
-    ):
+    with pytest.raises(ValueError, match=r"need TensorBoard to be read; pip install tensorboard\.$"):
         find_log(tmp_path)
 
 
@@ -325,9 +323,7 @@ def test_lines_that_no_training_wrote_are_counted_as_damaged(monkeypatch, tmp_pa
 def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
     path = tmp_path / "log.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(
-        ValueError, match=r"log\.json cannot be read \(it is no ordinary file\); give"
-    ):
+    with pytest.raises(ValueError, match=r"log\.json cannot be read \(it is no ordinary file\); give"):
         find_log(path)
 
 

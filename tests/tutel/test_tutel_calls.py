@@ -83,9 +83,7 @@ def test_the_third_seed_is_left_in_the_generator_and_the_others_are_not():
     build(seeds=(1, 2, None))
     assert torch.equal(torch.get_rng_state(), expected)
     build(seeds=(1, 2, 12))
-    torch.testing.assert_close(
-        torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(12))
-    )
+    torch.testing.assert_close(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(12)))
 
 
 def test_without_seeds_it_is_drawn_as_moe_layer_is():
@@ -229,9 +227,7 @@ def test_our_capacity_and_where_tutels_is_another():
     kept = layer(tokens(T)).abs().sum(dim=1) > 0
     assert kept.tolist() == [True] * 4 + [False] * 7
     # Tutel fails with its k * int(0.1 * 3) = 0 slots; here there is one.
-    assert (layer(tokens(T), capacity_factor=0.1).abs().sum(dim=1) > 0).tolist() == [True] + [
-        False
-    ] * 10
+    assert (layer(tokens(T), capacity_factor=0.1).abs().sum(dim=1) > 0).tolist() == [True] + [False] * 10
 
 
 @pytest.mark.parametrize("bpr", (False, True))

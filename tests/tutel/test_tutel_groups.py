@@ -84,9 +84,7 @@ def compare(case: Case) -> int:
     group = None if case.default_group else group_of(case.ranks)
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device, 3 + rank if case.seed_by_rank else 3)
-    whole = build(
-        case, alone(), layer.num_global_experts, 3 + members[0] if case.seed_by_rank else 3
-    )
+    whole = build(case, alone(), layer.num_global_experts, 3 + members[0] if case.seed_by_rank else 3)
     if case.kind == "custom":  # each rank draws its modules at once: not the same experts
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)

@@ -99,9 +99,7 @@ def test_the_load_and_importance_loss_is_tutels():
     probs_TE = torch.softmax(logits_TE, dim=1)
     kth_T1 = noisy_TE.sort(dim=1, descending=True).values[:, 1:2]
     load_TE = torch.distributions.Normal(0.0, 1.0 / E).cdf(probs_TE - kth_T1)
-    parts = [
-        total.var() / (total.mean() ** 2 + 1e-10) for total in (probs_TE.sum(0), load_TE.sum(0))
-    ]
+    parts = [total.var() / (total.mean() ** 2 + 1e-10) for total in (probs_TE.sum(0), load_TE.sum(0))]
     close(got, sum(parts) / 2, "l_aux")
 
 
@@ -158,9 +156,7 @@ def test_a_custom_gate():
 
 
 def test_a_custom_gate_that_gives_another_shape_is_refused():
-    with pytest.raises(
-        ValueError, match=r"gave logits of shape \(11, 1\) for 11 tokens and 4 experts"
-    ):
+    with pytest.raises(ValueError, match=r"gave logits of shape \(11, 1\) for 11 tokens and 4 experts"):
         build(
             {
                 "type": "custom",
@@ -218,8 +214,7 @@ def test_the_options_of_ffn(options, activation):
 def test_llama_ffn(activation):
     options = {} if activation is None else {"activation_fn": activation}
     layer = build(
-        experts={"type": "llama_ffn", "num_experts_per_device": E, "hidden_size_per_expert": H}
-        | options
+        experts={"type": "llama_ffn", "num_experts_per_device": E, "hidden_size_per_expert": H} | options
     )
     own = layer.experts.expert_parameters()
     assert set(own) == {"fc1_weight", "fc2_weight", "fc3_weight"}

@@ -26,9 +26,7 @@ class OwnExperts(nn.Module):
     def __init__(self, model_dim, num_experts_per_device, sharded_count):
         super().__init__()
         self.sharded_count = sharded_count
-        self.W = nn.Parameter(
-            torch.randn(num_experts_per_device, model_dim, model_dim // sharded_count)
-        )
+        self.W = nn.Parameter(torch.randn(num_experts_per_device, model_dim, model_dim // sharded_count))
 
     def forward(self, x, ctx):
         assert self.sharded_count == ctx.sharded_count == 1, "to be gathered by the module itself"
@@ -303,9 +301,7 @@ def assignments(kind: str, per_device: float) -> list[str]:
 def test_whole_copies_of_an_expert_on_several_ranks_are_said(ranks):
     for records in ranks(2).run(assignments, "whole custom", -2):
         assert len(records) == 1 and "2 ranks hold a replica of each expert" in records[0]
-    assert (
-        ranks(2).run(assignments, "ffn", -2) == ranks(2).run(assignments, "custom", 2) == [[], []]
-    )
+    assert ranks(2).run(assignments, "ffn", -2) == ranks(2).run(assignments, "custom", 2) == [[], []]
 
 
 def kept_rows(together: bool, per_device: int) -> int:

@@ -51,15 +51,11 @@ def test_a_folder_holds_what_an_array_does(tmp_path):
     images = np.stack([RAMP, RAMP[::-1], RAMP // 2])
     names = ("cat/b.png", "ant/x.PNG", "cat/a.png")
     folder = open_images(
-        folder_of(
-            tmp_path / "f", {n: Image.fromarray(i) for n, i in zip(names, images, strict=True)}
-        ),
+        folder_of(tmp_path / "f", {n: Image.fromarray(i) for n, i in zip(names, images, strict=True)}),
         "train",
     )
     (tmp_path / "a").mkdir()
-    arrays = open_images(
-        arrays_of(tmp_path / "a", images=images[[1, 2, 0]], labels=[0, 1, 1]), "train"
-    )
+    arrays = open_images(arrays_of(tmp_path / "a", images=images[[1, 2, 0]], labels=[0, 1, 1]), "train")
     assert [folder.name(i)[-9:] for i in range(3)] == ["ant/x.PNG", "cat/a.png", "cat/b.png"]
     assert classes_of(folder) == ["ant", "cat"] and classes_of(arrays) == ["0", "1"]
     assert folder.channels(0) == arrays.channels(0) == 1
@@ -76,11 +72,7 @@ def test_classes_differ_by_name_and_order_where_they_have_names():
     assert different_class(["ant", "bee"], ["ant", "cat"]) == (1, "bee", "cat")
     assert different_class(["ant"], ["ant", "bee"]) == (1, "none", "bee")
     assert different_class(["0", "1"], ["0"]) == (1, "1", "none")
-    assert (
-        different_class(["0", "1"], ["ant", "bee"])
-        is None
-        is different_class(["b", "a"], ["0", "1"])
-    )
+    assert different_class(["0", "1"], ["ant", "bee"]) is None is different_class(["b", "a"], ["0", "1"])
     assert different_class([], ["ant", "bee"]) is None
     numbers = [str(i) for i in range(11)]  # of folders they are sorted as words
     assert different_class(numbers, sorted(numbers)) == (2, "2", "10")
@@ -141,14 +133,10 @@ def test_an_image_covers_its_size_and_is_cropped_around_its_centre():
 
 def test_normalisation_is_one_number_or_one_of_each_channel():
     assert normalisation(ImageConfig(), 1)[0].flatten().tolist() == [0.5]
-    assert normalisation(ImageConfig(), 3)[1].flatten().tolist() == pytest.approx(
-        [0.229, 0.224, 0.225]
-    )
+    assert normalisation(ImageConfig(), 3)[1].flatten().tolist() == pytest.approx([0.229, 0.224, 0.225])
     mean, std = normalisation(ImageConfig(mean="0.1", std="1,2,3"), 3)
     assert mean.shape == std.shape == (3, 1, 1) and std[2] == 3 and mean[2] == mean[0]
-    with pytest.raises(
-        ValueError, match=r"--image-mean is 1,2, 2 numbers for images of 3 channels; give"
-    ):
+    with pytest.raises(ValueError, match=r"--image-mean is 1,2, 2 numbers for images of 3 channels; give"):
         normalisation(ImageConfig(mean="1,2"), 3)
 
 
@@ -157,9 +145,7 @@ BAD_ARRAYS = {
     "no array named labels; give": {"labels": None},
     r"images of .* is float64 \[2, 4, 4\]; give uint8": {"images": np.zeros((2, 4, 4))},
     r"images of .* is uint8 \[2, 4\]; give": {"images": np.zeros((2, 4), np.uint8)},
-    r"labels of .* is int64 \[3\]; give a whole number for each of the 2": {
-        "labels": np.zeros(3, int)
-    },
+    r"labels of .* is int64 \[3\]; give a whole number for each of the 2": {"labels": np.zeros(3, int)},
     r"labels of .* is float64 \[2\]; give": {"labels": np.zeros(2)},
     r"labels of .* has -1; number": {"labels": np.array([0, -1])},
     r"labels of .* has 20261123; number classes .* fewer than": {"labels": np.array([0, 20261123])},
@@ -199,12 +185,8 @@ def test_what_is_not_there_or_does_not_belong_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no folder in it; put images into .*valid/CLASS"):
         open_images(str(tmp_path), "valid")
     (tmp_path / "valid" / "dog").mkdir()
-    with pytest.raises(
-        ValueError, match=r"valid/dog has no image in it \(.png, .jpg, .jpeg\); add"
-    ):
+    with pytest.raises(ValueError, match=r"valid/dog has no image in it \(.png, .jpg, .jpeg\); add"):
         open_images(str(tmp_path), "valid")
     data = folder_of(tmp_path, {"dog/a.png": Image.fromarray(RAMP)}, "valid")
-    with pytest.raises(
-        ValueError, match="has the class dog, which is not among the training set's 2, ant"
-    ):
+    with pytest.raises(ValueError, match="has the class dog, which is not among the training set's 2, ant"):
         labels_among(open_images(data, "valid"), ["ant", "cat"])

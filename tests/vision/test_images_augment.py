@@ -37,8 +37,7 @@ def test_off_changes_and_draws_nothing():
 
 def test_seed_epoch_and_image_alone_decide():
     made = {
-        key: augmented(IMAGE, ALL, draws_of(*key))
-        for key in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
+        key: augmented(IMAGE, ALL, draws_of(*key)) for key in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
     }
     again = {key: augmented(IMAGE, ALL, draws_of(*key)) for key in reversed(made)}
     assert all(torch.equal(made[key], again[key]) for key in made)
@@ -63,17 +62,13 @@ def test_a_crop_is_a_window_of_the_padded_image():
 def test_half_of_the_images_are_mirrored():
     found = each(lambda draws: augmented(IMAGE, ImageConfig(flip=0.5), draws))
     flips = [torch.equal(image, IMAGE.flip(2)) for image in found]
-    assert all(
-        torch.equal(image, IMAGE) for image, flip in zip(found, flips, strict=True) if not flip
-    )
+    assert all(torch.equal(image, IMAGE) for image, flip in zip(found, flips, strict=True) if not flip)
     assert 15 < sum(flips) < 45
 
 
 def test_jitter_keeps_black_and_the_range_and_leaves_grey_grey():
     config = ImageConfig(jitter=0.5)
-    assert not any(
-        image.any() for image in each(lambda d: augmented(torch.zeros(1, 4, 4), config, d))
-    )
+    assert not any(image.any() for image in each(lambda d: augmented(torch.zeros(1, 4, 4), config, d)))
     grey = IMAGE[:1].expand(3, -1, -1)
     for image in each(lambda draws: augmented(grey, config, draws)):
         assert image.min() >= 0 and image.max() <= 1
@@ -91,9 +86,7 @@ def test_erasing_leaves_the_mean_in_a_rectangle():
         assert torch.equal(gone, (rows[:, None] & columns).expand(3, -1, -1))
 
 
-@pytest.mark.parametrize(
-    "options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}]
-)
+@pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
 def test_images_are_mixed_with_the_next_one(options):
     images_BCHW = torch.rand(40, 3, 9, 7, generator=torch.Generator().manual_seed(2))
     mixings = each(lambda draws: draw_mixing(ImageConfig(**options), 9, 7, draws), 40)
@@ -101,9 +94,7 @@ def test_images_are_mixed_with_the_next_one(options):
     for b, mixing in enumerate(mixings):
         own, other = images_BCHW[b], images_BCHW[(b + 1) % 40]
         if mixing.box is None:
-            assert torch.allclose(
-                found[b], mixing.share * own + (1 - mixing.share) * other, atol=1e-6
-            )
+            assert torch.allclose(found[b], mixing.share * own + (1 - mixing.share) * other, atol=1e-6)
         else:
             is_own = (found[b] == own).all(0)
             assert is_own.float().mean().item() == pytest.approx(mixing.share)

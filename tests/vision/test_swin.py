@@ -24,9 +24,7 @@ from fairseq_tutel.vision.swin_v2 import SwinV2
 from fairseq_tutel.vision.windows import windows_of
 
 CPU = torch.device("cpu")
-TINY = SwinConfig(
-    form="v2", patch_size=2, embed_dim=4, depths="2,1", heads="2,1", window=3, drop_path=0.0
-)
+TINY = SwinConfig(form="v2", patch_size=2, embed_dim=4, depths="2,1", heads="2,1", window=3, drop_path=0.0)
 
 
 def drawn(module, seed=0):

@@ -203,9 +203,7 @@ def test_the_picture_of_experts_shows_where_every_patch_goes(monkeypatch, tmp_pa
     }
     for label, ids_BL in ids.items():
         torch.testing.assert_close(ids_BL[12:], wanted[label])
-    example.draw(
-        images, torch.arange(12), {k: v[:12] for k, v in ids.items()}, 4, tmp_path / "it.png"
-    )
+    example.draw(images, torch.arange(12), {k: v[:12] for k, v in ids.items()}, 4, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
 

@@ -41,9 +41,7 @@ def test_buckets_hold_parameters_of_one_kind_and_size():
     partitions, buckets = partitions_of(parameters, place, bucket_bytes=100)
     in_buckets = [partition for bucket in buckets for partition in bucket.partitions]
     assert len(in_buckets) == len(partitions) == len(parameters)
-    assert {id(partition) for partition in in_buckets} == {
-        id(partition) for partition in partitions
-    }
+    assert {id(partition) for partition in in_buckets} == {id(partition) for partition in partitions}
     assert len(buckets) > 3
     for bucket in buckets:
         assert {partition.share for partition in bucket.partitions} == {bucket.share}
@@ -54,9 +52,7 @@ def test_buckets_hold_parameters_of_one_kind_and_size():
     assert partitions[0].share == Share(4, 3, None, 4)
 
 
-@pytest.mark.parametrize(
-    ("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)]
-)
+@pytest.mark.parametrize(("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)])
 def test_large_groups_have_larger_buckets(world, times):
     parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
     _, buckets = partitions_of(parameters, Topology(world_size=world), bucket_bytes=400)

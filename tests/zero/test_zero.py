@@ -75,9 +75,7 @@ TRAININGS = {
     "four": Training("adamw", 2, 0.0, layout="four"),
     "replicas": Training("sgd", 2, 0.5, layout="four, two replicas", beside="shared", bias=True),
     "each": Training("adamw", 1, 0.0, layout="four on every rank", recompute="reentrant"),
-    "slices": Training(
-        "sgd", 2, 0.0, layout="slices, r 1", way="chunks", recompute="non-reentrant"
-    ),
+    "slices": Training("sgd", 2, 0.0, layout="slices, r 1", way="chunks", recompute="non-reentrant"),
 }
 TRAININGS["planned"] = dataclasses.replace(TRAININGS["replicas"], way="plans")
 CASES = [
@@ -166,9 +164,7 @@ def fp32_copies_by_hand(dtype, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, True)])
-def test_half_weights_follow_fp32_masters_whatever_the_scale_of_gradients(
-    ranks, dtype, stage, offload
-):
+def test_half_weights_follow_fp32_masters_whatever_the_scale_of_gradients(ranks, dtype, stage, offload):
     # Divided by this in fp16, gradients would vanish; clipping divides once more.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)
@@ -268,9 +264,7 @@ def test_moments_in_fp16_are_widened_before_they_are_cut():
 
 def test_a_state_that_is_a_part_is_refused():
     zero = ZeroState(some_parameters(), Topology(world_size=2), 1)
-    with pytest.raises(
-        ValueError, match=r"exp_avg of parameter 0 has shape \(18,\) but this model needs"
-    ):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(18,\) but this model needs"):
         zero.own_state(0, {"exp_avg": torch.ones(18)})
 
 

@@ -47,9 +47,7 @@ class Report:
                 total[link] += part
         return total
 
-    def predicted(
-        self, size: int, alpha: float, seconds_per_byte: float | Mapping[Link, float]
-    ) -> float:
+    def predicted(self, size: int, alpha: float, seconds_per_byte: float | Mapping[Link, float]) -> float:
         """Return the predicted seconds: an alpha for each hop, and the slowest link of each round.
 
         Args:

@@ -81,9 +81,7 @@ def check_data(plan: Plan, order: Order) -> None:
         except ValueError as error:
             _refuse(plan, f"{order.name(number)} {error}")
         first = step.dst.chunk
-        held[target, step.dst.buffer][first : first + step.n] = [
-            (value, number) for value in values
-        ]
+        held[target, step.dst.buffer][first : first + step.n] = [(value, number) for value in values]
     _check_results(plan, order, known, {rank: held[rank, "out"] for rank in range(plan.ranks)})
 
 

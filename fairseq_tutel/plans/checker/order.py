@@ -69,14 +69,10 @@ def order_of(plan: Plan) -> Order:
     cause, arrival, release = _matches(steps, ranks)
     run = _run(plan, by_lane, lanes, cause, sites, steps)
     rounds, depth = _levels(steps, lanes, cause, arrival, release, run, len(by_lane))
-    return Order(
-        steps, ranks, lanes, sites, rank_lanes, cause, arrival, release, run, rounds, depth
-    )
+    return Order(steps, ranks, lanes, sites, rank_lanes, cause, arrival, release, run, rounds, depth)
 
 
-def _matches(
-    steps: list[Step], ranks: list[int]
-) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+def _matches(steps: list[Step], ranks: list[int]) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """Return causes, arrivals and releases; see `Order`."""
     by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
     signal_of: dict[int, int] = {}

@@ -43,9 +43,9 @@ class PlanBackend:
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
         self.plans, self.local = tuple(plans), local
         # By group, then by digest and whether tensors are on a CPU.
-        self._programs: WeakKeyDictionary[
-            dist.ProcessGroup, dict[tuple[str, bool], _OnCpu | TwoSided]
-        ] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], _OnCpu | TwoSided]] = (
+            WeakKeyDictionary()
+        )
         self._logged: set[str] = set()
 
     def has(self, collective: str, group: Group) -> bool:

@@ -89,8 +89,7 @@ def walk(plan: Plan) -> Walked:
         ended = order.rounds[number] + (step.op == "put")
         moves.append(Move(*order.sites[number], step, target, dst, kinds, ended))
     tmp_kinds = (
-        tuple(frozenset(ever[rank, slot]) for slot in range(plan.temporary))
-        for rank in range(plan.ranks)
+        tuple(frozenset(ever[rank, slot]) for slot in range(plan.temporary)) for rank in range(plan.ranks)
     )
     return Walked(plan, tuple(moves), tuple(tmp_kinds))
 

@@ -29,9 +29,7 @@ class OnOneDevice:
         sizes: elements of each rank's `in`, then of each rank's `out`.
     """
 
-    def __init__(
-        self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto"
-    ) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto") -> None:
         self.plan = plan
         self._is_triton = kernels.backend_for(backend, device)[0] == "triton"
         layout, order = Layout(walk(plan), sizes), order_of(plan)
@@ -102,8 +100,7 @@ def _table(
                 to = place(move.target, move.dst.buffer, dst)
                 rows.append((MOVE, len(sources), to, length, len(src)))
                 sources += [
-                    place(move.rank, at.buffer, start)
-                    for at, start in zip(step.src, src, strict=True)
+                    place(move.rank, at.buffer, start) for at, start in zip(step.src, src, strict=True)
                 ]
         elif number in order.cause:
             taken[name] += 1

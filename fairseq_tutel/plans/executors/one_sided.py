@@ -223,9 +223,7 @@ class OneSided:
         self._slot = slots[-1]
         self._for_sizes.cache_clear()
 
-    def _compiled(
-        self, sizes: Sizes, width: int, dtype: torch.dtype
-    ) -> tuple[list[Slice], dict[str, int]]:
+    def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> tuple[list[Slice], dict[str, int]]:
         """Return the slices of a call, and the elements of the caller's buffers."""
         layout = Layout(self.walked, sizes)
         lengths = {kind: layout.length(kind) * width for kind in self._program.kinds}

@@ -84,13 +84,9 @@ class Program:
         is_staged = any(move.step.op == "put" for move in to_out)
         self.staged = self.plan.out_chunks if is_staged else 0
         own = (move for move in to_out if move.target == rank)
-        self.out_chunks = sorted(
-            {move.dst.chunk + i for move in own for i in range(len(move.kinds))}
-        )
+        self.out_chunks = sorted({move.dst.chunk + i for move in own for i in range(len(move.kinds))})
 
-    def steps(
-        self, lengths: Mapping[Kind, int], starts: Mapping[str, Sequence[int]], stride: int
-    ) -> Steps:
+    def steps(self, lengths: Mapping[Kind, int], starts: Mapping[str, Sequence[int]], stride: int) -> Steps:
         """Return the steps of one slice.
 
         Args:

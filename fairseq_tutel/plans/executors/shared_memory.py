@@ -221,9 +221,7 @@ def rendezvous(group: dist.ProcessGroup | None, lines: int, region: int, size: i
             descriptor, problem = _open(name)
         if descriptor >= 0:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
-        problems = world.all_gather_object(
-            problem, operation, group
-        )  # now all ranks have their locks
+        problems = world.all_gather_object(problem, operation, group)  # now all ranks have their locks
     finally:
         if path:
             os.unlink(path)

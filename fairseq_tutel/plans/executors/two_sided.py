@@ -167,9 +167,7 @@ class TwoSided:
         rounds = []
         for steps, messages in zip(self._steps, self._messages, strict=True):
             send = [(to, _sent(m, layout)) for (of, to), m in messages.items() if of == self.rank]
-            receive = [
-                (of, _received(m, layout)) for (of, to), m in messages.items() if to == self.rank
-            ]
+            receive = [(of, _received(m, layout)) for (of, to), m in messages.items() if to == self.rank]
             local = [_local(move, piece) for move in steps for piece in layout.pieces(move)]
             rounds.append(Round([m for m in send if m[1]], [m for m in receive if m[1]], local))
         return rounds, layout.size(self.rank, "tmp")

@@ -91,9 +91,7 @@ def _best_union(network: Network, parts: Sequence[Sequence[int]]) -> tuple[Fract
         pairs = 2 * shards * (ranks - shards)
         if pairs * least > most * twice_leaving:
             most, least, best = pairs, twice_leaving, code ^ code >> 1
-    members = sum(
-        1 << vertex for index, part in enumerate(parts) if best >> index & 1 for vertex in part
-    )
+    members = sum(1 << vertex for index, part in enumerate(parts) if best >> index & 1 for vertex in part)
     return Fraction(most, least), members
 
 
@@ -120,11 +118,7 @@ def linear_program(network: Network) -> float:
             stays += [(rank * vertices + link.target, column, 1)]
             stays += [(rank * vertices + link.source, column, -1)]
         wanted += [(vertex < ranks) - (vertex == rank) * ranks for vertex in range(vertices)]
-    fits = [
-        (index, rank * len(links) + index, 1)
-        for rank in range(ranks)
-        for index in range(len(links))
-    ]
+    fits = [(index, rank * len(links) + index, 1) for rank in range(ranks) for index in range(len(links))]
     fits += [(index, count - 1, -link.bandwidth) for index, link in enumerate(links)]
 
     def matrix(entries: list[tuple[int, int, int]], rows: int) -> coo_array:

@@ -122,9 +122,7 @@ class _Packing:
                 graph.add(size + 1 + index, vertex, tree.copies)
         return graph
 
-    def _most(
-        self, graph: Flow, source: int, target: int, copies: int, others: Sequence[Tree]
-    ) -> int:
+    def _most(self, graph: Flow, source: int, target: int, copies: int, others: Sequence[Tree]) -> int:
         """Return how many copies can take a link."""
         size = len(self.links.out)
         demand = sum(tree.copies for tree in others)

@@ -126,9 +126,7 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     """Bring the sum of each root's chunks of `in` to its `out`; return the size of `tmp`."""
-    branches = sorted(
-        _branches(forest, slices), key=lambda each: (each.height, each.child, each.tree)
-    )
+    branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.tree))
     # Each sum has its own place in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()

@@ -145,9 +145,7 @@ def _blocks_of(gpu: ET.Element, rank: int, ranks: int, sizes: Mapping[str, int])
     for index, block in enumerate(blocks):
         for at, step in enumerate(block.steps):
             other, before = step.after or (index, -1)
-            known = (
-                blocks[other].steps[: at if other == index else None] if other < len(blocks) else []
-            )
+            known = blocks[other].steps[: at if other == index else None] if other < len(blocks) else []
             where = f"gpu {rank}, tb {index}, step {at} depends on tb {other}, step {before}"
             _demand(before < len(known), f"{where}, which is not before it")
     _merge_sums(blocks)
@@ -325,9 +323,7 @@ def _write_rank(
         w.copy(rank, homes["out"], ("out", 0), plan.out_chunks)
 
 
-def _effect(
-    step: _Step, arrived: tuple[Place, ...]
-) -> tuple[tuple[Place, ...], Place, Place | None]:
+def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...], Place, Place | None]:
     """Return what a step copies or sums, if anything, its destination, and what it sends, if anything."""
     sources, dst = step.sources, step.dst
     match step.type:

@@ -64,9 +64,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
         given: the user's own overrides. Equal values in the file are accepted.
     """
     for key, value in options_within({name: state.get(name) for name in ("cfg", "args")}):
-        name = (
-            key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
-        )
+        name = key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
         if not isinstance(value, PLAIN) and not OmegaConf.is_config(value):
             problem = f"an object of the class {type(value).__name__} as its option {key}"
             raise ValueError(f"{path} has {problem}; give a file with plain values.")
@@ -145,9 +143,7 @@ def _is_harmless(value: Any) -> bool:
         is_reference = REFERENCE.fullmatch(value) is not None
         return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
     # eval() accepts bytes and code objects, too.
-    is_plain = value is None or isinstance(
-        value, bool | int | float | np.generic | list | tuple | dict
-    )
+    is_plain = value is None or isinstance(value, bool | int | float | np.generic | list | tuple | dict)
     return is_plain or OmegaConf.is_config(value)
 
 

@@ -114,9 +114,7 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
     refused = refused_class(error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     holds = f"it holds {refused}, which is not run" if refused else reason
-    return ValueError(
-        f"{path} is no checkpoint that fairseq saved ({holds}); give one that it did."
-    )
+    return ValueError(f"{path} is no checkpoint that fairseq saved ({holds}); give one that it did.")
 
 
 def mark_as_opened(state: Any) -> bool:
@@ -140,9 +138,7 @@ def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any])
     models = [state.get("args"), (state.get("cfg") or {}).get("model")]
     for key in (key for key in OF_CLASSES if key not in overrides):
         for value in [str(getattr(model, key, "")) for model in models]:
-            unknown = [
-                n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_imported(n)
-            ]
+            unknown = [n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_imported(n)]
             if unknown:
                 raise ValueError(
                     f"{path} has the {label_of(OF_CLASSES[key])} {unknown[0]}, and a checkpoint must "
@@ -193,9 +189,7 @@ def _refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
     state = mapped(path)
     if any(".experts." in key for key in state["model"]):
         models: list[Any] = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
-        options = [
-            model if isinstance(model, Mapping) else vars(model) for model in models if model
-        ]
+        options = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
         refuse_without_pregating(policy, any(each.get("moe_pregate") for each in options))
 
 

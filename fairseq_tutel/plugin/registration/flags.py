@@ -30,9 +30,7 @@ def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) ->
     for item in options:
         kind = ChoiceEnum(list(item.choices)) if item.choices else item.type
         text = f"{item.text} [default: {item.shown_default}]".replace("%", "%%")
-        made.append(
-            (item.key, kind, dataclasses.field(default=item.default, metadata={"help": text}))
-        )
+        made.append((item.key, kind, dataclasses.field(default=item.default, metadata={"help": text})))
     return dataclasses.make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__})
 
 
@@ -63,9 +61,7 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
     for key in overrides:
         close = meant(key, "model", "task")
         if close:
-            raise ValueError(
-                f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?"
-            )
+            raise ValueError(f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?")
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:

@@ -123,9 +123,7 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
         )
     fix = " or add --reset-optimizer" if found.startswith("the optimizer's") else ""
     problem = "does not fit this run" if unfit else "is NaN, infinite or too large to train on"
-    raise ValueError(
-        f"{flag} is {path}, in which {found} {problem}; give an older checkpoint{fix}."
-    )
+    raise ValueError(f"{flag} is {path}, in which {found} {problem}; give an older checkpoint{fix}.")
 
 
 def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
@@ -144,9 +142,7 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
         found = newest_good(save_dir, untrained)
         if found is None:
             return f"no checkpoint in {save_dir} is whole and finite"
-        sentence = (
-            f"the newest whole checkpoint with finite weights is {found[1]} (update {found[0]})"
-        )
+        sentence = f"the newest whole checkpoint with finite weights is {found[1]} (update {found[0]})"
         if failed_at is None or found[0] < failed_at:
             return sentence
         older = newest_good(save_dir, untrained, failed_at)
@@ -156,9 +152,7 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
     return world.run_on_rank_zero(look, "rank 0's look for a good checkpoint")
 
 
-def newest_good(
-    save_dir: str, untrained: set[str], before: float = math.inf
-) -> tuple[int, str] | None:
+def newest_good(save_dir: str, untrained: set[str], before: float = math.inf) -> tuple[int, str] | None:
     """Return update and path of a folder's newest whole and finite checkpoint, if there is one.
 
     Args:
@@ -186,9 +180,7 @@ def _is_good(path: str, untrained: set[str]) -> bool:
         moments = state.get("last_optimizer_state")
         named = [*_leaves(weights, LARGEST_WEIGHT), *_leaves(moments, math.inf)]
         return all(
-            first_bad([("", tensor, limit)]) is None
-            for value, limit in named
-            for tensor in _pieces(value)
+            first_bad([("", tensor, limit)]) is None for value, limit in named for tensor in _pieces(value)
         )
     except Exception:  # torch raises many kinds for an unreadable file
         return False

@@ -112,9 +112,7 @@ def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
     in_shards = saves_shards(trainer.task) and has_experts
-    shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(
-        inner, "is_apart", False
-    )
+    shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
     if (in_shards or shared) and not will_save(cfg, trainer, epoch_itr, val_loss):
         return
     if RUN.lease is not None:
@@ -150,9 +148,7 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
     """Write every rank's experts, with their state; the next checkpoint refers to them. Collective."""
     model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
     # The optimizer identifies parameters, or masters of half ones, by their index in this list.
-    trained = getattr(trainer.optimizer, "fp16_params", None) or (
-        inner.model_params() if inner else []
-    )
+    trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
     index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def states(parameter: Any) -> Any:

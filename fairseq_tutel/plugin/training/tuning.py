@@ -37,16 +37,13 @@ def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     machine = _machine_of(task_cfg, root)
     tokens, half = _tokens_of(root, task_cfg), root.common.fp16 or root.common.bf16
     strategies = [
-        static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4)
-        for layer in layers
+        static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4) for layer in layers
     ]
     # Ranks with another file or GPU must not choose another algorithm.
     strategies = world.broadcast_object(strategies, "the agreement on --moe-a2a-algorithm auto")
     for layer, strategy in zip(layers, strategies, strict=True):
         layer.follow(strategy)
-    logger.info(
-        "--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name
-    )
+    logger.info("--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name)
 
 
 def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:

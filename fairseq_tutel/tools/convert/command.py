@@ -13,9 +13,7 @@ def add_to(tools: Any) -> None:
         help="convert checkpoints from and to other systems and models",
         description=__doc__,
     )
-    kinds = parser.add_subparsers(
-        dest="kind", required=True, metavar="KIND", parser_class=LateParser
-    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=LateParser)
     models.add_to(kinds)
     experts.add_to(kinds)
     formats.add_to(kinds)

@@ -122,9 +122,7 @@ def _prune(arguments: argparse.Namespace, path: Path, output: Path) -> None:
         groups[layer] = [[i] for i in range(num_experts) if i not in gone]
         if not groups[layer]:
             flag = "--drop" if arguments.drop is not None else f"--below {arguments.below:g}"
-            raise ValueError(
-                f"{flag} leaves none of the {num_experts} experts of {layer.label}; keep one."
-            )
+            raise ValueError(f"{flag} leaves none of the {num_experts} experts of {layer.label}; keep one.")
     lines = fewer_experts.regroup(saved, groups, top_k=arguments.moe_top_k)
     for layer, line in zip(configs, lines, strict=True):
         gone = removed.get(layer, [])
@@ -133,9 +131,7 @@ def _prune(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     print(f"wrote {output}; {NEW_RUN}")
 
 
-def _removed(
-    arguments: argparse.Namespace, configs: Mapping[Layer, MoEConfig]
-) -> dict[Layer, list[int]]:
+def _removed(arguments: argparse.Namespace, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, list[int]]:
     """Return the experts to remove, by ID or by load."""
     load = loads(arguments, configs)
     if arguments.drop is not None:
@@ -149,9 +145,7 @@ def _removed(
             refuse_unknown("--drop", layer, of_layer, configs[layer].num_experts)
         return found
     if not load:
-        raise ValueError(
-            f"--below is {arguments.below:g}, but there are no loads; add --log or --load."
-        )
+        raise ValueError(f"--below is {arguments.below:g}, but there are no loads; add --log or --load.")
     return {
         layer: [i for i, share in enumerate(of_layer) if share < arguments.below]
         for layer, of_layer in load.items()
@@ -189,9 +183,7 @@ def _dense(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     saved.write(output)
     print(f"wrote {output}: {saved.name('model')}; {NEW_RUN}")
     if changed:
-        print(
-            f"its outputs differ from the MoE model's if the gate has an effect in {', '.join(changed)}"
-        )
+        print(f"its outputs differ from the MoE model's if the gate has an effect in {', '.join(changed)}")
     else:
         print("its outputs are the MoE model's, to rounding")
 
@@ -203,9 +195,7 @@ def _chosen(words: Sequence[str], configs: Mapping[Layer, MoEConfig]) -> dict[La
         refuse_unknown("--experts", layer, found, configs[layer].num_experts)
     for layer in configs:
         if layer not in read:
-            raise ValueError(
-                f"--experts names none for {layer.label}; add {layer.label}=0, or the like."
-            )
+            raise ValueError(f"--experts names none for {layer.label}; add {layer.label}=0, or the like.")
     return {layer: read[layer] or range(config.num_experts) for layer, config in configs.items()}
 
 

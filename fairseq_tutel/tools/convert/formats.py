@@ -180,9 +180,7 @@ def _from_tutel(arguments: argparse.Namespace) -> None:
     pattern, size = arguments.input_prefix, arguments.input_size
     output = output_path(arguments.output)
     if size < 1:
-        raise ValueError(
-            f"--input-size is {size}; give the number of ranks that saved, at least 1."
-        )
+        raise ValueError(f"--input-size is {size}; give the number of ranks that saved, at least 1.")
     paths = [tutel.rank_file(pattern, rank, size) for rank in range(size)]
     if size == 1 and Path(pattern).is_file():
         paths = [Path(pattern)]

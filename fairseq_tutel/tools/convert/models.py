@@ -76,9 +76,7 @@ def add_to(kinds: Any) -> None:
 
 
 def _add_upcycle(kinds: Any) -> None:
-    text = (
-        "make a MoE checkpoint of a dense one, with copies of its feed-forward networks as experts"
-    )
+    text = "make a MoE checkpoint of a dense one, with copies of its feed-forward networks as experts"
     parser = add_conversion(kinds, "upcycle", _upcycle, text, UPCYCLE, "the dense checkpoint")
     text = "seed of gates and of all random changes [1]"
     parser.add_argument("--seed", type=int, default=1, metavar="N", help=text)
@@ -145,9 +143,7 @@ def _student(arguments: argparse.Namespace, path: Path, output: Path) -> None:
     for side, layers in sides.items():
         numbers = ", ".join(map(str, kept[side]))
         print(f"{side}: {len(kept[side])} of {len(layers)} layers: {numbers}")
-    words = " ".join(
-        f"{flag_of(key)} {value}" for key, value in changed.items() if value is not None
-    )
+    words = " ".join(f"{flag_of(key)} {value}" for key, value in changed.items() if value is not None)
     print(f"wrote {output}; {NEW_RUN}, by --finetune-from-model, with {words}")
 
 
@@ -172,9 +168,7 @@ def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, 
             named = _numbers(flag, text, sizes[side], side)
             kept[side] = [i for i in range(sizes[side]) if (i in named) == (verb == "keep")]
             if not kept[side]:
-                raise ValueError(
-                    f"{flag} is {text}, which leaves no layer of the {side}; leave one."
-                )
+                raise ValueError(f"{flag} is {text}, which leaves no layer of the {side}; leave one.")
     if all(len(kept[side]) == size for side, size in sizes.items()):
         raise ValueError(
             "no layer would be removed; give --drop-layers, --keep-layers, or those of the encoder."
@@ -217,6 +211,4 @@ def _members(arguments: argparse.Namespace) -> None:
     arch, layer = saved.options["ensemble_arch"], saved.options.get("ensemble_share_after")
     print(f"wrote {paths[0]} to {paths[-1].name}: {arch}; start a new training run from each")
     if layer:
-        print(
-            f"their outputs are not those in the ensemble, where they shared the features of {layer}"
-        )
+        print(f"their outputs are not those in the ensemble, where they shared the features of {layer}")

@@ -140,9 +140,7 @@ def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
                 "model with a moe_ criterion and --log-format json."
             )
         if len({len(load) for load in lists[-last:]}) > 1:
-            raise ValueError(
-                f"--log names {path}, in which the number of experts changes; name another."
-            )
+            raise ValueError(f"--log names {path}, in which the number of experts changes; name another.")
         found[layer] = [statistics.fmean(of_one) for of_one in zip(*lists[-last:], strict=True)]
     return found
 

@@ -161,9 +161,7 @@ def heat_map(
         return _svg(figure)
 
 
-def heat_map_by_name(
-    names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale
-) -> str:
+def heat_map_by_name(names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale) -> str:
     """Return a map of values by expert and data set as SVG."""
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))

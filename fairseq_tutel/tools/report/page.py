@@ -33,9 +33,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
-    text = (
-        "name of a run; give it once for each, in order (default: the differing parts of the paths)"
-    )
+    text = "name of a run; give it once for each, in order (default: the differing parts of the paths)"
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
@@ -45,9 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output
     refuse_output(output)
     if output.exists() and output.suffix != ".html":  # may be a log or a checkpoint
-        raise ValueError(
-            f"--output is {output}, which exists and is no .html file; give another name."
-        )
+        raise ValueError(f"--output is {output}, which exists and is no .html file; give another name.")
     names = _names(arguments.names, arguments.runs)
     logs = [find_log(path) for path in arguments.runs]
     runs = {name: join(log) for name, (log, _) in zip(names, logs, strict=True)}
@@ -112,9 +108,7 @@ PERPLEXITY, ACCURACY = Quality("ppl", "perplexity", min), Quality("accuracy", "a
 
 def qualities_of(runs: dict[str, Run]) -> list[Quality]:
     """Return the measures that any run logs: perplexity, accuracy or both."""
-    records = [
-        r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of
-    ]
+    records = [r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of]
     logged = {key for record in records for key in record.values}
     return [q for q in (PERPLEXITY, ACCURACY) if q.key in logged] or [PERPLEXITY]
 

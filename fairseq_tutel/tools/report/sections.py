@@ -219,9 +219,7 @@ def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
 
 
 def _in_words(title: str, curves: list[Curve]) -> str:
-    ends = [
-        f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves
-    ]
+    ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]
     return f"{title}: {'; '.join(ends)}."
 
 
@@ -339,9 +337,7 @@ def data_section(runs: dict[str, Run]) -> Section:
     for name, run in runs.items():
         for key in list_keys(LOAD, list(run.evaluations.values())):
             loads = {what: r for what, r in run.evaluations.items() if key in r.lists}
-            labels = [
-                f"{what}\nppl {r.values.get('ppl', math.nan):.2f}" for what, r in loads.items()
-            ]
+            labels = [f"{what}\nppl {r.values.get('ppl', math.nan):.2f}" for what, r in loads.items()]
             values_NE = [record.lists[key] for record in loads.values()]
             busiest = ", ".join(
                 f"{what} {values_E.index(max(values_E))} with {max(values_E):.2f} even shares"

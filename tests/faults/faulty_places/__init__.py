@@ -37,9 +37,7 @@ LIMIT = 120_000
 ERRORS = {
     "sample": lambda: KeyError("an injected fault: a broken sample"),
     "disk": lambda: OSError(5, "an injected fault: Input/output error"),
-    "memory": lambda: RuntimeError(
-        "an injected fault: CUDA out of memory. Tried to allocate 2 GiB"
-    ),
+    "memory": lambda: RuntimeError("an injected fault: CUDA out of memory. Tried to allocate 2 GiB"),
 }
 
 
