@@ -12,7 +12,7 @@ from fairseq_tutel.files.small import error_line
 # called with the parsed arguments. `run` raises ValueError with a one-sentence message on failure.
 TOOLS = (
     "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "plans",
-    "predict", "report.page", "schedule", "tune",
+    "predict", "report.page", "schedule", "tokens.page", "tune",
 )  # fmt: skip
 
 

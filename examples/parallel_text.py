@@ -1,0 +1,65 @@
+"""Split two parallel text files into train, valid and test, and cut words into pieces for fairseq-preprocess.
+
+Writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same names, and OUT/bpe.model.
+"""
+
+import argparse
+import itertools
+import random
+from pathlib import Path
+
+import sentencepiece
+
+# Sentences for validation and for the test: this part of all, and at most so many.
+HELD_OUT, MOST = 0.03, 500
+
+
+def main() -> None:
+    """Read the command line and write the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("source", "target", "out"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--vocab-size", type=int, default=2000, help="pieces of words, at most [2000]")
+    arguments = parser.parse_args()
+    files = (arguments.source, arguments.target)
+    languages = [path.suffix[1:] for path in files]
+    pairs = [
+        (source, target)
+        for source, target in zip(*map(lines, files), strict=True)
+        if source and target
+    ]
+    if len(pairs) < 100:
+        raise SystemExit(f"{arguments.source} and {arguments.target} have {len(pairs)} pairs of sentences; give 100.")
+    random.Random(1).shuffle(pairs)
+    held = min(MOST, int(HELD_OUT * len(pairs)) + 1)
+    splits = {"valid": pairs[:held], "test": pairs[held : 2 * held], "train": pairs[2 * held :]}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    model = arguments.out / "bpe"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=itertools.chain.from_iterable(splits["train"]),
+        model_prefix=str(model),
+        model_type="unigram",
+        vocab_size=arguments.vocab_size,
+        hard_vocab_limit=False,  # small texts have fewer pieces
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{model}.model")
+    for kind, convert in (("plain", str), ("pieces", lambda line: " ".join(pieces.encode(line, out_type=str)))):
+        folder = arguments.out / kind
+        folder.mkdir(exist_ok=True)
+        for split, chosen in splits.items():
+            for column, language in enumerate(languages):
+                text = "".join(f"{convert(pair[column])}\n" for pair in chosen)
+                (folder / f"{split}.{language}").write_text(text, encoding="utf-8")
+    counts = ", ".join(f"{len(splits[split]):,} {split}" for split in ("train", "valid", "test"))
+    print(f"sentences: {counts}; {pieces.vocab_size():,} pieces of words in {model}.model")
+
+
+def lines(path: Path) -> list[str]:
+    """Return the lines of a text file, without spaces at the ends."""
+    return [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]
+
+
+if __name__ == "__main__":
+    main()

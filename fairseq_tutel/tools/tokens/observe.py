@@ -1,0 +1,172 @@
+"""Runs a model on texts, sentences of a data set or images, and keeps the experts of each token.
+
+T tokens of a sample, K top_k of a layer. The tokens of an image are its patches.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.layer import MoELayer, Router
+from fairseq_tutel.moe.routing import Routing
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+
+BATCH = 8
+
+
+@dataclass
+class Sample:
+    """What one side of a model reads: a sentence, or an image.
+
+    Attributes:
+        side: encoder, decoder or image.
+        language: of a sentence, "" if unknown.
+        tokens: T texts; those of an image are its class.
+        experts: expert IDs [T, K] int64 of each layer, best first; -1 where a token was dropped.
+        weights: float [T, K] of each layer.
+        pixels: uint8 [height, width, channels] of an image.
+    """
+
+    side: str
+    language: str
+    tokens: list[str]
+    experts: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    pixels: np.ndarray | None = None
+
+
+class Recorder:
+    """A router that routes as a layer does, and keeps the last routing as arrays [batch, T, K]."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        self.before: Router | None = layer.router
+        self.experts: np.ndarray | None = None
+        self.weights: np.ndarray | None = None
+
+    def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
+        """Route as the layer would."""
+        route = layer.route if self.before is None else partial(self.before.routing_of, layer)
+        routing = route(x_TD, call)
+        used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
+        self.experts, self.weights = (_by_sentence(values, call) for values in (used, routing.weights_TK))
+        return routing
+
+
+def _by_sentence(values_TK: Tensor, call: Call) -> np.ndarray:
+    array = values_TK.float().cpu().numpy().reshape(*call.shape, -1)
+    return array.swapaxes(0, 1) if call.time_first else array
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
+    """Yield a recorder for each MoE layer by its name; remove them after the block."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MoEFeedForward)}
+    recorders = {name: Recorder(layer) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.route_by(recorders[name])
+    try:
+        yield recorders
+    finally:
+        for name, layer in layers.items():
+            layer.route_by(recorders[name].before)
+
+
+def of_texts(opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
+    """Yield the samples of texts; the decoder of a translation model reads its own translation.
+
+    Args:
+        opened: the result of `from_checkpoint`.
+        texts: sentences.
+    """
+    model = _model(opened)
+    languages = opened.cfg.task.get("source_lang") or "", opened.cfg.task.get("target_lang") or ""
+    for text in texts:
+        tokens = opened.encode(text).cpu()
+        batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}
+        if opened.offers == "translate":
+            batch["prev_output_tokens"] = opened.generate([tokens])[0][0]["tokens"].cpu().roll(1)[None]
+        elif hasattr(model, "encoder") and hasattr(model, "decoder"):
+            batch["prev_output_tokens"] = tokens.roll(1)[None]
+        elif hasattr(model, "decoder"):
+            batch["src_tokens"] = tokens.roll(1)[None]
+        yield from _sentences(model, model, batch, _dictionaries(opened.task), languages)
+
+
+def of_data(opened: Any, split: str, limit: int) -> Iterator[Sample]:
+    """Yield the samples of the first `limit` sentences or images of a split."""
+    task, model = opened.task, _model(opened)
+    task.load_dataset(split)
+    dataset = task.dataset(split)
+    languages = opened.cfg.task.get("source_lang") or "", opened.cfg.task.get("target_lang") or ""
+    numbers = range(min(limit, len(dataset)))
+    for start in numbers[::BATCH]:
+        batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
+        if "images" in batch.get("net_input", ()):
+            yield from _images(model, batch, dataset, task.class_names)
+        elif "net_input" in batch:
+            yield from _sentences(model, model, batch["net_input"], _dictionaries(task), languages)
+        else:  # a batch for each pair of languages
+            for pair, part in ((pair, part) for pair, part in batch.items() if part):
+                both = tuple(pair.split("-"))
+                dictionaries = dict(zip(("encoder", "decoder"), map(task.dicts.get, both), strict=True))
+                yield from _sentences(model, model.models[pair], part["net_input"], dictionaries, both)
+
+
+def _model(opened: Any) -> Any:
+    model = opened.models[0] if hasattr(opened, "models") else opened.model
+    if not moe_layers(model):
+        raise ValueError("MODEL has no experts; give the checkpoint of a MoE model.")
+    return model
+
+
+def _dictionaries(task: Any) -> dict[str, Any]:
+    return {"encoder": task.source_dictionary, "decoder": task.target_dictionary or task.source_dictionary}
+
+
+def _sentences(
+    whole: Any, model: Any, batch: dict[str, Tensor], dictionaries: dict[str, Any], languages: tuple[str, ...]
+) -> Iterator[Sample]:
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    with torch.inference_mode(), recording(whole) as recorders:
+        model(**batch)
+    ids = {"encoder": batch["src_tokens"], "decoder": batch.get("prev_output_tokens", batch["src_tokens"])}
+    for side, language in zip(("encoder", "decoder"), languages, strict=True):
+        ran = {
+            name: recorder
+            for name, recorder in recorders.items()
+            if side in name.split(".") and recorder.experts is not None
+        }
+        symbols = dictionaries[side]
+        for row, tokens in enumerate(ids[side].tolist() if ran else ()):
+            places = [i for i, token in enumerate(tokens) if token != symbols.pad()]
+            sample = Sample(side, language, [symbols[tokens[i]] for i in places])
+            for name, recorder in ran.items():
+                _keep(sample, name, recorder, row, places)
+            yield sample
+
+
+def _images(model: Any, batch: dict[str, Any], dataset: Any, classes: Sequence[str]) -> Iterator[Sample]:
+    images = batch["net_input"]["images"].to(next(model.parameters()).device)
+    with torch.inference_mode(), recording(model) as recorders:
+        model(images)
+    scaled = (images.float().cpu() * dataset.std + dataset.mean).clamp(0, 1) * 255
+    for row, (pixels, target) in enumerate(zip(scaled, batch["target"].tolist(), strict=True)):
+        sample = Sample("image", "", [classes[target]], pixels=pixels.permute(1, 2, 0).byte().numpy())
+        for name, recorder in recorders.items():
+            _keep(sample, name, recorder, row, None)
+        yield sample
+
+
+def _keep(sample: Sample, name: str, recorder: Recorder, row: int, places: list[int] | None) -> None:
+    assert recorder.experts is not None and recorder.weights is not None
+    chosen = slice(None) if places is None else places
+    sample.experts[name] = recorder.experts[row][chosen].astype(np.int64)
+    sample.weights[name] = recorder.weights[row][chosen]

@@ -1,0 +1,118 @@
+"""tokens: draws which experts each token of some sentences goes to, as one HTML page.
+
+MODEL is a checkpoint or a --save-dir, DATA the folder of its data set, or --text gives sentences. The page
+colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
+the experts by position, by how often a token occurs, and by language. For image classifiers, tokens are
+patches. Example: python -m fairseq_tutel tokens SAVE DATA_BIN --output tokens.html
+"""
+
+import argparse
+import base64
+import io
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel import __version__
+from fairseq_tutel.tools.arguments import add_overwrite, needing, refuse_output, writing
+
+# Sequences that the page shows; statistics are of all.
+SHOWN = 40
+
+
+def add_to(tools: Any) -> None:
+    """Add the tool to the command line."""
+    parser = tools.add_parser("tokens", help="draw which experts tokens go to", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint or a --save-dir")
+    parser.add_argument("data", nargs="?", metavar="DATA", help="the data folder [that of the training run]")
+    parser.add_argument("--text", action="append", metavar="TEXT", help="a sentence, instead of DATA; repeatable")
+    parser.add_argument("--split", default="valid", help="split of the data set [valid]")
+    parser.add_argument("--limit", type=int, default=500, metavar="N", help="sentences or images to read [500]")
+    parser.add_argument("--output", type=Path, default=Path("tokens.html"), metavar="FILE", help="[tokens.html]")
+    add_overwrite(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the model and write the page."""
+    if arguments.limit < 1:
+        raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
+    refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
+    with needing("tokens", "report"):
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from fairseq_tutel.hub import from_checkpoint
+    from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+    from fairseq_tutel.tools.tokens.observe import of_data, of_texts
+
+    opened = from_checkpoint(arguments.model, arguments.data)
+    found = (
+        of_texts(opened, arguments.text)
+        if arguments.text
+        else of_data(opened, arguments.split, arguments.limit)
+    )
+    samples = list(found)
+    experts = {
+        name.removeprefix("models.0.").removeprefix("model."): module.config.num_experts
+        for name, module in opened.named_modules()
+        if isinstance(module, MoEFeedForward)
+    }
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    page = templates.get_template("tokens.html.j2").render(
+        model=arguments.model, content=_json(content(samples, experts)), version=__version__
+    )
+    with writing(arguments.output) as file:
+        file.write_text(page, encoding="utf-8")
+    print(f"wrote {arguments.output}")
+
+
+def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:
+    """Return what the page shows: layers with their statistics, and the first samples.
+
+    Args:
+        samples: of `observe`.
+        experts: number of experts of each MoE layer.
+    """
+    from fairseq_tutel.tools.tokens.statistics import statistics
+
+    layers = []
+    for name, number in experts.items():
+        if any(name in sample.experts for sample in samples):
+            found = statistics(samples, name, number)
+            layers.append({
+                "name": name.removesuffix(".fc1"),
+                "key": name,
+                "load": found.load_E.round(4).tolist(),
+                "typical": found.typical,
+                "tables": {
+                    title: {"labels": labels, "parts": parts.round(4).tolist()}
+                    for title, (labels, parts) in found.tables.items()
+                },
+            })  # fmt: skip
+    return {"layers": layers, "samples": [_shown(sample) for sample in islice(samples, SHOWN)]}
+
+
+def _shown(sample: Any) -> dict[str, Any]:
+    shown = {
+        "side": sample.side,
+        "language": sample.language,
+        "tokens": sample.tokens,
+        "experts": {name: values.tolist() for name, values in sample.experts.items()},
+        "weights": {name: values.round(2).tolist() for name, values in sample.weights.items()},
+    }
+    if sample.pixels is not None:
+        from PIL import Image
+
+        height, width, channels = sample.pixels.shape
+        file = io.BytesIO()
+        Image.fromarray(sample.pixels[..., 0] if channels == 1 else sample.pixels).save(file, "png")
+        shown |= {"image": base64.b64encode(file.getvalue()).decode(), "height": height, "width": width}
+    return shown
+
+
+def _json(content: dict[str, Any]) -> str:
+    """Return JSON that may stand in a script element."""
+    return json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")

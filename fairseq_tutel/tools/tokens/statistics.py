@@ -1,0 +1,100 @@
+"""Statistics of the tokens of each expert of a layer.
+
+N tokens of all samples, E experts, K top_k, B bins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fairseq_tutel.tools.tokens.observe import Sample
+
+TYPICAL = 12
+# A token that occurs less often says little about an expert.
+LEAST_OFTEN = 3
+MOST_BINS = 8
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Statistics of one layer.
+
+    Attributes:
+        load_E: each expert's part of all assignments.
+        typical: for each expert (token, part of the token's assignments that it gets), most typical first.
+        tables: title -> (labels of the bins, part of each expert in a bin [B, E]).
+    """
+
+    load_E: np.ndarray
+    typical: list[list[tuple[str, float]]]
+    tables: dict[str, tuple[list[str], np.ndarray]]
+
+
+def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> LayerStatistics:
+    """Return the statistics of a layer over the samples that it saw."""
+    seen = [sample for sample in samples if layer in sample.experts]
+    experts_NK = np.concatenate([sample.experts[layer] for sample in seen])
+    lengths = [len(sample.experts[layer]) for sample in seen]
+    # All patches of an image count as its class.
+    texts = [t for s, n in zip(seen, lengths, strict=True) for t in (s.tokens * n if s.side == "image" else s.tokens)]
+    names, token_N = np.unique(texts, return_inverse=True)
+    counts_VE = _counts(token_N, experts_NK, len(names), num_experts)
+    load_E = counts_VE.sum(0) / max(1, counts_VE.sum())
+    tables = {}
+    position_N = np.concatenate([np.arange(n) for n in lengths])
+    tables["position"] = _binned(position_N, experts_NK, num_experts, _powers(position_N.max()))
+    if seen[0].side != "image":
+        often_N = np.bincount(token_N)[token_N]
+        tables["token's count"] = _binned(often_N, experts_NK, num_experts, _powers(often_N.max()))
+    languages = sorted({sample.language for sample in seen})
+    if len(languages) > 1:
+        number_N = np.repeat([languages.index(sample.language) for sample in seen], lengths)
+        bins = [(language, i, i + 1) for i, language in enumerate(languages)]
+        tables["language"] = _binned(number_N, experts_NK, num_experts, bins)
+    return LayerStatistics(load_E, _typical(names, counts_VE, load_E), tables)
+
+
+def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: int) -> np.ndarray:
+    """Return how many assignments each row (a token or a bin) has to each expert, [rows, E]."""
+    row_NK = np.broadcast_to(row_N[:, None], experts_NK.shape)
+    used = experts_NK >= 0
+    index = row_NK[used] * num_experts + experts_NK[used]
+    return np.bincount(index, minlength=rows * num_experts).reshape(rows, num_experts)
+
+
+def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> list[list[tuple[str, float]]]:
+    """Return the tokens with the largest count times log of (part of the token / part of all)."""
+    total_V = counts_VE.sum(1)
+    part_VE = counts_VE / np.maximum(1, total_V)[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        score_VE = np.nan_to_num(counts_VE * np.log(part_VE / load_E), nan=0.0, neginf=0.0)
+    score_VE[total_V < LEAST_OFTEN] = 0
+    return [
+        [(str(names[v]), float(part_VE[v, e])) for v in np.argsort(-score_VE[:, e])[:TYPICAL] if score_VE[v, e] > 0]
+        for e in range(counts_VE.shape[1])
+    ]
+
+
+def _powers(largest: int) -> list[tuple[str, int, int]]:
+    """Return bins (label, first, after the last) whose borders are powers of two, at most MOST_BINS."""
+    step = 1
+    while True:
+        borders = [0, *(2 ** (step * i) for i in range(1, 64) if 2 ** (step * (i - 1)) <= largest)]
+        if len(borders) <= MOST_BINS + 1:
+            return [
+                (f"{a} to {b - 1}" if b - 1 > a else str(a), a, b)
+                for a, b in zip(borders, borders[1:], strict=False)
+            ] or [("0", 0, 1)]
+        step += 1
+
+
+def _binned(
+    value_N: np.ndarray, experts_NK: np.ndarray, num_experts: int, bins: Sequence[tuple[str, int, int]]
+) -> tuple[list[str], np.ndarray]:
+    """Return the labels of the bins that have tokens, and each expert's part of a bin's assignments."""
+    after = np.array([last for _, _, last in bins])
+    counts_BE = _counts(np.searchsorted(after, value_N, side="right"), experts_NK, len(bins), num_experts)
+    filled = counts_BE.sum(1) > 0
+    parts = counts_BE[filled] / counts_BE[filled].sum(1, keepdims=True)
+    return [bins[i][0] for i in np.flatnonzero(filled)], parts
