@@ -1,4 +1,4 @@
-"""Split two parallel text files into train, valid and test, and cut words into pieces for fairseq-preprocess.
+"""Split two parallel text files into train, valid and test, and words into pieces, for fairseq-preprocess.
 
 Writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same names, and OUT/bpe.model.
 """
@@ -24,12 +24,12 @@ def main() -> None:
     files = (arguments.source, arguments.target)
     languages = [path.suffix[1:] for path in files]
     pairs = [
-        (source, target)
-        for source, target in zip(*map(lines, files), strict=True)
-        if source and target
+        (source, target) for source, target in zip(*map(lines, files), strict=True) if source and target
     ]
     if len(pairs) < 100:
-        raise SystemExit(f"{arguments.source} and {arguments.target} have {len(pairs)} pairs of sentences; give 100.")
+        raise SystemExit(
+            f"{arguments.source} and {arguments.target} have {len(pairs)} pairs of sentences; give 100."
+        )
     random.Random(1).shuffle(pairs)
     held = min(MOST, int(HELD_OUT * len(pairs)) + 1)
     splits = {"valid": pairs[:held], "test": pairs[held : 2 * held], "train": pairs[2 * held :]}
@@ -45,7 +45,10 @@ def main() -> None:
         minloglevel=2,
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=f"{model}.model")
-    for kind, convert in (("plain", str), ("pieces", lambda line: " ".join(pieces.encode(line, out_type=str)))):
+    for kind, convert in (
+        ("plain", str),
+        ("pieces", lambda line: " ".join(pieces.encode(line, out_type=str))),
+    ):
         folder = arguments.out / kind
         folder.mkdir(exist_ok=True)
         for split, chosen in splits.items():

@@ -17,7 +17,9 @@ def main() -> None:
         if found[1] == "valid":
             print(f"  validation: perplexity {record['valid_ppl']}", flush=True)
         else:
-            print(f"  update {record['num_updates']} of {sys.argv[1]}: perplexity {record['ppl']}", flush=True)
+            print(
+                f"  update {record['num_updates']} of {sys.argv[1]}: perplexity {record['ppl']}", flush=True
+            )
 
 
 if __name__ == "__main__":

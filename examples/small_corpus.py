@@ -42,7 +42,15 @@ def sentences() -> list[tuple[str, str]]:
         (verb, verb_en), (place, place_en) = random_numbers.choice(VERBS), random_numbers.choice(PLACES)
         article, ending = SUBJECT[subject[1]]
         article_other, ending_other = OBJECT[other[1]]
-        german = [article, how[0] + ending, subject[0], verb, article_other, how_other[0] + ending_other, other[0]]
+        german = [
+            article,
+            how[0] + ending,
+            subject[0],
+            verb,
+            article_other,
+            how_other[0] + ending_other,
+            other[0],
+        ]
         english = ["the", how[1], subject[2], verb_en, "the", how_other[1], other[2]]
         pairs[" ".join([*german, place]).strip() + "."] = " ".join([*english, place_en]).strip() + "."
     return list(pairs.items())

@@ -67,7 +67,7 @@ def from_checkpoint(
         logging.root.removeHandler(handler)
     from fairseq_tutel.plugin.hub_opening import open_interface
 
-    files = _files(str(path))
+    files = files_of(str(path))
     state = read_file(files[0], "path", verify=False)  # fairseq's load, wrapped, verifies it later
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which holds no model; give a checkpoint.")
@@ -77,8 +77,8 @@ def from_checkpoint(
     return open_interface(files, folder, place, dtype, options, saved.all_keys)
 
 
-def _files(path: str) -> list[Path]:
-    """Return the absolute paths of the files to open."""
+def files_of(path: str) -> list[Path]:
+    """Return the absolute paths of the files that `path` of `from_checkpoint` names."""
     files = [Path(name).absolute() for name in path.split(":")]
     for i, file in enumerate(files):
         found = [file / name for name in USUAL if (file / name).is_file()]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.layer import MoELayer, Router
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 BATCH = 8
 
@@ -85,8 +85,7 @@ def of_texts(opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
         opened: the result of `from_checkpoint`.
         texts: sentences.
     """
-    model = _model(opened)
-    languages = opened.cfg.task.get("source_lang") or "", opened.cfg.task.get("target_lang") or ""
+    model = opened.models[0] if hasattr(opened, "models") else opened.model
     for text in texts:
         tokens = opened.encode(text).cpu()
         batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}
@@ -96,34 +95,30 @@ def of_texts(opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
             batch["prev_output_tokens"] = tokens.roll(1)[None]
         elif hasattr(model, "decoder"):
             batch["src_tokens"] = tokens.roll(1)[None]
-        yield from _sentences(model, model, batch, _dictionaries(opened.task), languages)
+        yield from _sentences(model, model, batch, _dictionaries(opened.task), ("", ""), [0])
 
 
-def of_data(opened: Any, split: str, limit: int) -> Iterator[Sample]:
+def of_data(model: Any, task: Any, split: str, limit: int) -> Iterator[Sample]:
     """Yield the samples of the first `limit` sentences or images of a split."""
-    task, model = opened.task, _model(opened)
     task.load_dataset(split)
     dataset = task.dataset(split)
-    languages = opened.cfg.task.get("source_lang") or "", opened.cfg.task.get("target_lang") or ""
+    dataset.ordered_indices()  # without it, fairseq's data sets of several languages cannot be indexed
     numbers = range(min(limit, len(dataset)))
     for start in numbers[::BATCH]:
         batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
         if "images" in batch.get("net_input", ()):
             yield from _images(model, batch, dataset, task.class_names)
         elif "net_input" in batch:
-            yield from _sentences(model, model, batch["net_input"], _dictionaries(task), languages)
+            rows = batch["id"].argsort().tolist()  # fairseq sorts by length
+            yield from _sentences(model, model, batch["net_input"], _dictionaries(task), ("", ""), rows)
         else:  # a batch for each pair of languages
             for pair, part in ((pair, part) for pair, part in batch.items() if part):
                 both = tuple(pair.split("-"))
                 dictionaries = dict(zip(("encoder", "decoder"), map(task.dicts.get, both), strict=True))
-                yield from _sentences(model, model.models[pair], part["net_input"], dictionaries, both)
-
-
-def _model(opened: Any) -> Any:
-    model = opened.models[0] if hasattr(opened, "models") else opened.model
-    if not moe_layers(model):
-        raise ValueError("MODEL has no experts; give the checkpoint of a MoE model.")
-    return model
+                rows = part["id"].argsort().tolist()
+                yield from _sentences(
+                    model, model.models[pair], part["net_input"], dictionaries, both, rows
+                )
 
 
 def _dictionaries(task: Any) -> dict[str, Any]:
@@ -131,7 +126,12 @@ def _dictionaries(task: Any) -> dict[str, Any]:
 
 
 def _sentences(
-    whole: Any, model: Any, batch: dict[str, Tensor], dictionaries: dict[str, Any], languages: tuple[str, ...]
+    whole: Any,
+    model: Any,
+    batch: dict[str, Tensor],
+    dictionaries: dict[str, Any],
+    languages: tuple[str, ...],
+    rows: Sequence[int],
 ) -> Iterator[Sample]:
     device = next(model.parameters()).device
     batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
@@ -145,7 +145,8 @@ def _sentences(
             if side in name.split(".") and recorder.experts is not None
         }
         symbols = dictionaries[side]
-        for row, tokens in enumerate(ids[side].tolist() if ran else ()):
+        for row in rows if ran else ():
+            tokens = ids[side][row].tolist()
             places = [i for i, token in enumerate(tokens) if token != symbols.pad()]
             sample = Sample(side, language, [symbols[tokens[i]] for i in places])
             for name, recorder in ran.items():

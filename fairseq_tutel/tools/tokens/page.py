@@ -26,11 +26,19 @@ def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser("tokens", help="draw which experts tokens go to", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint or a --save-dir")
-    parser.add_argument("data", nargs="?", metavar="DATA", help="the data folder [that of the training run]")
-    parser.add_argument("--text", action="append", metavar="TEXT", help="a sentence, instead of DATA; repeatable")
+    parser.add_argument(
+        "data", nargs="?", metavar="DATA", help="the data folder [that of the training run]"
+    )
+    parser.add_argument(
+        "--text", action="append", metavar="TEXT", help="a sentence, instead of DATA; repeatable"
+    )
     parser.add_argument("--split", default="valid", help="split of the data set [valid]")
-    parser.add_argument("--limit", type=int, default=500, metavar="N", help="sentences or images to read [500]")
-    parser.add_argument("--output", type=Path, default=Path("tokens.html"), metavar="FILE", help="[tokens.html]")
+    parser.add_argument(
+        "--limit", type=int, default=500, metavar="N", help="sentences or images to read [500]"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("tokens.html"), metavar="FILE", help="[tokens.html]"
+    )
     add_overwrite(parser)
     parser.set_defaults(run=run)
 
@@ -42,22 +50,21 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     with needing("tokens", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from fairseq_tutel.hub import from_checkpoint
     from fairseq_tutel.plugin.feed_forward import MoEFeedForward
     from fairseq_tutel.tools.tokens.observe import of_data, of_texts
 
-    opened = from_checkpoint(arguments.model, arguments.data)
-    found = (
-        of_texts(opened, arguments.text)
-        if arguments.text
-        else of_data(opened, arguments.split, arguments.limit)
-    )
-    samples = list(found)
+    model, task, interface = _opened(arguments)
     experts = {
-        name.removeprefix("models.0.").removeprefix("model."): module.config.num_experts
-        for name, module in opened.named_modules()
+        name: module.config.num_experts
+        for name, module in model.named_modules()
         if isinstance(module, MoEFeedForward)
     }
+    if not experts:
+        raise ValueError(f"MODEL is {arguments.model}, which has no experts; give that of a MoE model.")
+    if arguments.text:
+        samples = list(of_texts(interface, arguments.text))
+    else:
+        samples = list(of_data(model, task, arguments.split, arguments.limit))
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
@@ -67,6 +74,22 @@ def run(arguments: argparse.Namespace) -> None:
     with writing(arguments.output) as file:
         file.write_text(page, encoding="utf-8")
     print(f"wrote {arguments.output}")
+
+
+def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Return the model, its task, and for texts its interface."""
+    from fairseq import checkpoint_utils
+
+    from fairseq_tutel import hub, plugin
+
+    if arguments.text:
+        opened = hub.from_checkpoint(arguments.model, arguments.data)
+        return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
+    plugin.register()
+    overrides = {"data": arguments.data} if arguments.data else {}
+    files = [str(file) for file in hub.files_of(arguments.model)[:1]]
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    return models[0].eval(), task, None
 
 
 def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:

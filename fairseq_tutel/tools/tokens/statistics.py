@@ -5,6 +5,7 @@ N tokens of all samples, E experts, K top_k, B bins.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,7 +38,11 @@ def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> Layer
     experts_NK = np.concatenate([sample.experts[layer] for sample in seen])
     lengths = [len(sample.experts[layer]) for sample in seen]
     # All patches of an image count as its class.
-    texts = [t for s, n in zip(seen, lengths, strict=True) for t in (s.tokens * n if s.side == "image" else s.tokens)]
+    texts = [
+        t
+        for s, n in zip(seen, lengths, strict=True)
+        for t in (s.tokens * n if s.side == "image" else s.tokens)
+    ]
     names, token_N = np.unique(texts, return_inverse=True)
     counts_VE = _counts(token_N, experts_NK, len(names), num_experts)
     load_E = counts_VE.sum(0) / max(1, counts_VE.sum())
@@ -71,22 +76,25 @@ def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> li
         score_VE = np.nan_to_num(counts_VE * np.log(part_VE / load_E), nan=0.0, neginf=0.0)
     score_VE[total_V < LEAST_OFTEN] = 0
     return [
-        [(str(names[v]), float(part_VE[v, e])) for v in np.argsort(-score_VE[:, e])[:TYPICAL] if score_VE[v, e] > 0]
+        [
+            (str(names[v]), float(part_VE[v, e]))
+            for v in np.argsort(-score_VE[:, e])[:TYPICAL]
+            if score_VE[v, e] > 0
+        ]
         for e in range(counts_VE.shape[1])
     ]
 
 
 def _powers(largest: int) -> list[tuple[str, int, int]]:
-    """Return bins (label, first, after the last) whose borders are powers of two, at most MOST_BINS."""
-    step = 1
-    while True:
-        borders = [0, *(2 ** (step * i) for i in range(1, 64) if 2 ** (step * (i - 1)) <= largest)]
+    """Return bins (label, first, after the last) of 0 to `largest`; borders are powers of one number."""
+    for base in (2, 4, 8, 16):
+        borders = [0, 1]
+        while borders[-1] <= largest:
+            borders.append(borders[-1] * base)
         if len(borders) <= MOST_BINS + 1:
-            return [
-                (f"{a} to {b - 1}" if b - 1 > a else str(a), a, b)
-                for a, b in zip(borders, borders[1:], strict=False)
-            ] or [("0", 0, 1)]
-        step += 1
+            break
+    bins = pairwise(borders)
+    return [(str(a) if b == a + 1 else f"{a} to {b - 1}", a, b) for a, b in bins]
 
 
 def _binned(

@@ -1,0 +1,69 @@
+"""tokens: statistics against counting, and what the command refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from tool_in_process import refusal_of
+
+from fairseq_tutel.tools.tokens.observe import Sample
+from fairseq_tutel.tools.tokens.page import content
+from fairseq_tutel.tools.tokens.statistics import statistics
+
+LAYER = "encoder.layers.0.fc1"
+
+
+def sample(tokens, experts, **options):
+    experts = {LAYER: np.array(experts)}
+    weights = {LAYER: np.full(experts[LAYER].shape, 0.5)}
+    return Sample(
+        **{"side": "encoder", "language": "", **options}, tokens=tokens, experts=experts, weights=weights
+    )
+
+
+def test_loads_and_typical_tokens_are_counted():
+    found = statistics(
+        [
+            sample(["a", "a", "b", "c"], [[0, 1], [0, 1], [2, 1], [2, 0]]),
+            sample(["a", "b", "b"], [[0, 2], [2, 1], [2, -1]]),  # the last assignment was dropped
+        ],
+        LAYER,
+        4,
+    )
+    assert found.load_E.tolist() == pytest.approx([4 / 13, 4 / 13, 5 / 13, 0])
+    names = [[token for token, _ in tokens] for tokens in found.typical]
+    assert names == [["a"], ["b", "a"], ["b"], []]  # c occurs too rarely
+    assert dict(found.typical[2])["b"] == pytest.approx(3 / 5)
+    labels, parts = found.tables["position"]
+    assert labels == ["0", "1", "2 to 3"]
+    assert parts[0].tolist() == pytest.approx([2 / 4, 1 / 4, 1 / 4, 0])
+    labels, parts = found.tables["token's count"]
+    assert labels == ["1", "2 to 3"]
+    assert parts[0].tolist() == [0.5, 0, 0.5, 0]
+    assert "language" not in found.tables
+
+
+def test_languages_and_images_have_their_tables():
+    both = [sample(["x"], [[0]], language="de"), sample(["y", "z"], [[1], [0]], language="en")]
+    labels, parts = statistics(both, LAYER, 2).tables["language"]
+    assert labels == ["de", "en"] and parts.tolist() == [[1, 0], [0.5, 0.5]]
+    pixels = np.zeros((2, 2, 1), dtype=np.uint8)
+    image = sample(["cat"], [[0], [0], [0], [1]], side="image", pixels=pixels)
+    other = sample(["dog"], [[1]] * 4, side="image", pixels=pixels)
+    found = statistics([image, other], LAYER, 2)
+    assert found.typical == [[("cat", 0.75)], [("dog", 1.0)]] and list(found.tables) == ["position"]
+
+
+def test_the_page_keeps_a_layer_that_some_samples_did_not_see():
+    other = "decoder.layers.0.fc1"
+    made = content([sample(["a"], [[1]])], {LAYER: 2, other: 2})
+    assert [layer["name"] for layer in made["layers"]] == ["encoder.layers.0"]
+    assert json.loads(json.dumps(made))["samples"][0]["experts"] == {LAYER: [[1]]}
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    words = ("tokens", tmp_path / "model.pt", "--output")
+    assert refusal_of(*words, tmp_path / "no" / "a.html").startswith("--output is ")
+    assert "--limit is 0; give a number" in refusal_of(*words, tmp_path / "a.html", "--limit", 0)
+    (tmp_path / "a.html").write_text("")
+    assert "add --overwrite" in refusal_of(*words, tmp_path / "a.html")
