@@ -1,10 +1,4 @@
-"""The benchmarks that need fairseq, by their commands; nothing here asserts a time.
-
-Covered: file and table of small runs of a training step (language model and translation, one and two
-experts a token, with a profile), of Swin V2, of generation and of the store; what grows with ranks, by its
-counts; an einsum model that computes something else, and a decoder whose steps are not its whole, are
-reported; options that cannot work.
-"""
+"""Runs the benchmarks that need fairseq by their commands; asserts no time."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""Experts spread over the threads of torch's team.
-
-Covered: which are spread, and which all threads do together; two at the same time, each once; errors of a
-thread; the bits of all threads together, forward and backward, in inference mode, too.
-"""
+"""Experts spread over the threads of torch's thread pool."""
 
 import dataclasses
 from threading import Barrier

@@ -1,11 +1,4 @@
-"""One direction between folders, and which module may import what from outside.
-
-Covered: a folder imports only those above it, and no import cycle exists; fairseq at the edge alone, Triton
-in kernels/ alone, no torch in planning/ and, but for executors, in plans/; collectives in three files
-alone; nobody imports `kernels` by itself; the package works where neither fairseq nor Triton can be
-imported; what else it imports, a user's installation brings; nobody assigns an attribute of a layer, of its
-experts or of what the edge tells them.
-"""
+"""Import direction between folders, and which module may import which library."""
 
 import ast
 import re
