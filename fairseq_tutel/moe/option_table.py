@@ -49,8 +49,7 @@ NO_NODES = needs(
     "--moe-a2a-algorithm 2dh or auto, --moe-collective-plans or --moe-adaptive auto",
 )
 NOT_PREDICTED = needs(
-    lambda f: f.layer.a2a_algorithm == "auto" or f.tuned,
-    "--moe-a2a-algorithm auto or --moe-adaptive auto",
+    lambda f: f.layer.a2a_algorithm == "auto" or f.tuned, "--moe-a2a-algorithm auto or --moe-adaptive auto"
 )
 
 

@@ -259,7 +259,7 @@ class TutelMoELayer(nn.Module):
         top_k: int | None,
     ) -> Capacity:
         """Return Tutel's capacity in one call, by the largest number of tokens if `together`."""
-        _, config, _ = self.moe.gate_at(gate_index)
+        _, config = self.moe.gate_at(gate_index)
         num_tokens = len(x_TD)
         if together and self.topology.world_size > 1:
             num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
