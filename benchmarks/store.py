@@ -42,7 +42,7 @@ from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.inference.expert_sources import FromHost
 from fairseq_tutel.inference.pregate import pregate
-from fairseq_tutel.moe.store_options import STORE_POLICIES
+from fairseq_tutel.moe.option_table import STORE_POLICIES
 from fairseq_tutel.plugin.opening.offload import open_stores
 
 BASE = "resident"

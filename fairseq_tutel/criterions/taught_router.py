@@ -12,7 +12,7 @@ T tokens of the layer (time, batch), N of the target (batch, time), D model_dim,
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.choice import Rules
+from fairseq_tutel.moe.choice import Chosen
 from fairseq_tutel.moe.gates import HashGate, gate_input, gate_logits
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.routing import Chosen, Routing, placed
+from fairseq_tutel.moe.routing import Routing, placed
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrapped
 
@@ -103,7 +103,8 @@ class _Forced:
             # A token whose assignments were all dropped has a best expert, too.
             weights_TK=total_T1.masked_fill(total_T1 == 0, 1.0),
         )
-        return placed(chosen, Capacity(), Rules(), call.micro_batch(layer.training), own.gate)
+        config = replace(layer.config, routed_scaling_factor=1.0)  # the weights are scaled already
+        return placed(chosen, Capacity(), config, call.micro_batch(layer.training), own.gate)
 
 
 def _last_layer(model: nn.Module) -> MoEFeedForward:
@@ -126,7 +127,7 @@ def _last_layer(model: nn.Module) -> MoEFeedForward:
 
 def _gate_logits(layer: MoEFeedForward, watcher: _Watcher) -> Tensor:
     """Return the gate's logits on its input, without noise, in fp32 at least."""
-    gate, config, _ = layer.gate_at(layer.config.gate_index)
+    gate, config = layer.gate_at(layer.config.gate_index)
     seen_TD = gate_input(watcher.x_TD, config, training=False)
     logits_TE = gate_logits(gate, seen_TD, watcher.call, config)
     return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

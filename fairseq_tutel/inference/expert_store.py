@@ -22,7 +22,7 @@ from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import Apart
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.store_options import EVICTIONS, STORE_POLICIES, STORE_TIERS, cache_limits
+from fairseq_tutel.moe.option_table import EVICTIONS, STORE_POLICIES, STORE_TIERS, cache_limits
 
 
 @dataclass

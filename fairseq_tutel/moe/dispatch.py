@@ -41,12 +41,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        row_of_TK: Tensor,
-        source_of_R: Tensor,
-        ops: Any,
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor | None, row_of_TK: Tensor, source_of_R: Tensor, ops: Any
     ) -> Tensor:
         ctx.ops, token_of_R = ops, token_of(source_of_R, row_of_TK.shape[1])
         if weights_TK is None:

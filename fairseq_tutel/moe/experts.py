@@ -15,14 +15,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.build import (
-    construct,
-    draw,
-    draw_linear,
-    hashed_seed,
-    load_class,
-    seeded_generator,
-)
+from fairseq_tutel.moe.build import construct, draw, draw_linear, hashed_seed, load_class, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
@@ -271,11 +264,7 @@ def apply_map(name: str, rows: Tensor, groups: Groups, tensors: Tensors, backend
 
 
 def grouped_linear(
-    rows: Tensor,
-    groups: Groups,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    backend: str = "auto",
+    rows: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i; 0 behind the last group.
 
@@ -299,12 +288,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        groups: Groups,
-        ops: Any,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, ops: Any
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups, ctx.ops, ctx.has_bias = groups, ops, bias is not None

@@ -135,11 +135,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-GATES = {
-    "linear": LinearGate,
-    "cosine": CosineGate,
-    "hash": HashGate,
-}
+GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:

@@ -22,7 +22,7 @@ from fairseq_tutel.files.small import json_of
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.initial_strategy import predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.planning.cost import OVERLAPS
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy

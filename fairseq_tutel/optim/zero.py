@@ -12,7 +12,7 @@ from typing import Any
 from fairseq.optim import MemoryEfficientFP16Optimizer
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.run_state import RUN

@@ -13,10 +13,8 @@ from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
 from fairseq_tutel.moe.slots import evaluates_as_in_training
-from fairseq_tutel.moe.store_options import StoreConfig
 from fairseq_tutel.options.option import options_in, read
 from fairseq_tutel.ranks.groups import Topology
 

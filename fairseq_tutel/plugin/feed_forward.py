@@ -18,7 +18,7 @@ from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.deferred import Deferred, can_defer, deferred_field
+from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
@@ -53,10 +53,6 @@ class MoERecord:
 
 class DeferredRecord(Deferred, MoERecord):
     """A MoERecord that is computed at its first access."""
-
-    balance_loss = deferred_field("balance_loss")
-    losses = deferred_field("losses")
-    tally = deferred_field("tally")
 
 
 class MoEFeedForward(MoELayer):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
-from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
@@ -25,6 +24,7 @@ from fairseq_tutel.options.option import (
     NOT_NEGATIVE,
     Rule,
     is_whole,
+    require,
 )
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks import world

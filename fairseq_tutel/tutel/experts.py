@@ -20,10 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.moe.experts import Experts, build_experts
-from fairseq_tutel.options.option import AT_LEAST_1, Rule
+from fairseq_tutel.options.option import AT_LEAST_1, Rule, require
 from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.tutel.arguments import TRUE_OR_FALSE, check, check_keys
 

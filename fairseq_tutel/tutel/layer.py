@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.slots import Capacity
-from fairseq_tutel.options.option import AT_LEAST_0, AT_LEAST_1, CAPACITY
+from fairseq_tutel.options.option import AT_LEAST_0, AT_LEAST_1, CAPACITY, require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
@@ -260,7 +259,7 @@ class TutelMoELayer(nn.Module):
         top_k: int | None,
     ) -> Capacity:
         """Return Tutel's capacity in one call, by the largest number of tokens if `together`."""
-        _, config, _ = self.moe.gate_at(gate_index)
+        _, config = self.moe.gate_at(gate_index)
         num_tokens = len(x_TD)
         if together and self.topology.world_size > 1:
             num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)

@@ -357,11 +357,7 @@ def test_fewer_experts_per_call_are_some_of_those_of_more():
 
 
 def test_layers_and_seeds_hash_differently_and_the_salt_is_saved():
-    layers = [
-        MoELayer(HASH, seed=1, name="a"),
-        MoELayer(HASH, seed=1, name="b"),
-        MoELayer(HASH, seed=2),
-    ]
+    layers = [MoELayer(HASH, seed=1, name="a"), MoELayer(HASH, seed=1, name="b"), MoELayer(HASH, seed=2)]
     chosen = [torch.isfinite(layer.gate(ids_of(200), 2)) for layer in layers]
     for i in range(3):
         for j in range(i):

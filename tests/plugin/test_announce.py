@@ -9,9 +9,7 @@ from torch import nn
 
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
-from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
 from fairseq_tutel.plugin.announce import Facts, announce_size, sizes, warn_of_no_effect
 
 plugin.register()

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.registration import commands
 from fairseq_tutel.plugin.registration.process import (

@@ -177,7 +177,7 @@ def test_the_numbers_that_tutels_layer_shows():
     assert (layer.sharded_count, layer.valid_rs) == (1, [0, 1])
     assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree) == (2, 0)
     layer.a2a_ffn_overlap_degree, layer.adaptive_degree = 3, 1
-    assert layer.moe.strategy == layer.moe.how == ft.How(overlap=3, adaptive_r=1)
+    assert layer.moe.strategy == ft.How(overlap=3, adaptive_r=1)
     gate = layer.gates[0]
     assert (gate.top_k, gate.capacity_factor, gate.gate_noise) == (2, 0.0, 0.0)
     for r in layer.valid_rs:

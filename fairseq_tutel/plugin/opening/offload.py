@@ -16,8 +16,7 @@ from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.model_options import SidesConfig
-from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.moe.option_table import SidesConfig, StoreConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.run_state import RUN

@@ -16,9 +16,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq_tutel.files.small import shown
 from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.option_table import BY_OWNER, options_of
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import BY_OWNER, ModelConfig, SidesConfig, TaskConfig, options_of
 from fairseq_tutel.options.option import Option, options_in, plain, read, refuse_bad_values
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.options.option import flag_of, read
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
 from fairseq_tutel.plugin.run_state import config_of, device_of

@@ -10,7 +10,7 @@ from fairseq_tutel.convert import meta, safetensors_folder, swin, swin_experts, 
 from fairseq_tutel.convert.sharded import to_full, to_sharded
 from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.config import ACTIVATIONS
-from fairseq_tutel.options.byte_sizes import UNITS, bytes_of
+from fairseq_tutel.options.option import UNITS, bytes_of
 from fairseq_tutel.tools.arguments import (
     add_conversion,
     add_files,
