@@ -5,7 +5,7 @@ N nodes of L ranks. The fit minimizes the squared relative error.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NotRequired, TypedDict
@@ -14,9 +14,10 @@ import numpy as np
 
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.planning.strategy import ALGORITHMS
-from fairseq_tutel.planning.traffic import Load
 
 _ROUNDS = 30
+# Amounts by (source, target).
+Load = Mapping[tuple[int, int], Fraction | int]
 
 
 def exchange_seconds(

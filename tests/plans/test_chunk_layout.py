@@ -1,8 +1,4 @@
-"""Layouts of chunks: plans that run in one process, move by move, give their results.
-
-Covered: plans of all generators at sizes that the number of chunks does not divide; blocks of an all-to-all
-of different sizes, through other ranks; adjacent chunks are one piece.
-"""
+"""Layouts of chunks: plans that run in one process, move by move, give their results."""
 
 from types import SimpleNamespace
 
@@ -10,7 +6,7 @@ import plans
 import pytest
 import torch
 
-from fairseq_tutel.plans.checker.lengths import Kind
+from fairseq_tutel.plans.checker.data import Kind
 from fairseq_tutel.plans.executors.layout import Layout, walk
 from fairseq_tutel.plans.generators import make
 

@@ -22,7 +22,6 @@ class Order:
 
     Attributes:
         steps: all steps, by number.
-        ranks: the rank of each step.
         lanes: the lane of each step, numbered over all ranks.
         sites: (rank, lane, index) of each step.
         rank_lanes: the lanes of each rank, at least one.
@@ -35,7 +34,6 @@ class Order:
     """
 
     steps: list[Step]
-    ranks: list[int]
     lanes: list[int]
     sites: list[tuple[int, int, int]]
     rank_lanes: list[list[int]]
@@ -54,7 +52,7 @@ class Order:
 def order_of(plan: Plan) -> Order:
     """Return the order of a plan that has passed `check_shape`; a `PlanError` names a deadlock's cycle."""
     steps: list[Step] = []
-    sites, ranks, lanes = [], [], []
+    sites, lanes = [], []
     rank_lanes: list[list[int]] = []
     by_lane: list[range] = []
     for rank, program in enumerate(plan.programs):
@@ -64,15 +62,16 @@ def order_of(plan: Plan) -> Order:
             lanes += [len(by_lane)] * len(content)
             by_lane.append(range(len(steps), len(steps) + len(content)))
             steps += content
-            ranks += [rank] * len(content)
             sites += [(rank, lane, index) for index in range(len(content))]
-    cause, arrival, release = _matches(steps, ranks)
+    cause, arrival, release = _matches(steps, sites)
     run = _run(plan, by_lane, lanes, cause, sites, steps)
     rounds, depth = _levels(steps, lanes, cause, arrival, release, run, len(by_lane))
-    return Order(steps, ranks, lanes, sites, rank_lanes, cause, arrival, release, run, rounds, depth)
+    return Order(steps, lanes, sites, rank_lanes, cause, arrival, release, run, rounds, depth)
 
 
-def _matches(steps: list[Step], ranks: list[int]) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+def _matches(
+    steps: list[Step], sites: list[tuple[int, int, int]]
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """Return causes, arrivals and releases; see `Order`."""
     by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
     signal_of: dict[int, int] = {}
@@ -90,7 +89,7 @@ def _matches(steps: list[Step], ranks: list[int]) -> tuple[dict[int, int], dict[
         if step.channel is not None:
             by_kind[step.op, -1, step.channel].append(number)
         elif step.semaphore is not None:
-            by_kind[step.op, ranks[number], step.semaphore].append(number)
+            by_kind[step.op, sites[number][0], step.semaphore].append(number)
     cause: dict[int, int] = {}
     for first, second, _ in PAIRS:
         for (op, of, index), takers in by_kind.items():

@@ -82,7 +82,7 @@ def _table(
             return -1 - tmp_starts[rank] - element
         return starts[rank + plan.ranks * (buffer == "out")] + element
 
-    moves = {(move.rank, move.lane, move.index): move for move in layout.walked.moves}
+    moves = {move.site: move for move in layout.walked.moves}
     levels = _levels(order)
     rows: list[tuple[int, ...]] = []
     sources: list[int] = []
@@ -100,7 +100,7 @@ def _table(
                 to = place(move.target, move.dst.buffer, dst)
                 rows.append((MOVE, len(sources), to, length, len(src)))
                 sources += [
-                    place(move.rank, at.buffer, start) for at, start in zip(step.src, src, strict=True)
+                    place(move.rank, at.buffer, start) for at, start in zip(move.src, src, strict=True)
                 ]
         elif number in order.cause:
             taken[name] += 1
@@ -134,7 +134,7 @@ def _semaphore(order: Order, number: int) -> str:
     if step.op in ("signal", "wait"):
         return f"channel {step.channel}"
     if step.semaphore is not None:
-        return f"semaphore {step.semaphore} of rank {order.ranks[number]}"
+        return f"semaphore {step.semaphore} of rank {order.sites[number][0]}"
     return ""
 
 

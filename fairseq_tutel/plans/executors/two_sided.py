@@ -140,9 +140,9 @@ class TwoSided:
         self._messages: list[dict[tuple[int, int], list[Move]]]
         self._messages = [defaultdict(list) for _ in range(last + 1)]
         for move in self.walked.moves:
-            if move.step.op == "put" and self.rank in (move.rank, move.target):
+            if move.op == "put" and self.rank in (move.rank, move.target):
                 self._messages[move.round][move.rank, move.target].append(move)
-            elif move.step.op != "put" and move.rank == self.rank:
+            elif move.op != "put" and move.rank == self.rank:
                 self._steps[move.round].append(move)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
@@ -175,7 +175,7 @@ class TwoSided:
 
 def _sent(moves: Sequence[Move], layout: Layout) -> list[Run]:
     return _joined(
-        (move.step.src[0].buffer, piece.src[0], piece.length)
+        (move.src[0].buffer, piece.src[0], piece.length)
         for move in moves
         for piece in layout.pieces(move, dst=False)
     )
@@ -201,7 +201,7 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def _local(move: Move, piece: Piece) -> Local:
-    sources = zip(move.step.src, piece.src, strict=True)
+    sources = zip(move.src, piece.src, strict=True)
     return Local(
         tuple((place.buffer, at, piece.length) for place, at in sources),
         (move.dst.buffer, piece.dst, piece.length),

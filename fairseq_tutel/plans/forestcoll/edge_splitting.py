@@ -1,21 +1,21 @@
 """Edge splitting: removes the switches of a network and keeps its flows.
 
-A link from u to switch w and one from w to t become one from u to t, as long as k |R| can still flow from
+A link from u to switch w and one from w to t become one from u to t, as long as k N can still flow from
 the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a switch can
 be replaced, whatever was replaced before (Bang-Jensen, Frank and Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, 1995).
 
 Each set T of vertices with a rank and without the source has room: the capacity into it, minus the needed
-k |R|. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
+k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
 w. It never adds room, so a full set stays full.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from fairseq_tutel.planning.network import Network
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
+from fairseq_tutel.plans.network import Network
 
 # The vertices of a path, and the number of trees that may use it.
 Route = tuple[tuple[int, ...], int]
@@ -26,13 +26,13 @@ Piece = tuple[int, int, int]
 
 
 def without_switches(
-    network: Network, roots: Sequence[int], share: Share, log: Callable[[str], None]
+    network: Network, share: Share, log: Callable[[str], None]
 ) -> tuple[list[list[int]], Routes]:
     """Return capacities between ranks alone, and the routes over the network's links behind them.
 
     `log` receives a line of progress for each switch.
     """
-    splitting = _Splitting(network, roots, share)
+    splitting = _Splitting(network, share)
     for done, switch in enumerate(network.switches, 1):
         splitting.remove(switch)
         log(f"replaced the links of {done} of {len(network.switches)} switches")
@@ -49,11 +49,11 @@ class _Splitting:
         full: sets without room.
     """
 
-    def __init__(self, network: Network, roots: Sequence[int], share: Share) -> None:
+    def __init__(self, network: Network, share: Share) -> None:
         self.network = network
-        self.graph = with_source(share.capacities, roots, share.trees)
+        self.graph = with_source(share.capacities, network.ranks, share.trees)
         self.source = len(network.vertices)
-        self.needed = share.trees * len(roots)
+        self.needed = share.trees * network.ranks
         self.ranks = (1 << network.ranks) - 1
         # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1

@@ -36,22 +36,16 @@ class Tree:
         return depths
 
 
-def pack(
-    capacities: Sequence[Sequence[int]],
-    roots: Sequence[int],
-    trees: int,
-    log: Callable[[str], None],
-) -> list[Tree]:
-    """Return k trees per root, whose copies on each link are within its capacity.
+def pack(capacities: Sequence[Sequence[int]], trees: int, log: Callable[[str], None]) -> list[Tree]:
+    """Return k trees per rank, whose copies on each link are within its capacity.
 
     Args:
         capacities: of links between ranks, by source and target; enough for the trees.
-        roots: R.
         trees: k.
         log: receives a line of progress for each tree.
     """
     packing = _Packing(capacities)
-    growing = [Tree(root, trees) for root in reversed(roots)]
+    growing = [Tree(root, trees) for root in reversed(range(len(capacities)))]
     grown = []
     while growing:
         tree, others = packing.grow(growing.pop(), growing)
