@@ -1,4 +1,4 @@
-"""from_checkpoint gives in Python what the commands print. Masked and denoising models: test_other_models."""
+"""from_checkpoint gives in Python what the commands print (masked and denoising: test_other_models)."""
 
 import io
 import logging
