@@ -17,7 +17,7 @@ from torch import Tensor
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import swin_experts
-from fairseq_tutel.convert.names import SWIN, with_experts
+from fairseq_tutel.convert.configs import SWIN, with_experts
 from fairseq_tutel.convert.tutel_names import Tensors
 from fairseq_tutel.files.small import content_of
 from fairseq_tutel.options.option import options_in

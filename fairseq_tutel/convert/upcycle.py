@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.saved import DENSE, LAYER_NORM, Layer, SavedModel
-from fairseq_tutel.convert.names import SWIN, with_experts
+from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
+from fairseq_tutel.convert.configs import SWIN, replaced, use_moe_variants
 from fairseq_tutel.convert.upcycle_layer import Variation, moe_tensors
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.config import MoEConfig
@@ -37,8 +37,11 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
     Raises:
         ValueError: it is no dense checkpoint, or options that do not fit it.
     """
-    configs = _set_options(saved, given)
-    saved.restart(_weights(saved, configs, how))
+    configs, made = _set_options(saved, given), {}
+    for layer, config in configs.items():
+        tensors = moe_tensors(saved.dense_ffn(layer), config, layer.moe, how)
+        made[layer] = {f"fc1.{name}": tensor for name, tensor in tensors.items()}
+    saved.restart(replaced(saved, made))
     return configs
 
 
@@ -57,7 +60,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
     layers, options = saved.layers, saved.options
     if any(layer.has_experts for layer in layers):
         raise ValueError("--input has experts already; give the checkpoint of a dense model.")
-    arch = _use_moe_variants(saved)
+    arch = use_moe_variants(saved)
     known = defaults(EncoderDecoderOptions if _has_two_sides(layers) else ModelOptions)
     dataclass = MODEL_DATACLASS_REGISTRY.get(arch)
     if arch.startswith(SWIN) and dataclass is not None:  # its experts have their own defaults
@@ -79,32 +82,6 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
         layer: _config_of(args, saved.dense_ffn(layer), count)
         for layer, count in zip(chosen, counts, strict=True)
     }
-
-
-def _use_moe_variants(saved: SavedModel) -> str:
-    """Rename architecture, task, criterion and optimizer to MoE variants; return the architecture's."""
-    from fairseq.criterions import CRITERION_REGISTRY
-    from fairseq.models import ARCH_MODEL_REGISTRY
-    from fairseq.optim import OPTIMIZER_REGISTRY
-    from fairseq.tasks import TASK_REGISTRY
-
-    registries: dict[str, dict[str, Any]] = {
-        "model": ARCH_MODEL_REGISTRY,
-        "task": TASK_REGISTRY,
-        "criterion": CRITERION_REGISTRY,
-        "optimizer": OPTIMIZER_REGISTRY,
-    }
-    for part, registry in registries.items():
-        name = saved.name(part)
-        if with_experts(name) in registry:
-            saved.rename(part, with_experts(name))
-        elif part == "model":
-            raise ValueError(
-                f"--input holds a model of the architecture {name}, which has no MoE variant; give a "
-                "checkpoint of a transformer_lm, transformer, roberta or bart architecture of fairseq, or "
-                "of swin_v2."
-            )
-    return saved.name("model")
 
 
 def _has_two_sides(layers: list[Layer]) -> bool:
@@ -146,18 +123,3 @@ def _config_of(args: argparse.Namespace, ffn: Mapping[str, Tensor], num_experts:
         activation=str(getattr(args, "activation_fn", "relu")),
         hidden_layer_norm=LAYER_NORM[0] in ffn,
     )
-
-
-def _weights(saved: SavedModel, configs: Mapping[Layer, MoEConfig], how: Variation) -> dict[str, Tensor]:
-    """Return the MoE model's state dict in its order."""
-    made: dict[str, Tensor] = {}
-    first = {f"{layer.name}.{DENSE[0]}": layer for layer in configs}
-    replaced = {f"{layer.name}.{key}" for layer in configs for key in (*DENSE, *LAYER_NORM)}
-    for key, tensor in saved.weights.items():
-        if key in first:
-            layer = first[key]
-            tensors = moe_tensors(saved.dense_ffn(layer), configs[layer], layer.moe, how)
-            made |= {f"{layer.moe}.{name}": value for name, value in tensors.items()}
-        elif key not in replaced:
-            made[key] = tensor
-    return made

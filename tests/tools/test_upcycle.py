@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fairseq_tutel import MoEConfig, MoELayer, plugin
+from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.upcycle import _use_moe_variants
+from fairseq_tutel.convert.configs import use_moe_variants
 from fairseq_tutel.convert.upcycle_layer import Variation, differences, moe_tensors
 
 D, H, E = 8, 24, 6
@@ -205,11 +205,10 @@ def test_upcycle_refuses_what_no_copies_can_be(name):
 
 
 def test_upcycle_names_the_moe_variant_of_each_part_that_has_one():
-    plugin.register()
     dense = {"model": "transformer_lm", "task": "language_modeling", "optimizer": "adam"}
     for criterion, renamed in (("cross_entropy", "moe_cross_entropy"), ("composite_loss",) * 2):
         names = {**dense, "criterion": criterion}
         saved = SavedModel({"cfg": {part: {"_name": name} for part, name in names.items()}})
-        _use_moe_variants(saved)
+        use_moe_variants(saved)
         expected = {**{part: f"moe_{name}" for part, name in dense.items()}, "criterion": renamed}
         assert {part: saved.name(part) for part in names} == expected

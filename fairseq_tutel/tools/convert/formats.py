@@ -128,9 +128,9 @@ def _add_meta(kinds: Any) -> None:
 
 def _from_meta(arguments: argparse.Namespace) -> None:
     output = output_path(arguments.output)
-    files = meta.open_meta(meta.prefix_of(arguments.input))
-    refuse_output(output, files.paths, arguments.overwrite)
-    saved, notes = meta.from_meta(files)
+    paths = meta.files_of(arguments.input)
+    refuse_output(output, paths, arguments.overwrite)
+    saved, notes = meta.read(paths)
     saved.write(output)
     _print_notes(notes, output)
 
