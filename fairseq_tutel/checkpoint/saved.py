@@ -25,12 +25,7 @@ DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
 # The position of a new training run, and an entry of its history.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
-NO_HISTORY = {
-    "criterion_name": "",
-    "optimizer_name": "",
-    "lr_scheduler_state": {},
-    "num_updates": 0,
-}
+NO_HISTORY = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _LAYER = re.compile(

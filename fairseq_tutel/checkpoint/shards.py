@@ -236,9 +236,7 @@ def write_file(values: dict[str, Tensor], path: Path, metadata: dict[str, str] |
 
 
 def write_pieces(
-    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    value: Callable[[str], Tensor],
-    path: Path,
+    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], value: Callable[[str], Tensor], path: Path
 ) -> None:
     """Write a shard file like `write_file` with one tensor in memory at a time.
 
@@ -253,11 +251,7 @@ def write_pieces(
     for key in order:
         dtype, shape = layout[key]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[key] = {
-            "dtype": FILE_DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        header[key] = {"dtype": FILE_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

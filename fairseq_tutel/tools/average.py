@@ -19,10 +19,7 @@ from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_out
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),
-    "num_best_checkpoints": (
-        "checkpoint.best_METRIC_VALUE.pt",
-        r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt",
-    ),
+    "num_best_checkpoints": ("checkpoint.best_METRIC_VALUE.pt", r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt"),
 }
 
 

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts as checkpoint
-from fairseq_tutel.checkpoint.experts import (
-    drop_gathered,
-    expert_modules,
-    gather_experts,
-    gather_to_first,
-)
+from fairseq_tutel.checkpoint.experts import drop_gathered, expert_modules, gather_experts, gather_to_first
 from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
@@ -151,11 +146,7 @@ def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
         assert failed is None
         written.append(own)
     joined = checkpoint._joined(written)
-    shapes = {
-        "fc1_weight": (2, 8, 4),
-        "fc1_weight.moment": (2, 8, 4),
-        "fc1_weight.scale": (2, 1, 1),
-    }
+    shapes = {"fc1_weight": (2, 8, 4), "fc1_weight.moment": (2, 8, 4), "fc1_weight.scale": (2, 1, 1)}
     assert {name: joined["experts", name][0] for name in shapes} == shapes
 
 

@@ -127,10 +127,7 @@ def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing
 
 
 def test_two_that_write_the_same_file_do_not_meet(path):
-    with (
-        files.replacing(str(path)) as first,
-        files.replacing(str(path)) as second,
-    ):
+    with files.replacing(str(path)) as first, files.replacing(str(path)) as second:
         assert first != second
         for name in (first, second):
             assert files.is_temporary(os.path.basename(name))

@@ -154,10 +154,7 @@ def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
         ({"expert_shards": 3}, "version 3"),
         ({"expert_shards": 2}, "no fairseq_tutel wrote"),
         ({"expert_shards": 2, "packing": "int3"}, "no fairseq_tutel wrote"),
-        (
-            {"expert_shards": 2, "packing": "int8"},
-            "no fairseq_tutel wrote",
-        ),  # rows of one dimension
+        ({"expert_shards": 2, "packing": "int8"}, "no fairseq_tutel wrote"),  # rows of one dimension
         ({"folder": "../../etc"}, "no fairseq_tutel wrote"),
         ({"pieces": [["../a.safetensors", "0", "00"]] * 4}, "no fairseq_tutel wrote"),
         ({"dtype": "load"}, "no fairseq_tutel wrote"),

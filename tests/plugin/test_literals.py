@@ -12,12 +12,7 @@ import pytest
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from fairseq_tutel.plugin.opening.literals import (
-    EVALUATED,
-    is_literal,
-    refuse_bad_references,
-    refuse_code,
-)
+from fairseq_tutel.plugin.opening.literals import EVALUATED, is_literal, refuse_bad_references, refuse_code
 
 CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
 
@@ -148,10 +143,7 @@ def test_code_in_any_field_at_any_depth_is_refused(key):
 
 
 def test_an_interpolation_may_only_name_what_is_looked_at_itself():
-    model = {
-        "adam_betas": "${optimizer.adam_betas}",
-        "feature_encoder_spec": "${a.feature_encoder_spec}",
-    }
+    model = {"adam_betas": "${optimizer.adam_betas}", "feature_encoder_spec": "${a.feature_encoder_spec}"}
     refuse_code({"cfg": OmegaConf.create({"model": model})}, "x.pt", {})
     for text in ("${name}", "${env:HOME}", "${${adam_betas}}", "${adam_betas}${adam_betas}"):
         with pytest.raises(ValueError, match="adam_betas"):

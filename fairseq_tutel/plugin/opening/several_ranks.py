@@ -20,11 +20,7 @@ from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training.startup import (
-    allocate_gather_buffers,
-    limit_fairseq_groups,
-    set_timeout,
-)
+from fairseq_tutel.plugin.training.startup import allocate_gather_buffers, limit_fairseq_groups, set_timeout
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology, make_topology

@@ -230,8 +230,7 @@ def _checked(original: Any) -> Any:
             limit = world.broadcast_object(_reached_limit(cfg, trainer), "the check of limits")
             if limit is not None:
                 logger.info(
-                    "%s is already reached: nothing was trained or saved; raise it to continue",
-                    limit,
+                    "%s is already reached: nothing was trained or saved; raise it to continue", limit
                 )
                 return [None], True
         return original(cfg, trainer, task, epoch_itr)

@@ -15,13 +15,7 @@ import torch
 from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint import files
-from fairseq_tutel.checkpoint.files import (
-    NOT_CHECKPOINTS,
-    has_an_end,
-    identity,
-    is_whole,
-    unlike_a_file,
-)
+from fairseq_tutel.checkpoint.files import NOT_CHECKPOINTS, has_an_end, identity, is_whole, unlike_a_file
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain
