@@ -25,6 +25,7 @@ from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 # Size of a chunk on rank 0's device, with the parts of all ranks.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
+_MAKE_ROOM = "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
 # By layer and tensor: the stack's shape, dtype and slicing, and the pieces that a rank wrote, by expert and
 # slice.
 Pieces = dict[tuple[int, int], Piece]
@@ -40,12 +41,8 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
 def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = None) -> Tensor | None:
     """Return the expert group's parts of a parameter joined in host memory on rank 0, else None.
 
-    Only the expert group of rank 0 communicates; its ranks hold every expert once.
-
-    Args:
-        tensor: a parameter, or a tensor of its shape such as a moment.
-        topology: this rank's.
-        slicing: the parameter's slicing, for other tensors.
+    Only the expert group of rank 0 communicates; its ranks hold every expert once. A tensor of the shape of
+    a parameter, such as a moment, needs the parameter's slicing.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -70,10 +67,8 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
-        gathered = {
-            name: gather_to_first(parameter, topology)
-            for name, parameter in experts.expert_parameters().items()
-        }
+        parameters = experts.expert_parameters().items()
+        gathered = {name: gather_to_first(parameter, topology) for name, parameter in parameters}
         if topology.rank == 0:
             experts.save_as({k: v for k, v in gathered.items() if v is not None})
 
@@ -85,21 +80,15 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
-    """Gather all experts on every rank, which then runs alone. Collective.
-
-    Returns:
-        The bytes of the copies on each rank, until `drop_everywhere`.
-    """
+    """Gather all experts on every rank, which then runs alone; return the bytes per rank. Collective."""
     if topology.expert_parallel_size == 1:
         return 0
     num_bytes = 0
     for experts in expert_modules(model):
-        copies = {
-            name: _all_gather(parameter, topology)
-            for name, parameter in experts.expert_parameters().items()
-        }
+        parameters = experts.expert_parameters().items()
+        copies = {name: _all_gather(parameter, topology) for name, parameter in parameters}
         experts.compute_with(MadeWeights(copies, of_all=True))
-        num_bytes += sum(copy.numel() * copy.element_size() for copy in copies.values())
+        num_bytes += sum(copy.nbytes for copy in copies.values())
     return num_bytes
 
 
@@ -120,14 +109,9 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    The next `model.state_dict()` holds their records. Ranks exchange records, not experts.
-
-    Args:
-        model: has expert stacks.
-        topology: this rank's.
-        states: returns the optimizer's stacked tensors of a parameter; may be collective, and is called in
-            the same order on all ranks.
-        save_dir: the checkpoint's folder, which all ranks share.
+    The next `model.state_dict()` holds their records. Ranks exchange records, not experts. `states` returns
+    the optimizer's stacked tensors of a parameter; it may be collective, and is called in the same order on
+    all ranks.
 
     Returns:
         The records by (qualified name of the stack, tensor); optimizer state is named PARAMETER.STATE.
@@ -138,7 +122,11 @@ def save_in_shards(
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)
     everything = world.all_gather_object(own, "the agreement on the shards that were written")
-    _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
+    for rank, (_, _, error, _) in enumerate(everything):
+        if error is not None:
+            raise ValueError(
+                f"rank {rank} could not write its experts to {folder.parent} ({error}); {_MAKE_ROOM}"
+            )
     tensors = _joined([written for written, *_ in everything])
     if any(names != len(tensors) for *_, names in everything):
         raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
@@ -182,29 +170,14 @@ def _first_rank(action: Callable[[], Any]) -> Any:
     try:
         return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
-        raise ValueError(
-            f"rank 0 could not prepare or commit the folder of shards ({error}); make room, or give a "
-            "--save-dir that all ranks share; the last saved checkpoint is whole."
-        ) from error
-
-
-def _refuse_failure(folder: Path, errors: list[str | None]) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise ValueError(
-                f"rank {rank} could not write its experts to {folder} ({error}); "
-                "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
-            )
+        problem = f"rank 0 could not prepare or commit the folder of shards ({error})"
+        raise ValueError(f"{problem}; {_MAKE_ROOM}") from error
 
 
 def _write_own(
     model: nn.Module, topology: Topology, states: States, folder: Path
 ) -> tuple[Written, dict[str, int], str | None, int]:
-    """Write this rank's experts, one file per layer.
-
-    Returns:
-        The pieces; the sizes of the files; the error or None; the number of tensors of all layers.
-    """
+    """Write a file per layer; return pieces, sizes of files, an error, and the number of tensors."""
     written: Written = {}
     sizes: dict[str, int] = {}
     failed: str | None = None
@@ -266,10 +239,7 @@ def _write_layer(
 def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return the local experts that this rank writes; its replicas write the others.
 
-    Args:
-        num_local: e.
-        topology: this rank's.
-        turn: number of the layer; with more replicas than experts, other replicas write the next layer.
+    `turn` is the number of the layer: with more replicas than experts, other replicas write the next one.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n

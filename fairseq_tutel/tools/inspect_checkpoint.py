@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.checkpoint.description import OURS, Facts, describe, moe_layers
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.files.small import printable
 from fairseq_tutel.tools.convert.selection import LAST, of_log

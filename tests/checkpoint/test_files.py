@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint import files
+from fairseq_tutel.files.small import is_temporary
 
 CONTENT = {"weight": torch.arange(12.0), "step": 3}
 
@@ -130,11 +131,11 @@ def test_two_that_write_the_same_file_do_not_meet(path):
     with files.replacing(str(path)) as first, files.replacing(str(path)) as second:
         assert first != second
         for name in (first, second):
-            assert files.is_temporary(os.path.basename(name))
+            assert is_temporary(os.path.basename(name))
             files.write(CONTENT, name)
     assert os.listdir(path.parent) == [path.name]
-    assert not files.is_temporary(path.name)
-    assert not files.is_temporary(f"{path.name}.tmp")  # another program's
+    assert not is_temporary(path.name)
+    assert not is_temporary(f"{path.name}.tmp")  # another program's
 
 
 def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):

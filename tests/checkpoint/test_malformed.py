@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.nested import walk
 
 NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
 

@@ -85,11 +85,6 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     model.register_load_state_dict_post_hook(attach)
 
 
-def open_stores() -> list[ExpertStore]:
-    """Return the stores of open models."""
-    return list(RUN.stores.values())
-
-
 def _store_of(options: StoreConfig) -> ExpertStore:
     """Return the store for these options; models of an ensemble share its cache."""
     store = RUN.stores.get(options)
