@@ -15,15 +15,13 @@ from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused_class, unlike_a_file
+from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import is_custom
 from fairseq_tutel.plugin.opening.literals import options_within, refuse_code, refuse_unusable_options
-from fairseq_tutel.plugin.opening.offload import refuse_without_pregating
 from fairseq_tutel.plugin.registration import command_line
 from fairseq_tutel.plugin.registration.flags import SystemOptions, refuse_misspelt, warn_of_given
 from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
@@ -57,7 +55,6 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         try:
             if is_for_use:
                 _refuse_damaged(path)
-                _refuse_store(path, overrides)
             state = original(path, arg_overrides, bool(load_on_all_ranks))
             if is_for_use:
                 _prepare_for_use(state, path, overrides)
@@ -170,21 +167,6 @@ def _warn_of_quantized(state: Any, path: str) -> None:
             "checkpoint that it was converted from to continue from the exact ones.",
             *(path, ", ".join(sorted(packings))),
         )
-
-
-def _refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
-    """Refuse --moe-expert-store pregated for a model without --moe-pregate, before its tensors are read.
-
-    The overrides lack the options of a task that a command creates itself.
-    """
-    task = getattr(RUN.cfg, "task", None)
-    policy = str(overrides.get("moe_expert_store", getattr(task, "moe_expert_store", "")))
-    if policy != "pregated" or not os.path.isfile(path):
-        return
-    state = mapped(path)
-    if any(".experts." in key for key in state["model"]):
-        options = {**SavedModel(state).options_of("model"), **overrides}
-        refuse_without_pregating(policy, bool(options.get("moe_pregate")))
 
 
 def _warn_of_dense_model(path: str, state: Any) -> None:
