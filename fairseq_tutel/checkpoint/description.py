@@ -32,11 +32,7 @@ def _is_checkpoint(state: Any) -> bool:
 
 
 def describe(state: Any, path: Path, check: bool = False) -> Facts:
-    """Return the facts about the content of a file; with `check`, read everything and compare checksums.
-
-    Raises:
-        ValueError: it holds no tensors, or is corrupt.
-    """
+    """Return the facts about the content of a file; with `check`, read everything and compare checksums."""
     is_checkpoint = _is_checkpoint(state)
     if is_checkpoint:
         refuse_malformed(state, f"FILE {path}")

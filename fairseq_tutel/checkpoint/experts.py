@@ -9,8 +9,9 @@ E experts (e local), P expert_parallel_size, s slices of an expert.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,27 @@ from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
 _MAKE_ROOM = "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
-# By layer and tensor: the stack's shape, dtype and slicing, and the pieces that a rank wrote, by expert and
-# slice.
-Pieces = dict[tuple[int, int], Piece]
-Written = dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype, Slice, Pieces]]
 States = Callable[[nn.Parameter], Mapping[str, Tensor]]
+
+
+class _Stack(NamedTuple):
+    """The experts of all ranks in a layer: one of their tensors, or of its optimizer state."""
+
+    layer: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slicing: Slice
+
+
+@dataclass
+class _Written:
+    """What a rank wrote: pieces by expert and slice, the bytes of its files, and its error."""
+
+    pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    num_stacks: int = 0  # that it has; its replicas may have written all of one
+    error: str | None = None
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
@@ -122,29 +139,20 @@ def save_in_shards(
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)
     everything = world.all_gather_object(own, "the agreement on the shards that were written")
-    for rank, (_, _, error, _) in enumerate(everything):
-        if error is not None:
-            raise ValueError(
-                f"rank {rank} could not write its experts to {folder.parent} ({error}); {_MAKE_ROOM}"
-            )
-    tensors = _joined([written for written, *_ in everything])
-    if any(names != len(tensors) for *_, names in everything):
-        raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
-    names = [
-        f"{p.file} {p.key} {p.digest}" for _, _, _, pieces in tensors.values() for p in pieces.values()
-    ]
-    sizes = {file: size for _, sizes, *_ in everything for file, size in sizes.items()}
-    committed = _first_rank(lambda: _commit(folder, names, sizes))
+    stacks = _joined(everything, folder.parent)
+    digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
+    sizes = {file: size for written in everything for file, size in written.sizes.items()}
+    committed = _first_rank(lambda: _commit(folder, digests, sizes))
     records = {
-        key: ShardedTensor(
+        (stack.layer, stack.name): ShardedTensor(
             root=save_dir,
             folder=committed,
-            shape=shape,
-            dtype=dtype,
-            slicing=slicing,
+            shape=stack.shape,
+            dtype=stack.dtype,
+            slicing=stack.slicing,
             pieces=tuple(pieces[order] for order in sorted(pieces)),
         ).record()
-        for key, (shape, dtype, slicing, pieces) in tensors.items()
+        for stack, pieces in stacks.items()
     }
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
@@ -157,12 +165,12 @@ def _begin(save_dir: Path) -> str:
     return folders.begin(save_dir).name
 
 
-def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
+def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
             raise OSError(f"{path}, which another rank wrote, is missing or has another size")
-    return folders.commit(folder, names)
+    return folders.commit(folder, digests)
 
 
 def _first_rank(action: Callable[[], Any]) -> Any:
@@ -174,14 +182,9 @@ def _first_rank(action: Callable[[], Any]) -> Any:
         raise ValueError(f"{problem}; {_MAKE_ROOM}") from error
 
 
-def _write_own(
-    model: nn.Module, topology: Topology, states: States, folder: Path
-) -> tuple[Written, dict[str, int], str | None, int]:
-    """Write a file per layer; return pieces, sizes of files, an error, and the number of tensors."""
-    written: Written = {}
-    sizes: dict[str, int] = {}
-    failed: str | None = None
-    names = 0
+def _write_own(model: nn.Module, topology: Topology, states: States, folder: Path) -> _Written:
+    """Write this rank's share of the experts, a file per layer."""
+    written = _Written()
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
         tensors: dict[str, tuple[Tensor, Slice]] = {}
@@ -192,14 +195,14 @@ def _write_own(
                 # A tensor of another shape, such as a scale, is the same for all slices.
                 cut = slicing if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
-        names += len(tensors)
-        if failed is None:  # after an error only `states` is called, since it may be collective
+        written.num_stacks += len(tensors)
+        share = _share(stack.part.num_local, topology, turn)
+        if share and written.error is None:  # else only `states` is called, since it may be collective
             try:
-                share = _share(stack.part.num_local, topology, turn)
-                written |= _write_layer(layer, stack, tensors, share, folder, sizes)
+                _write_layer(layer, stack, tensors, share, folder, written)
             except Exception as error:
-                failed = f"{type(error).__name__}: {error}"
-    return written, sizes, failed, names
+                written.error = f"{type(error).__name__}: {error}"
+    return written
 
 
 def _write_layer(
@@ -208,22 +211,20 @@ def _write_layer(
     tensors: dict[str, tuple[Tensor, Slice]],
     share: range,
     folder: Path,
-    sizes: dict[str, int],
-) -> Written:
+    written: _Written,
+) -> None:
     part, index = stack.part, stack.part.index
     first, last = part.first + share.start, part.first + share.stop - 1
     slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
     file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
-    written: Written = {}
     values: dict[str, Tensor] = {}
     for name, (stacked, slicing) in tensors.items():
+        if slicing.count == 1 and index > 0:  # the same in all slices
+            continue
         shape = list(stacked.shape)
         shape[slicing.dim] *= slicing.count
         shape[0] = stack.config.num_experts
-        pieces: Pieces = {}
-        if not share or (slicing.count == 1 and index > 0):  # the same in all slices
-            continue
-        written[layer, name] = (tuple(shape), stacked.dtype, slicing, pieces)
+        pieces = written.pieces[_Stack(layer, name, tuple(shape), stacked.dtype, slicing)] = {}
         for i in share:
             value = stacked[i].detach().cpu().contiguous()
             expert = part.first + i
@@ -232,8 +233,7 @@ def _write_layer(
             pieces[expert, index if slicing.count > 1 else 0] = Piece(file, key, digest(value))
     if values:
         write_file(values, folder / file)
-        sizes[file] = (folder / file).stat().st_size
-    return written
+        written.sizes[file] = (folder / file).stat().st_size
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
@@ -246,16 +246,20 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
     return range(num_local * replica // n, num_local * (replica + 1) // n)
 
 
-def _joined(parts: list[Written]) -> Written:
-    """Join the pieces of all ranks."""
-    joined: Written = {}
-    for part in parts:
-        for key, (shape, dtype, slicing, pieces) in part.items():
-            joined.setdefault(key, (shape, dtype, slicing, {}))[3].update(pieces)
-    for (layer, name), (shape, _, slicing, pieces) in joined.items():
-        if len(pieces) != shape[0] * slicing.count:
-            raise ValueError(
-                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * slicing.count}: "
-                f"{_DIFFER}"
-            )
+def _joined(everything: list[_Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
+    """Return the pieces of all ranks, after a check that each wrote its own."""
+    joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
+    for rank, written in enumerate(everything):
+        if written.error is not None:
+            problem = f"rank {rank} could not write its experts to {folder} ({written.error})"
+            raise ValueError(f"{problem}; {_MAKE_ROOM}")
+        for stack, pieces in written.pieces.items():
+            joined.setdefault(stack, {}).update(pieces)
+    for stack, pieces in joined.items():
+        expected = stack.shape[0] * stack.slicing.count
+        if len(pieces) != expected:
+            what = f"{stack.layer}.{stack.name}"
+            raise ValueError(f"{len(pieces)} pieces of {what} were written, not {expected}: {_DIFFER}")
+    if any(written.num_stacks != len(joined) for written in everything):
+        raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
     return joined

@@ -34,11 +34,7 @@ DICTIONARY = "fairseq.data.dictionary.Dictionary"
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save, with several attempts.
-
-    Raises:
-        OSError: names the file and the reason; the old file is unchanged.
-    """
+    """Write a local file atomically with torch.save, with several attempts; raise as `replacing`."""
     with replacing(path) as temporary:
         for left in reversed(range(TRIES)):
             try:
@@ -253,12 +249,8 @@ def _mapped_with_dictionary(path: Path) -> Any:
 def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (container, key, value) of every entry at any depth, each container once.
 
-    A tree out of a file may contain itself. The key of a list's entry is its index. The caller may replace
-    `container[key]` meanwhile.
-
-    Args:
-        tree: a dictionary, list or tuple; anything else has no entries.
-        opened: turns a value of another type into a container; called for every value.
+    A tree out of a file may contain itself. The caller may replace `container[key]` meanwhile.
+    `opened` turns a value of another type into a container; it is called for every value.
     """
     pending = [tree]
     visited: dict[int, Any] = {}  # holds the containers, so that no id is reused

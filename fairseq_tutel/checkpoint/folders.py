@@ -103,11 +103,7 @@ def _age(folder: Path) -> float:
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the folders that a checkpoint names, without unpickling it.
-
-    Raises:
-        ValueError: a .pt file is corrupt.
-    """
+    """Return the folders that a checkpoint names, without unpickling it; a corrupt one is an error."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":

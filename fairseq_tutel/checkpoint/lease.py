@@ -97,11 +97,7 @@ def read(path: str) -> tuple[Writer | None, float]:
 
 
 def take(folder: str) -> "Lease":
-    """Create a folder and take its lease; wait while the lease of another run may still be renewed.
-
-    Raises:
-        ValueError: another training run writes there.
-    """
+    """Create a folder and take its lease, once no other run renews it; a running one is a ValueError."""
     os.makedirs(folder, exist_ok=True)
     path, own = os.path.join(folder, NAME), this_process()
     with temporary_beside(path) as written:

@@ -224,11 +224,7 @@ def _values(options: Any) -> dict[str, Any]:
 
 
 def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
-    """Write files one after the other, and rename all of them when the last one is complete.
-
-    Raises:
-        ValueError: one could not be written, for example because the disk is full.
-    """
+    """Write files, and rename all of them when the last one is complete; a full disk is a ValueError."""
     path = Path()
     try:
         with contextlib.ExitStack() as stack:

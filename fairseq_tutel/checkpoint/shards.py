@@ -94,11 +94,7 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return experts first .. first + count - 1, or slice `index` of each, in new memory.
-
-        Raises:
-            ValueError: a file is missing or corrupt.
-        """
+        """Return experts first .. first + count - 1, or slice `index` of each; bad files are errors."""
         slicing = Slice() if slicing is None else slicing
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
@@ -210,13 +206,7 @@ def write_pieces(
 ) -> None:
     """Write a file of safetensors with one tensor in memory at a time, and call fsync.
 
-    Who may read the folder may read the file.
-
-    Args:
-        layout: dtype and shape of each tensor, by key.
-        value: returns the tensor of a key; called once for each.
-        path: the file.
-        metadata: for the header.
+    `layout` has the dtype and shape of each key's tensor; `value` returns it, and is called once for each.
     """
     # The order of safetensors, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
@@ -251,11 +241,7 @@ def is_record(value: Any) -> bool:
 
 
 def bind(state: Any, path: Path) -> None:
-    """Replace the records in the checkpoint of the file `path` by `ShardedTensor`s, in place.
-
-    Raises:
-        ValueError: a record has a newer version, or files are missing.
-    """
+    """Replace the records of a checkpoint, the file `path`, in place; a bad record is a ValueError."""
     found: dict[str, set[str]] = {}  # files by folder
     opened: dict[Path, Any] = {}
     for container, key, value in walk(state):

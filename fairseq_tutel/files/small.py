@@ -18,11 +18,7 @@ TEMPORARY = ".tmp"
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
-    """Return a file's bytes.
-
-    Raises:
-        OSError: it is no regular file, is too large or cannot be read.
-    """
+    """Return a file's bytes; a file that is not regular, too large or unreadable is an OSError."""
     return content_and_time(path, largest)[0]
 
 
@@ -37,11 +33,7 @@ def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> t
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a file; an `opener` of `open`.
-
-    Raises:
-        OSError: it is a pipe, a folder or a device, or cannot be opened.
-    """
+    """Return a descriptor of a file, as an `opener` of `open`; a pipe, folder or device is an OSError."""
     # Without O_NONBLOCK a pipe would wait here for a writer.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
@@ -59,11 +51,7 @@ def json_of(path: str | os.PathLike) -> Any:
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """Return what a JSON text holds; `options` are those of `json.loads`.
-
-    Raises:
-        ValueError: it holds no JSON, or nests too deeply.
-    """
+    """Return what a JSON text holds, as `json.loads`; text that nests too deeply is a ValueError, too."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:

@@ -52,11 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
-    """Return the checkpoints to average, in order.
-
-    Raises:
-        ValueError: flags conflict, or there are too few checkpoints.
-    """
+    """Return the checkpoints to average, in order; conflicting flags or too few files are errors."""
     paths = [Path(name) for name in arguments.inputs]
     bound = arguments.checkpoint_upper_bound
     given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
@@ -83,8 +79,6 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
 
 def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[Path]:
     """Return the `count` files of the folder with the largest numbers, largest first."""
-    if len(paths) == 1 and not paths[0].exists():
-        raise ValueError(f"--inputs is {paths[0]}, which does not exist; give a folder.")
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
             f"{flag_of(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."

@@ -159,16 +159,13 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
     records = experts.save_in_shards(model, topology, states, save_dir)
     if inner is None:
         return
+    stacks = {layer: m for layer, m in model.named_modules() if isinstance(m, ExpertStack)}
     by_index: dict[int, dict[str, Any]] = {}
-    for layer, stack in model.named_modules():
-        if isinstance(stack, ExpertStack):
-            for name, parameter in stack.expert_parameters().items():
-                if id(parameter) in index_of:
-                    by_index[index_of[id(parameter)]] = {
-                        tensor.removeprefix(f"{name}."): record
-                        for (of_layer, tensor), record in records.items()
-                        if of_layer == layer and tensor.startswith(f"{name}.")
-                    }
+    for (layer, tensor), record in records.items():
+        name, _, key = tensor.rpartition(".")
+        index = index_of.get(id(stacks[layer].expert_parameters().get(name)))
+        if index is not None:
+            by_index.setdefault(index, {})[key] = record
     inner.save_state(by_index, topology)
 
 
