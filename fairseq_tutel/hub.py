@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 

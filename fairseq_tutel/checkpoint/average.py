@@ -29,15 +29,12 @@ def average(paths: list[Path]) -> SavedModel:
     done: dict[tuple, Tensor] = {}
     for key in models[0]:
         tensors = [model[key] for model in models]
-        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
-            averaged[key] = mean([t.whole() if isinstance(t, ShardedTensor) else t for t in tensors])
-            continue
-        if not isinstance(tensors[0], Tensor):
+        if not isinstance(tensors[0], Tensor | ShardedTensor):
             averaged[key] = tensors[0]
             continue
-        identity = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+        identity = tuple((t.data_ptr(), t.stride()) if isinstance(t, Tensor) else id(t) for t in tensors)
         if identity not in done:
-            done[identity] = mean(tensors)
+            done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
     # Resuming would restore the first file's weights from the masters.
     first = opened[0].state

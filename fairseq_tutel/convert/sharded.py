@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint import folders
-from fairseq_tutel.checkpoint.files import TEMPORARY
 from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError, quantized_form
 from fairseq_tutel.checkpoint.saved import SavedModel, not_written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
+from fairseq_tutel.files.small import TEMPORARY
 from fairseq_tutel.ranks.groups import Slice
 
 EXPERTS = ".experts"

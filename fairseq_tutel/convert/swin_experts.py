@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer, layers_of
 from fairseq_tutel.convert.configs import ROWS, counts_text
 from fairseq_tutel.convert.tutel import COUNT, our_layer

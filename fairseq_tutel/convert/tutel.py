@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_weights
-from fairseq_tutel.checkpoint.reading import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import tutel_fairseq
 from fairseq_tutel.convert.tutel_names import Tensors, our_experts, our_gates

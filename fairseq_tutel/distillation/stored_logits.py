@@ -9,6 +9,7 @@
 n tokens of a sample, K words of an answer.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,9 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.files import temporary_of
 from fairseq_tutel.distillation.loss import Answers
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.small import json_of, temporary_beside
 
 logger = logging.getLogger(__name__)
 
@@ -172,14 +172,9 @@ class StoredLogits:
         """Write the facts; if several processes do so at once, the first one's remain."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            written = Path(temporary_of(str(path)))
-            written.write_text(json.dumps(facts, indent=2) + "\n")
-            try:
+            with temporary_beside(path) as written, contextlib.suppress(FileExistsError):
+                Path(written).write_text(json.dumps(facts, indent=2) + "\n")
                 os.link(written, path)
-            except FileExistsError:
-                pass
-            finally:
-                written.unlink()
         except OSError as error:
             raise ValueError(
                 f"{FLAG} is {self.folder}, which can not be written: {error.strerror}."

@@ -3,7 +3,6 @@
 T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.small import json_of, renamed_when_whole
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.initial_strategy import predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
@@ -313,15 +312,11 @@ class UpdateTuner:
         if self.path is None or not world.is_first():
             return
         content = {"format": FORMAT, "signature": self.signature(), "buckets": self.tuner.state()}
-        temporary = self.path + ".tmp"
         try:
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            with open(temporary, "w") as file:
+            with renamed_when_whole(self.path) as temporary, open(temporary, "w") as file:
                 json.dump(content, file, indent=1)
-            os.replace(temporary, self.path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
             if not self._warned:
                 self._warned = True
                 logger.warning("adaptive: %s was not written: %s", self.path, error)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.saved import label_of
+from fairseq_tutel.checkpoint.saved import layer_label
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
@@ -79,7 +79,7 @@ class MoEFeedForward(MoELayer):
         batch_first: bool = False,
     ) -> None:
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
-        self.label = label_of(name)
+        self.label = layer_label(name)
         self.batch_first = batch_first
         # All calls use the same gate. Data parallel would wait for gradients of the others, and weight
         # decay would shrink them.

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 from leases import ELSEWHERE, leave
 
-from fairseq_tutel.checkpoint import files, lease
+from fairseq_tutel.checkpoint import lease
 from fairseq_tutel.checkpoint.lease import NAME, read, take, this_process
 
 
@@ -243,8 +243,3 @@ def test_a_start_that_waits_has_no_file_to_leave(folder):
         patch.setattr(lease.time, "sleep", look)
         take(folder)
     assert seen == [[NAME]]
-
-
-def test_what_a_kill_leaves_of_a_lease_is_removed_by_its_name(tmp_path):
-    with lease._written(lease.this_process(), str(tmp_path / lease.NAME)) as written:
-        assert files.is_temporary(os.path.basename(written))

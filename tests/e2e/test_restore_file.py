@@ -26,11 +26,7 @@ def saved(lm_data, tmp_path_factory):
     ("of_rank_1", "experts", "sentence"),
     [
         ("nothing", 0, r"checkpoint_last\.pt, which exists for rank 0, but not for rank 1; give"),
-        (
-            "another",
-            1,
-            r"checkpoint_last\.pt, which is one checkpoint for rank 0 and another for rank 1;",
-        ),
+        ("another", 1, r"checkpoint_last\.pt, which is one checkpoint for rank 0 and another for rank 1;"),
     ],
 )
 def test_ranks_that_would_go_on_from_different_places_are_refused(

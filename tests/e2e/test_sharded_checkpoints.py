@@ -60,11 +60,7 @@ PLACES = {
     "4 sliced": (4, 4, SHARDED),
     "4 sliced full": (4, 4, ()),
 }
-QUICK = {
-    ("1 full", "4 sliced"),
-    ("4 sliced", "1 sharded"),
-    ("4 by 2", "2 full"),
-}
+QUICK = {("1 full", "4 sliced"), ("4 sliced", "1 sharded"), ("4 by 2", "2 full")}
 
 
 def matrix():
@@ -116,8 +112,7 @@ def test_saved_anywhere_goes_on_anywhere(lm_data, tmp_path, saved_at, straight, 
 
 
 @pytest.mark.parametrize(
-    "saved, form",
-    [("2 full", "sharded"), pytest.param("4 sliced", "full", marks=pytest.mark.long)],
+    "saved, form", [("2 full", "sharded"), pytest.param("4 sliced", "full", marks=pytest.mark.long)]
 )
 def test_a_converted_checkpoint_goes_on(lm_data, tmp_path, saved_at, straight, saved, form):
     source, target = saved_at(saved) / "checkpoint_last.pt", tmp_path / "checkpoint_last.pt"
@@ -188,10 +183,7 @@ def small(lm_data, tmp_path_factory):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (
-            "missing",
-            "2 files are missing, the first decoder.layers.0.fc1.experts.experts-0000-0003",
-        ),
+        ("missing", "2 files are missing, the first decoder.layers.0.fc1.experts.experts-0000-0003"),
         ("torn", "safetensors, which is corrupt or missing"),
         ("flipped", "is not what was saved"),
     ],

@@ -16,11 +16,11 @@ import torch
 from fairseq import checkpoint_utils, utils
 from torch import nn
 
-from fairseq_tutel import plugin
+from fairseq_tutel import MoEConfig, plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.opening.offload import store_options
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -92,31 +92,11 @@ def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path)
     assert task == {"data": "x", "moe_expert_store": "on-demand"}
 
 
-@pytest.mark.parametrize("of_command", [False, True])
-def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(of_command, tmp_path, monkeypatch):
-    """The option comes as an override, or with the command's own task."""
-    task = argparse.Namespace(moe_expert_store="pregated")
-    command = argparse.Namespace(task=task, common_eval=argparse.Namespace(path="used.pt"))
-    monkeypatch.setattr(RUN, "cfg", command if of_command else None)
-    overrides = {} if of_command else vars(task)
-    experts = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
-    plain, dense = written(tmp_path, model=experts), tmp_path / "dense.pt"
-    load, mapped = torch.load, []
-
-    def counted(*args, **kwargs):
-        mapped.append(kwargs.get("mmap"))
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "load", counted)
+def test_a_store_that_needs_pregating_is_refused_for_another_model():
+    task, layer = argparse.Namespace(moe_expert_store="pregated"), MoEConfig(4, 8, 2)
+    assert store_options(task, layer, True, True, torch.device("cpu")).moe_expert_tier == "disk"
     with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but no block"):
-        checkpoint_utils.load_checkpoint_to_cpu(str(plain), overrides)
-    assert mapped == [True]
-    checkpoint_utils.load_checkpoint_to_cpu(str(plain), {**overrides, "moe_pregate": 1})
-    torch.save(STATE, dense)
-    checkpoint_utils.load_checkpoint_to_cpu(str(dense), overrides)
-    pregated = written(tmp_path, model=experts, cfg={"model": {"moe_pregate": 1}})
-    checkpoint_utils.load_checkpoint_to_cpu(str(pregated), overrides)
-    assert mapped == [True, *[True, None] * 3]
+        store_options(task, layer, True, False, torch.device("cpu"))
 
 
 FOREIGN = {

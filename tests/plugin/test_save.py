@@ -16,7 +16,8 @@ from fairseq.dataclass.configs import CheckpointConfig
 from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint import experts, files, folders, lease
+from fairseq_tutel.checkpoint import experts, folders, lease
+from fairseq_tutel.files.small import temporary_of
 from fairseq_tutel.plugin.training import save
 
 plugin.register()
@@ -71,7 +72,7 @@ def test_what_was_cut_off_goes_when_its_writer_is_known_to_be_gone(tmp_path, mon
     if after_a_kill:
         leave(str(tmp_path), ELSEWHERE, seconds=1000)
     folders.begin(tmp_path)
-    for name in (files.temporary_of("checkpoint_last.pt"), "of_another.tmp", "a.pt"):
+    for name in (temporary_of("checkpoint_last.pt"), "of_another.tmp", "a.pt"):
         (tmp_path / name).write_text("half")
     with save.writing(str(tmp_path)):
         left = sorted(set(os.listdir(tmp_path)) - {"experts", lease.NAME})

@@ -68,22 +68,6 @@ def test_a_copy_goes_where_a_link_leads(tmp_path):
     assert os.listdir(tmp_path / "disk") == ["b.pt"]
 
 
-def test_a_copy_shares_its_bytes_where_the_disk_can(tmp_path, monkeypatch):
-    """This disk may not: what the call would do is done for it."""
-    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
-    a.write_bytes(b"new")
-    calls = []
-
-    def share(written, call, source):
-        calls.append((call, os.fstat(source).st_ino))
-        written.write(b"shared")
-
-    monkeypatch.setattr("fcntl.ioctl", share)
-    assert PathManager.copy(str(a), str(b), overwrite=True)
-    assert b.read_bytes() == b"shared"
-    assert calls == [(files.FICLONE, a.stat().st_ino)]
-
-
 def test_a_copy_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     a, b, happened = tmp_path / "a.pt", tmp_path / "b.pt", []
     a.write_bytes(b"new")

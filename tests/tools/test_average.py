@@ -192,10 +192,6 @@ REFUSED = {
         ("GOOD", "--output", "/dev/null"),
         "--output is /dev/null, which is no ordinary file; give another name",
     ),
-    "folder that is not there": (
-        ("FOLDER/nowhere", "--num-epoch-checkpoints", 2),
-        "--inputs is FOLDER/nowhere, which does not exist; give a folder",
-    ),
     "output with a slash": (
         ("GOOD", "--output", "FOLDER/new/"),
         "--output is FOLDER/new/; give the name of a file, without / at its end",

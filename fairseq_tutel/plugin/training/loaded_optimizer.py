@@ -12,18 +12,11 @@ from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 
 # State tensors of the shape of their parameter, in fairseq's optimizers.
 SHAPED = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_inf",
-    "momentum_buffer",
-    "sum",
-    "square_avg",
-    "acc_delta",
-)
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf",
+    "momentum_buffer", "sum", "square_avg", "acc_delta",
+)  # fmt: skip
+LARGEST = 1e300  # whole numbers beyond are not floats
 # Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
-# Whole numbers beyond are not floats.
-LARGEST = 1e300
 READ = ("betas", "eps", "weight_decay", "amsgrad")
 
 

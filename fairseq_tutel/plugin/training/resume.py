@@ -1,27 +1,28 @@
 """Chooses the checkpoint that training resumes from, and checks it on all ranks."""
 
-import argparse
 import glob
 import logging
+import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq.file_io import PathManager
 
-from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import (
+    IS_CORRUPT,
     NOT_CHECKPOINTS,
     has_an_end,
     identity,
     is_whole,
+    mapped,
     unlike_a_file,
 )
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain
@@ -53,7 +54,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         others = _other_checkpoints(path)
         such_as = f", such as --restore-file {others[0]}" if others else ""
         raise ValueError(
-            f"{flag} is {path}, which {files.CORRUPT}; remove it and give an older checkpoint{such_as}."
+            f"{flag} is {path}, which {IS_CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
     if any(other != found[0] for other in found):
         raise ValueError(_several(flag, path, found))
@@ -104,14 +105,13 @@ def _newest_saved(cfg: Any) -> str | None:
         return None
     if cfg.restore_file == "checkpoint_last.pt" and os.path.isfile(last):
         return _newer_than(last)
-    folder = os.path.abspath(cfg.save_dir)
     is_given = os.path.abspath(path) != os.path.abspath(last)
     is_there = PathManager.exists(last) or os.path.lexists(last)
-    begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == folder
-    if is_given or is_there or begins_here or not os.path.isdir(folder):
+    folder = os.path.abspath(cfg.save_dir)
+    if is_given or is_there or (begin and os.path.dirname(os.path.abspath(begin)) == folder):
         return None
-    names = [name for name in os.listdir(folder) if SAVED.fullmatch(name)]
-    newest = _newest_whole([os.path.join(folder, name) for name in names])
+    others = saved_in(folder)
+    newest = newest_whole(others)
     if newest is not None:
         updates, path = newest
         logger.warning(
@@ -121,19 +121,32 @@ def _newest_saved(cfg: Any) -> str | None:
             f", not from {begin}" if begin is not None else "",
         )
         return os.path.basename(path)
-    if names:
+    if others:
         raise ValueError(
             f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt to resume from, and none of "
-            f"its {len(names)} other checkpoints is whole; give another --save-dir to start from scratch, "
+            f"its {len(others)} other checkpoints is whole; give another --save-dir to start from scratch, "
             "or --restore-file with a checkpoint from elsewhere."
         )
     return None
 
 
-def _newest_whole(paths: Iterable[str], after: int = -1) -> tuple[int, str] | None:
-    """Return updates and path of the whole checkpoint with the most updates, more than `after`."""
-    by_updates = sorted(((updates_of(path), path) for path in paths), reverse=True)
-    return next((each for each in by_updates if each[0] > after and is_whole(each[1])), None)
+def saved_in(folder: str) -> list[str]:
+    """Return the paths of a training run's checkpoints in a folder, except checkpoint_last.pt."""
+    names = os.listdir(folder) if os.path.isdir(folder) else ()
+    return [os.path.join(folder, name) for name in names if SAVED.fullmatch(name)]
+
+
+def newest_whole(
+    paths: Iterable[str],
+    after: int = -1,
+    before: float = math.inf,
+    accepts: Callable[[str], bool] = lambda path: True,
+) -> tuple[int, str] | None:
+    """Return updates and path of the whole checkpoint with the most updates, between the bounds."""
+    for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
+        if after < updates < before and is_whole(path) and accepts(path):
+            return updates, path
+    return None
 
 
 def _newer_than(last: str) -> str | None:
@@ -142,19 +155,17 @@ def _newer_than(last: str) -> str | None:
     It has a later update, and a later modification and change time. A checkpoint that a user copied over
     the last one has the latest change time.
     """
-    folder, own = os.path.dirname(last), os.stat(last)
-    names = filter(SAVED.fullmatch, os.listdir(folder))
-    paths = list(filter(os.path.isfile, (os.path.join(folder, name) for name in names)))
-    if not paths:
+    own = os.stat(last)
+    written = {path: os.stat(path) for path in filter(os.path.isfile, saved_in(os.path.dirname(last)))}
+    if not written:
         return None
-    written = {path: os.stat(path) for path in paths}
     later = [
         path
         for path, status in written.items()
         if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns
     ]
     updates_of_last = updates_of(last)
-    newer = _newest_whole(later, updates_of_last)
+    newer = newest_whole(later, after=updates_of_last)
     if newer is not None:
         updates, path = newer
         logger.warning(
@@ -165,7 +176,7 @@ def _newer_than(last: str) -> str | None:
             last,
         )
         return os.path.basename(path)
-    newest = max(paths, key=lambda path: written[path].st_mtime_ns)
+    newest = max(written, key=lambda path: written[path].st_mtime_ns)
     updates = updates_of(newest)
     if 0 <= updates_of_last < updates:
         logger.warning(
@@ -186,11 +197,6 @@ def updates_of(path: str) -> int:
         return int(state["optimizer_history"][-1]["num_updates"])
     except Exception:  # torch raises many kinds for an unreadable file
         return -1
-
-
-def mapped(path: str) -> dict[str, Any]:
-    """Return a checkpoint whose tensors stay on disk."""
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 def _found_by_all(path: str) -> list[str]:
@@ -258,9 +264,7 @@ def warn_of_changed_options(path: str | None, cfg: Any) -> None:
         state = mapped(path)
     except pickle.UnpicklingError:
         return  # loading it will be refused, on every rank
-    saved = (state.get("cfg") or {}).get("model")
-    # A dictionary, or an older file's command line.
-    saved = saved if isinstance(saved, dict) else vars(saved or argparse.Namespace())
+    saved = SavedModel(state).options_of("model")
     if "moe_freq" not in saved:
         return
     changed = []

@@ -21,6 +21,7 @@ from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts, files, folders
 from fairseq_tutel.checkpoint.lease import NAME, Lease, take
+from fairseq_tutel.files.small import is_temporary
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
@@ -85,7 +86,7 @@ def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:
     age = 0 if all_is_old else folders.YOUNG_SECONDS
     folders.remove_cut_off(save_dir, age)
     for file in save_dir.iterdir():
-        if files.is_temporary(file.name):
+        if is_temporary(file.name):
             with contextlib.suppress(OSError):  # it was removed, or belongs to another user
                 if time.time() - file.stat().st_mtime >= age:
                     file.unlink()
@@ -158,16 +159,13 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
     records = experts.save_in_shards(model, topology, states, save_dir)
     if inner is None:
         return
+    stacks = {layer: m for layer, m in model.named_modules() if isinstance(m, ExpertStack)}
     by_index: dict[int, dict[str, Any]] = {}
-    for layer, stack in model.named_modules():
-        if isinstance(stack, ExpertStack):
-            for name, parameter in stack.expert_parameters().items():
-                if id(parameter) in index_of:
-                    by_index[index_of[id(parameter)]] = {
-                        tensor.removeprefix(f"{name}."): record
-                        for (of_layer, tensor), record in records.items()
-                        if of_layer == layer and tensor.startswith(f"{name}.")
-                    }
+    for (layer, tensor), record in records.items():
+        name, _, key = tensor.rpartition(".")
+        index = index_of.get(id(stacks[layer].expert_parameters().get(name)))
+        if index is not None:
+            by_index.setdefault(index, {})[key] = record
     inner.save_state(by_index, topology)
 
 
@@ -180,7 +178,7 @@ def copy(original: Any) -> Any:
             return original(src_path, dst_path, overwrite)
         # Follow a link, as fairseq does, which writes through it.
         with files.replacing(os.path.realpath(dst_path)) as temporary:
-            copied = files.share(src_path, temporary) or original(src_path, temporary, True)
+            copied = original(src_path, temporary, True)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
         return dst_path if isinstance(copied, str) else copied
