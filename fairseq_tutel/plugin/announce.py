@@ -171,12 +171,7 @@ def announce_no_effect(
         tuned=is_tuned(first.config),
     )
     if first.topology.rank == 0:
-        for config in (
-            first.config,
-            read(ModelConfig, model_cfg),
-            sides,
-            read(TaskConfig, task_cfg),
-        ):
+        for config in (first.config, read(ModelConfig, model_cfg), sides, read(TaskConfig, task_cfg)):
             warn_of_no_effect(config, facts)
 
 

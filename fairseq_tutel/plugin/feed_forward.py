@@ -270,10 +270,7 @@ def pregate_stacks(model: nn.Module, ahead: int) -> None:
     for side, count in counts.items():
         if count <= ahead:
             logger.warning(
-                "--moe-pregate %d has no effect in the %s, which has %d MoE layers",
-                ahead,
-                side,
-                count,
+                "--moe-pregate %d has no effect in the %s, which has %d MoE layers", ahead, side, count
             )
             continue
         pregate(chains[side], ahead)

@@ -16,18 +16,7 @@ from pathlib import Path
 import forkserver
 import pytest
 import torch
-from cli import (
-    HYDRA,
-    ROOT,
-    USER_DIR,
-    _child,
-    fairseq,
-    refused,
-    start,
-    tail,
-    torchrun_environment,
-    wait,
-)
+from cli import HYDRA, ROOT, USER_DIR, _child, fairseq, refused, start, tail, torchrun_environment, wait
 from fairseq import checkpoint_utils
 from models import lm_args, mt_args
 from ports import free_port
@@ -101,15 +90,7 @@ def test_a_damaged_checkpoint_is_evaluated_by_the_user_s_word_alone(lm, lm_data,
         record = max(tensors, key=lambda entry: entry.file_size)
         content[content.index(archive.read(record))] ^= 1  # a bit of the largest tensor
     (tmp_path / "damaged.pt").write_bytes(content)
-    words = (
-        lm_data,
-        "--user-dir",
-        USER_DIR,
-        "--path",
-        tmp_path / "damaged.pt",
-        "--gen-subset",
-        "valid",
-    )
+    words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "damaged.pt", "--gen-subset", "valid")
     assert "damaged.pt is no checkpoint, or one that is corrupt (truncated" in refused("eval-lm", *words)
     assert "Perplexity" in fairseq("eval-lm", *words, env={"FAIRSEQ_TUTEL_OPEN_DAMAGED": "1"}).output
 
@@ -255,12 +236,7 @@ def _worker(folder):
 def test_torchrun_s_agent_runs_fairseq_train(lm_data, tmp_path):
     argv = ["fairseq-train", *lm_args(lm_data, tmp_path / "save", updates=2)]
     (tmp_path / "words").write_text("\n".join(map(str, argv)))
-    words = [
-        "--nproc-per-node=2",
-        f"--master-port={free_port()}",
-        "--start-method=fork",
-        "fairseq-train",
-    ]
+    words = ["--nproc-per-node=2", f"--master-port={free_port()}", "--start-method=fork", "fairseq-train"]
     process = forkserver.context().Process(target=_launch, args=(tmp_path, words))
     process.start()
     process.join(100)
@@ -349,9 +325,7 @@ def test_the_environment_of_torchrun_never_starts_unrelated_trainings(lm_data, t
     env = torchrun_environment(0, 1, free_port())
     assert fairseq("train", *args, env=env).ok
     run = fairseq(
-        "train",
-        *lm_args(lm_data, tmp_path / "two", "--distributed-world-size", 1, updates=1),
-        ranks=2,
+        "train", *lm_args(lm_data, tmp_path / "two", "--distributed-world-size", 1, updates=1), ranks=2
     )
     assert "expert parallel size 2" in run.logs[0]
     assert "Saving checkpoint" not in run.logs[1]

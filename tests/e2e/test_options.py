@@ -204,10 +204,7 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
 
 
 def test_several_kinds_of_optimizer_train_on_two_ranks(lm_data, tmp_path):
-    for name, flags in {
-        "moe_adadelta": (),
-        "moe_nag": ("--momentum", 0.9),
-    }.items():
+    for name, flags in {"moe_adadelta": (), "moe_nag": ("--momentum", 0.9)}.items():
         words = lm_args(lm_data, tmp_path / name, "--optimizer", name, *flags, updates=3)
         run = fairseq("train", *words, ranks=2)
         assert len(run.stats("train_inner")) == 3, name

@@ -67,16 +67,13 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(
-    "flag",
-    [pytest.param(flag, marks=[pytest.mark.long] * (i > 0)) for i, flag in enumerate(DIFFERENT)],
+    "flag", [pytest.param(flag, marks=[pytest.mark.long] * (i > 0)) for i, flag in enumerate(DIFFERENT)]
 )
 def test_ranks_with_different_options_are_told_so_at_start(lm_data, tmp_path, flag):
     first, second = DIFFERENT[flag]
     run = wait(
         start_each(
-            "train",
-            lm_args(lm_data, tmp_path, flag, first),
-            lm_args(lm_data, tmp_path, flag, second),
+            "train", lm_args(lm_data, tmp_path, flag, first), lm_args(lm_data, tmp_path, flag, second)
         )
     )
     for log in run.logs:

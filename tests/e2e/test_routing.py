@@ -143,15 +143,7 @@ DECODING = {
 )
 def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path, *DECODING[name], updates=2), ranks=2)
-    words = (
-        mt_data,
-        "--user-dir",
-        USER_DIR,
-        "--path",
-        tmp_path / "checkpoint_last.pt",
-        "--beam",
-        1,
-    )
+    words = (mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--beam", 1)
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
     for extra in (("--prefix-size", 99), ("--score-reference",)):
@@ -217,10 +209,7 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, t
     "flags, message",
     [
         (("--moe-gate-type", "no_such.Gate"), "gate_type (--moe-gate-type) is 'no_such.Gate'"),
-        (
-            ("--moe-choice", "experts", "--moe-rsample"),
-            "rsample (--moe-rsample) is True but experts",
-        ),
+        (("--moe-choice", "experts", "--moe-rsample"), "rsample (--moe-rsample) is True but experts"),
     ],
 )
 def test_what_cannot_be_is_refused_by_one_sentence(flags, message, lm_data, tmp_path):

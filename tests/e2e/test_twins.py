@@ -132,14 +132,7 @@ def test_what_goes_on_with_a_pretrained_model(kind, sound_data, pretrained, tmp_
     sgd = ("--optimizer", "moe_sgd", "--lr", 0.1)
     for ranks in (1, 2):
         run = _fine_tune(
-            kind,
-            sound_data,
-            path,
-            tmp_path / str(ranks),
-            *sgd,
-            "--update-freq",
-            2 // ranks,
-            ranks=ranks,
+            kind, sound_data, path, tmp_path / str(ranks), *sgd, "--update-freq", 2 // ranks, ranks=ranks
         )
         learns(run)
     assert "expert parallel size 2" in run.output

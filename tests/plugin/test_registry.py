@@ -200,17 +200,9 @@ def test_what_experts_fit_has_a_twin_and_no_other():
 def test_a_pretrained_xlm_is_in_the_layers_without_experts(tmp_path):
     args = argparse.Namespace(arch="xlm_base", **{**SIZES, "tokens_per_sample": 32})
     weights = models.build_model(args, _Task(code=False)).state_dict()
-    history = {
-        "num_updates": 0,
-        "criterion_name": "",
-        "optimizer_name": "",
-        "lr_scheduler_state": {},
-    }
+    history = {"num_updates": 0, "criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}}
     state = {"model": weights, "args": args, "cfg": None, "optimizer_history": [history]}
-    state |= {
-        "extra_state": {"epoch": 1, "train_iterator": {"epoch": 1}},
-        "last_optimizer_state": None,
-    }
+    state |= {"extra_state": {"epoch": 1, "train_iterator": {"epoch": 1}}, "last_optimizer_state": None}
     torch.save(state, tmp_path / "xlm.pt")
     task, words = _Task(code=False), MaskedLMDictionary()
     while len(words) < len(task.src_dict):

@@ -21,11 +21,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.store_options import StoreConfig
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.registration import commands
-from fairseq_tutel.plugin.registration.process import (
-    end_readers,
-    excepthook,
-    refusals_are_sentences,
-)
+from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.startup import join_torchrun
 

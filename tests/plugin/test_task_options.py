@@ -97,8 +97,7 @@ def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairse
 
 
 @pytest.mark.parametrize(
-    ("arch", "warned"),
-    [("roberta_base", ["--moe-zero-stage 1 has no effect"]), ("moe_roberta_base", [])],
+    ("arch", "warned"), [("roberta_base", ["--moe-zero-stage 1 has no effect"]), ("moe_roberta_base", [])]
 )
 def test_a_dense_model_s_training_says_what_has_no_effect(arch, warned, tmp_path, caplog):
     cfg = _ranking(tmp_path, "--moe-zero-stage", "1")

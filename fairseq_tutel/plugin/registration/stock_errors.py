@@ -32,14 +32,7 @@ MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 def sentence_of(error: BaseException) -> str | None:
     """Return the sentence for an error that fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for explain in (
-        _empty_data,
-        _no_batch,
-        _no_finite_score,
-        _missing_module,
-        _missing_file,
-        _misfit,
-    ):
+    for explain in (_empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _misfit):
         sentence = explain(error, frames) if frames else None
         if sentence is not None:
             return sentence

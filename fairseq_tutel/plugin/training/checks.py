@@ -120,10 +120,7 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
             f"--{'memory-efficient-' if common.memory_efficient_fp16 else ''}fp16 is set on a CPU, where "
             "fairseq's fp16 needs a GPU; drop it.",
         ),
-        (
-            not on_gpu and common.amp,
-            "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it.",
-        ),
+        (not on_gpu and common.amp, "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it."),
         (
             common.model_parallel_size > 1,
             f"--model-parallel-size is {common.model_parallel_size}, which does not work with "

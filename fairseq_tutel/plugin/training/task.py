@@ -130,8 +130,7 @@ class MoETaskMixin(InferenceMixin):
     def _warn_of_criterion(self, criterion: Any, cfg: Any) -> None:
         if not self._has_experts:
             logger.warning(
-                "the model has no experts: the --moe- options of %s have no effect",
-                type(self).__name__,
+                "the model has no experts: the --moe- options of %s have no effect", type(self).__name__
             )
         elif hasattr(criterion, "gate_loss"):
             facts = Facts(layer=self._layer_config, sides=SidesConfig())
