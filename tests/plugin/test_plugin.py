@@ -12,6 +12,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq_tutel import plugin
 
 plugin.register()
+from fairseq_tutel.plugin.registration.flags import drop_suggestions  # noqa: E402
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def again(monkeypatch):
     """Return a function that registers in a process which did not, started by these words."""
 
     def register(*words):
-        monkeypatch.setattr(plugin, "_registered", False)
+        plugin.register.cache_clear()
         monkeypatch.setattr(sys, "argv", ["fairseq-train", *words])
         plugin.register()
 
@@ -55,7 +56,7 @@ def test_a_misspelt_flag_is_told_after_argparse_did_not_know_it(again, monkeypat
     assert said == [f"--{a} is none of the flags here; --{b} is" for a, b in pairs.items()]
     taken_back = []
     monkeypatch.setattr("atexit.unregister", taken_back.append)
-    plugin.command_line.drop_suggestions()
+    drop_suggestions()
     assert {tell for tell, *_ in hints} == set(taken_back)
 
 

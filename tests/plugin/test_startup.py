@@ -80,15 +80,6 @@ def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():
     assert seen[0].load_checkpoint_on_all_dp_ranks
 
 
-def test_a_sharding_wrapper_is_refused_for_experts_before_stock_looks_for_its_package():
-    cfg = _training(moe_freq=2)
-    cfg.distributed_training.ddp_backend = "fully_sharded"
-    with pytest.raises(SystemExit, match="error: --ddp-backend is fully_sharded, which would "):
-        _called(cfg, pytest.fail)
-    del cfg.model.moe_freq
-    assert _called(cfg, lambda *_: "stock's own affair") == "stock's own affair"
-
-
 def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
     with pytest.raises(SystemExit) as end:
         _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))

@@ -52,6 +52,15 @@ def test_nan_is_refused_of_a_model_without_a_dataclass_and_infinity_is_not():
         commands.run_with_root(ran.append, cfg)
 
 
+def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_package():
+    cfg, ran = config(distributed_training={"ddp_backend": "fully_sharded"}), []
+    commands.run_with_root(ran.append, cfg)
+    assert ran == [cfg]
+    cfg.model._name = "moe_transformer_lm"
+    with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which would shard or average"):
+        commands.run_with_root(ran.append, cfg)
+
+
 def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(tmp_path, monkeypatch, caplog):
     words = ["generate", "--user-dir", "x", "--moe-expert-store", "on-demand", "--beam", "2"]
 

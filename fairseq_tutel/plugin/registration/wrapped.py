@@ -11,8 +11,7 @@
 4. `PathManager.copy`: fairseq copies over checkpoint_last and checkpoint_best in place. A kill during the
    copy leaves a truncated file. The copy here shares disk blocks where the file system can.
 5. `distributed.utils.call_main`: nothing of the plugin runs earlier. Under torchrun on CPU fairseq divides
-by
-   the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
+   by the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
    request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
    Ranks that share experts keep serving each other until all have finished. Training locks its
    --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
@@ -25,7 +24,7 @@ Other changes to the process:
 - at import (`plugin.register`): thresholds of glibc's malloc, the classes that torch.load accepts, and
   sys.excepthook, which prints a refusal's message alone (`registration/process.py`); MoE variants in
   fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
-  of a user's (`registration/task_options.py`); --is-moe is removed from sys.argv under --user-dir;
+  of a user's (`registration/variants.py`); --is-moe is removed from sys.argv under --user-dir;
 - when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
   and classes of tasks and iterators (`CHANGED` below);
 - when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
@@ -114,8 +113,8 @@ WRAPPED = (
 CHANGED = (
     ("plugin/registration/variants.py", "__class__", "`change_class`: fairseq constructs tasks that --task "
      "names, their iterators, models whose build_model names a class, data sets whose __del__ fails"),
-    ("plugin/registration/task_options.py", "__dataclass", "as fairseq's register_task does"),
-    ("plugin/registration/task_options.py", "add_args", "flags of a task without a dataclass"),
+    ("plugin/registration/variants.py", "__dataclass", "as fairseq's register_task does"),
+    ("plugin/registration/variants.py", "add_args", "flags of a task without a dataclass"),
     ("plugin/registration/process.py", "_max_len", "ends a thread that reads batches"),
     ("plugin/registration/wrapped.py", "excepthook", "prints error sentences"),
     ("plugin/feed_forward.py", "fc1", "a stock layer's forward calls it"),
