@@ -19,21 +19,15 @@
    optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in
    checkpoints differs, and runs with and without shards read each other's checkpoints.
 
-Other changes to the process:
+Other changes to the process, besides attributes (`CHANGED` below):
 
-- at import (`plugin.register`): thresholds of glibc's malloc, the classes that torch.load accepts, and
-  sys.excepthook, which prints a refusal's message alone (`registration/process.py`); MoE variants in
-  fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
-  of a user's (`registration/variants.py`); --is-moe is removed from sys.argv under --user-dir;
-- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
-  and classes of tasks and iterators (`CHANGED` below);
-- when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
-  configuration gets torchrun's ranks, and a rank's GPU becomes torch's current one (`training/startup.py`);
-  ranks that use a model write results to separate folders (`opening/several_ranks.py`); without a GPU
-  fairseq's all_gather_list gets CPU buffers (`training/startup.py`); torch's groups get time-outs
-  (`ranks/guard.py`); threads of the plugin and of batch readers end before the process
-  (`comm/background.py`, `registration/process.py`);
-- while fairseq-train's main runs: its module's `train`, to check the loaded state (`training/finite.py`);
+- at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
+  sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
+  `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
+- when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
+  torch a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder for
+  results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`, `process.py`);
+- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change);
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
 No environment variable is set, and only the plugin's loggers are configured.

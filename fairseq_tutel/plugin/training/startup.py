@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_on_every_rank(cfg: Any) -> None:
-    """Let every rank read the checkpoint that training resumes from.
-
-    fairseq broadcasts rank 0's through an unpickler that torch >= 2.6 refuses.
-    """
+    """Let every rank read the checkpoint: torch >= 2.6 refuses the unpickler of fairseq's broadcast."""
     key = "load_checkpoint_on_all_dp_ranks"
     if cfg.distributed_training.distributed_world_size > 1 and not cfg.checkpoint[key]:
         logger.info("set --load-checkpoint-on-all-dp-ranks, which torch >= 2.6 needs")
@@ -49,7 +46,9 @@ def drop_tpu(cfg: Any) -> None:
 
 def join_torchrun(cfg: Any) -> None:
     """Read rank and world size from torchrun's environment where fairseq cannot."""
-    distributed, world = cfg.distributed_training, _torchrun_world_size()
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    world = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
+    distributed = cfg.distributed_training
     on_cpu = not torch.cuda.is_available() or cfg.common.cpu
     stock_works = not on_cpu and distributed.distributed_world_size > 1
     if distributed.distributed_init_method is not None or world <= 1 or stock_works:
@@ -63,17 +62,11 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # The default, which needs a GPU, has two names. Another backend that was given is kept or
-            # refused.
+            # The two names of the default, which needs a GPU. Others that were given are kept or refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 distributed.ddp_backend = "legacy_ddp"
     if not on_cpu:
         torch.cuda.set_device(distributed.device_id)
-
-
-def _torchrun_world_size() -> int:
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
 
 
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
@@ -81,12 +74,9 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return contextlib.nullcontext()
-    seconds = read(TaskConfig, cfg.task).moe_comm_timeout
-    return meeting(
-        distributed.distributed_rank,
-        distributed.distributed_world_size,
-        seconds if guard.is_time(seconds) else 0,  # a bad value is refused later, by name
-    )
+    given = read(TaskConfig, cfg.task).moe_comm_timeout
+    seconds = given if guard.is_time(given) else 0  # a bad value is refused later, by name
+    return meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
 # Options that may differ between ranks: position, files, loading and logging. Paths may differ, too.
@@ -107,12 +97,11 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Compare all ranks' options, and set the time-out of their collectives."""
     set_timeout(config_of(task))
-    if not dist.is_initialized():
-        return
-    prove_once_a_host(config_of(task))
-    agree(facts_of(root, model, task))
-    limit_fairseq_groups()
-    allocate_gather_buffers(root)
+    if dist.is_initialized():
+        prove_once_a_host(config_of(task))
+        agree(_facts_of(root, model, task))
+        limit_fairseq_groups()
+        allocate_gather_buffers(root)
 
 
 def set_timeout(task_cfg: Any) -> None:
@@ -121,8 +110,7 @@ def set_timeout(task_cfg: Any) -> None:
 
 
 def limit_fairseq_groups() -> None:
-    """Set the time-out of fairseq's own groups. Collective."""
-    # fairseq creates a group for gradients and logs later, with torch's default time-out.
+    """Set the time-out of fairseq's own groups, which would be created later with torch's. Collective."""
     operation = "the creation of fairseq's group of all ranks"
     with guard.watched(operation), guard.guarded(operation):
         of_fairseq = distributed_utils.get_global_group()
@@ -138,24 +126,25 @@ def allocate_gather_buffers(cfg: Any) -> None:
         gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
 
 
-def facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
+def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
     """Return by option or description everything that decides shapes, collectives and results."""
-    facts: dict[str, Any] = {}
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    facts = {
+        "the model's number of parameters": sum(p.numel() for p in model.parameters()),
+        "the digest of the model's parameter shapes": _digest(shapes),
+        "the kind of device": device_of(root).type,
+        "the version of fairseq_tutel": __version__,
+        "the version of fairseq": fairseq_version,
+        "the version of torch": torch.__version__,
+    }
     for name in root:
         if name not in OF_OTHER_COMMANDS:
             facts |= _options(root[name])
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    facts["the model's number of parameters"] = sum(p.numel() for p in model.parameters())
-    facts["the digest of the model's parameter shapes"] = _digest(shapes)
     for side in ("source_dictionary", "target_dictionary"):
         words = getattr(getattr(task, side, None), "symbols", None)
         facts[f"the digest of the {side.replace('_', ' ')}"] = _digest(words)
     for each in plans_of(config_of(task)):
         facts[f"the digest of the plan {each.name}"] = each.plan.digest
-    facts["the kind of device"] = device_of(root).type
-    facts["the version of fairseq_tutel"] = __version__
-    facts["the version of fairseq"] = fairseq_version
-    facts["the version of torch"] = torch.__version__
     return facts
 
 
