@@ -169,13 +169,6 @@ def warn_of_surprises(config: MoEConfig, has_decoder: bool) -> None:
             "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
             config.activation,
         )
-    untrainable = config.gate_types == ["hash"] or config.choice == "experts"
-    if untrainable and "gshard" in config.balance_loss:
-        logger.info(
-            "--moe-balance-loss %s is logged but trains nothing: a hash gate has no parameters, and under "
-            "--moe-choice experts the load is even",
-            config.balance_loss,
-        )
 
 
 def _counts(counts: list[int]) -> str:

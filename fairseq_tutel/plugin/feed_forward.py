@@ -263,15 +263,12 @@ def pregate_stacks(model: nn.Module, ahead: int) -> None:
     counts = {side: len(chain) for side, chain in chains.items() if chain}
     refuse_too_far(ahead, counts)
     for side, count in counts.items():
-        if count <= ahead:
-            logger.warning(
-                "--moe-pregate %d has no effect in the %s, which has %d MoE layers", ahead, side, count
-            )
-            continue
-        pregate(chains[side], ahead)
+        others = max(0, count - ahead)
+        if others:
+            pregate(chains[side], ahead)
         logger.info(
             "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
-            *(ahead, count - ahead, count, side),
+            *(ahead, others, count, side),
         )
 
 

@@ -46,9 +46,8 @@ from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN, config_of, device_of, is_opened, is_training, root_of
-from fairseq_tutel.plugin.training.checks import complete, refuse_run
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
-from fairseq_tutel.plugin.training.startup import start_together
+from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
 from fairseq_tutel.ranks.groups import Topology, make_topology

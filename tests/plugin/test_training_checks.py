@@ -5,7 +5,6 @@ opened for use, and where it is opened beside a training, has experts, or anothe
 """
 
 import argparse
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -26,30 +25,6 @@ def config(**parts):
     cfg.task = {"_name": "language_modeling"}
     cfg.model = argparse.Namespace(_name="transformer_lm", arch="transformer_lm")
     return OmegaConf.merge(cfg, parts)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("optimization", "clip_norm", math.nan), ("optimization", "lr", [0.1, math.nan]),
-        ("common", "threshold_loss_scale", math.nan), ("optimizer", "weight_decay", math.nan),
-        ("criterion", "label_smoothing", math.nan),
-    ],
-)  # fmt: skip
-def test_nan_is_refused_as_any_option(section, key, value):
-    cfg = config(**{section: {key: value}})
-    with pytest.raises(ValueError, match=f"^--{key.replace('_', '-')} is nan; give a number"):
-        commands.run_with_root(lambda cfg: None, cfg)
-
-
-def test_nan_is_refused_of_a_model_without_a_dataclass_and_infinity_is_not():
-    cfg = config(optimization={"clip_norm": math.inf})
-    ran = []
-    commands.run_with_root(ran.append, cfg)
-    assert ran == [cfg]
-    cfg.model.dropout = math.nan
-    with pytest.raises(ValueError, match=r"^--dropout is nan; give a number"):
-        commands.run_with_root(ran.append, cfg)
 
 
 def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_package():

@@ -27,7 +27,7 @@ Other changes to the process, besides attributes (`CHANGED` below):
 - when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
   torch a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder for
   results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`, `process.py`);
-- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change);
+- when a model with experts is built: the run's configuration (`startup.complete` logs each change);
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
 No environment variable is set, and only the plugin's loggers are configured.

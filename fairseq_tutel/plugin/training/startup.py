@@ -1,4 +1,7 @@
-"""The start of a run: ranks from torchrun's environment, compared options, time-outs of collectives."""
+"""The start of a run: ranks from torchrun's environment, compared and refused options, time-outs.
+
+While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer uses.
+"""
 
 import argparse
 import contextlib
@@ -12,16 +15,22 @@ import torch
 import torch.distributed as dist
 from fairseq import __version__ as fairseq_version
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.optim import OPTIMIZER_REGISTRY
 from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
 from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.optim.moe_optimizer import variant_name
+from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.options.option import flag_of, read
+from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
+from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 
 logger = logging.getLogger(__name__)
@@ -165,3 +174,154 @@ def _options(section: Any) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def saves_shards(task: Any) -> bool:
+    """Whether --moe-checkpoint is sharded."""
+    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
+
+
+def refuse_run(
+    root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool, ahead: int
+) -> None:
+    """Refuse training that cannot work with experts.
+
+    Args:
+        root: the FairseqConfig of the run.
+        model: the stock model, before its FFNs are replaced.
+        topology: of this rank.
+        in_step: layers communicate even where each rank holds all experts.
+        sliced: ranks hold shards of experts.
+        ahead: --moe-pregate.
+    """
+    _refuse_options(root, on_gpu=device_of(root).type == "cuda")
+    name, dropped, shares = root.optimizer._name, _layerdrop_of(model), topology.expert_parallel_size > 1
+    recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
+    rules = [
+        (
+            dropped and (shares or (in_step and topology.world_size > 1)),
+            f"{dropped}: ranks would drop different layers and wait for each other for ever; set it to 0, "
+            "or --moe-expert-parallel-size to 1 and no gshard_global in --moe-balance-loss.",
+        ),
+        (
+            ahead and recomputes,
+            f"--moe-pregate is {ahead} and --checkpoint-activations is set, which recomputes a layer "
+            "without the earlier one whose input its gate reads; drop one of them "
+            "(--moe-recompute-experts saves memory with --moe-pregate).",
+        ),
+        (
+            ahead and dropped,
+            f"{dropped}: --moe-pregate {ahead} lets a layer's gate read the input of another, and either "
+            "may be dropped; set one of them to 0.",
+        ),
+        (
+            shares and sliced and getattr(root.optimizer, "fp16_adam_stats", False),
+            "--fp16-adam-stats is set, whose scales are of whole experts, and ranks hold shards of them; "
+            "drop it, or give --moe-expert-parallel-size a divisor of the experts.",
+        ),
+        (
+            shares and name.removeprefix("moe_") in NOT_ELEMENTWISE,
+            f"--optimizer is {name}, whose updates depend on all experts of a layer at once, and each rank "
+            "holds some of them; use moe_adam, or --moe-expert-parallel-size 1.",
+        ),
+    ]
+    refuse_first(rules)
+    zero = zero_options(root)
+    if zero is not None:
+        refuse_with_zero(root, zero)
+
+
+def _refuse_options(root: Any, on_gpu: bool) -> None:
+    distributed, common, save_dir = root.distributed_training, root.common, root.checkpoint.save_dir
+    several, launched = distributed.distributed_world_size > 1, int(os.environ.get("WORLD_SIZE", 1))
+    rules = [
+        (
+            launched > 1 and not dist.is_initialized(),
+            f"WORLD_SIZE is {launched} in the environment, but this process would train alone and "
+            "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`.",
+        ),
+        (
+            several and not on_gpu and str(distributed.ddp_backend) not in ("legacy_ddp", "no_c10d"),
+            f"--ddp-backend is {distributed.ddp_backend}, which needs a GPU; add --ddp-backend legacy_ddp.",
+        ),
+        (
+            several and root.ema.store_ema,
+            "--store-ema is set on several ranks, where the moving average of remote experts is not kept; "
+            "drop it or train on one rank.",
+        ),
+        (
+            not on_gpu and (common.fp16 or common.memory_efficient_fp16),
+            f"--{'memory-efficient-' if common.memory_efficient_fp16 else ''}fp16 is set on a CPU, where "
+            "fairseq's fp16 needs a GPU; drop it.",
+        ),
+        (not on_gpu and common.amp, "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it."),
+        (
+            common.model_parallel_size > 1 or distributed.pipeline_model_parallel,
+            "--model-parallel-size or --pipeline-model-parallel is set, which does not work with experts; "
+            "drop it.",
+        ),
+        (
+            str(distributed.zero_sharding) != "none",
+            f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they were "
+            "replicas; set it to none and give --moe-zero-stage instead.",
+        ),
+        (
+            read(TaskConfig, root.task).moe_checkpoint == "sharded"
+            and PathManager.path_requires_pathmanager(save_dir),
+            f"--save-dir is {save_dir}, which is no local folder, and --moe-checkpoint sharded needs one; "
+            "give a folder, or --moe-checkpoint full.",
+        ),
+        (
+            root.checkpoint.write_checkpoints_asynchronously,
+            "--write-checkpoints-asynchronously is set, which writes files in place, so that a kill leaves "
+            "a truncated one; drop it.",
+        ),
+        (
+            not (root.optimizer and root.optimizer._name),
+            "--optimizer is not given; choose one, such as moe_adam.",
+        ),
+        (
+            several and root.optimization.use_bmuf,
+            "--use-bmuf is set, which averages experts as if they were replicas; drop it.",
+        ),
+    ]
+    refuse_first(rules)
+
+
+def _layerdrop_of(model: nn.Module) -> str:
+    """Return the option that drops layers at random, with its value; empty for none."""
+    for side, name, layers in named_stacks(model):
+        # LayerDropModuleList has the probability; for wav2vec2 the module that owns the layers has it.
+        owner = model.get_submodule(name.rpartition(".")[0])
+        value = getattr(layers, "p", getattr(owner, "layerdrop", 0.0))
+        if value > 0:
+            return f"--{side}-layerdrop is {value}"
+    return ""
+
+
+def complete(root: Any) -> None:
+    """Set what experts need in the FairseqConfig, in place; log every change once."""
+    # fairseq-train concludes this itself; under hydra the run would be in fp32.
+    for precision in ("fp16", "bf16"):
+        if root.common[f"memory_efficient_{precision}"]:
+            _set(root.common, precision, True)
+    zero = zero_options(root)
+    if zero is not None and zero.stage:
+        # torch's wrapper would all-reduce whole gradients during the backward pass.
+        _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
+    name, variant = root.optimizer._name, variant_name(root.optimizer._name)
+    if variant != name and variant in OPTIMIZER_REGISTRY:
+        logger.info("optimizer %s becomes %s, which supports experts", name, variant)
+        root.optimizer._name = variant
+        if hasattr(root.optimizer, "optimizer"):  # fairseq's older ones have the whole command line
+            root.optimizer.optimizer = variant
+    if root.common.fp16:
+        # One flat tensor of all gradients would not show which of them are experts'.
+        _set(root.common, "fp16_no_flatten_grads", True)
+
+
+def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
+    if cfg[key] != value:
+        shown = "" if value is True else f" {value}"
+        logger.info("set %s%s, which %s need", flag_of(key), shown, needed_by)
+        cfg[key] = value
