@@ -1,8 +1,4 @@
-"""What the log says of a model when it is built.
-
-Covered: its size: all parameters, those that a token meets, FLOPs; every reason for which an option has no
-effect, and that it has one where the reason does not hold.
-"""
+"""What the log says of a model when it is built."""
 
 import pytest
 from torch import nn

@@ -1,8 +1,4 @@
-"""Epochs are the same on every number of ranks.
-
-Covered: a resume in the middle on another number of ranks repeats and skips no batch; updates are of the
-same batches, and none ends with a batch that only fills up.
-"""
+"""Epochs are the same on every number of ranks."""
 
 import itertools
 

@@ -1,8 +1,4 @@
-"""What loading the plugin does to a process: it looks at fairseq first, and at fairseq's words alone.
-
-Covered: flags of experts with a dense architecture, with a user's own, misspelt, in another program; a
-fairseq of another version, at the first and at the second try.
-"""
+"""What loading the plugin does to a process: it looks at fairseq first, and at fairseq's words alone."""
 
 import sys
 
@@ -27,7 +23,7 @@ def again(monkeypatch):
     return register
 
 
-def test_flags_of_experts_with_a_dense_twin_are_refused(again):
+def test_flags_of_experts_with_a_dense_architecture_are_refused(again):
     with pytest.raises(SystemExit) as end:
         again("--user-dir", "user_dir", "--arch", "transformer_lm", "--moe-top-k=2")
     assert end.value.code == (

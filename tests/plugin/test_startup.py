@@ -1,13 +1,7 @@
-"""What is done before fairseq's main, and how it ends.
-
-Covered: what a process reads of torchrun's environment on a GPU that is not here, for ranks that see all
-GPUs of their node, and for ranks that see their own alone, as under Slurm; who reads a checkpoint; a
-wrapper that experts do not survive; refusals and other errors; the format of the log; readers at the end.
-"""
+"""What is done before fairseq's main, and how it ends."""
 
 import contextlib
 import logging
-import subprocess
 import sys
 from types import FunctionType, SimpleNamespace
 
@@ -173,13 +167,3 @@ def test_a_reader_of_batches_ends_although_its_buffer_is_full():
     next(batches)
     end_readers()
     assert not batches._consumer.is_alive()
-
-
-@pytest.mark.long
-def test_a_process_that_leaves_an_epoch_early_ends_well():
-    program = (
-        "import fairseq_tutel.models\nfrom tests.plugin.test_startup import BufferedIterator, Endless\n"
-        "next(BufferedIterator(9, Endless()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,7 +1,4 @@
-"""Errors of stock fairseq that users cause end a command with one sentence.
-
-Covered: empty binarized data, data without a batch, a module that fairseq imports late; other errors.
-"""
+"""Errors of stock fairseq that users cause end a command with one sentence."""
 
 import gc
 

@@ -1,8 +1,4 @@
-"""Any task has the system options and trains by the run's configuration, with a dataclass or without.
-
-Covered: flags, hydra keys and defaults of every registered task; --seed reaches the experts of a task that
-has the plain command line, and what opens a model in a training is none; dense models.
-"""
+"""Any task has the system options and trains by the run's configuration, with a dataclass or without."""
 
 import argparse
 

@@ -1,8 +1,4 @@
-"""What is checked of any run's configuration.
-
-Covered: NaN in an option of any section, of a dense model too; system options where a dense checkpoint is
-opened for use, and where it is opened beside a training, has experts, or another program's words are given.
-"""
+"""What is checked of any run's configuration."""
 
 import argparse
 from types import SimpleNamespace

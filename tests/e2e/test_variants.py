@@ -1,8 +1,4 @@
-"""Twins of all families train through the stock commands, and what they learnt is used.
-
-Covered: docs/models.md says which test trains which; here: sound, and a model built around another; models
-for pairs of languages; what is not autoregressive; convolutions, alignments, channels, classes.
-"""
+"""MoE variants of all families train through the stock commands, and what they learnt is used."""
 
 import json
 import shutil
