@@ -33,8 +33,6 @@ def log_difference(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any)
 
 def _below(state_dict: Any, prefix: str) -> Any:
     """Return the entries of one of several models, by its own names."""
-    if not prefix:
-        return state_dict
     return {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
 
 

@@ -94,9 +94,7 @@ class MoEFeedForward(MoELayer):
     def become_member(self, number: int, seed: int | None) -> None:
         """Become part of an ensemble's member: change the name, and draw the experts by it.
 
-        Args:
-            number: of the member, from 0.
-            seed: fairseq's --seed; None if a state dict will set the experts.
+        `seed` is fairseq's --seed; None if a state dict will set the experts.
         """
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
@@ -200,9 +198,7 @@ def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
     """Return the indices of MoE layers by Meta's rule: number i where (i + 1) % freq == 0, none for freq 0.
 
-    Args:
-        numbers: of the layers, from 0, before pruning.
-        freq: --moe-freq.
+    The layers' numbers are from 0, before pruning.
     """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
@@ -224,9 +220,8 @@ def replace_ffn(
     """Replace the FFN of one stock layer by experts, in place.
 
     Args:
-        layer: a layer with fc1, fc2 and a dropout between them. The weights of one that has experts
-            already, such as a pretrained model's, are kept. One that calls fc1 with [batch, time, D] has
-            `batch_first`.
+        layer: has fc1, fc2 and a dropout between them. Experts that it has already, such as a pretrained
+            model's, are kept. If it calls fc1 with [batch, time, D], it has `batch_first`.
         config: of the experts, including activation, activation dropout and ffn_layernorm.
         topology: of this rank.
         seed: fairseq's --seed.
@@ -264,18 +259,12 @@ def pregate_stacks(model: nn.Module, ahead: int) -> None:
     counts = {side: len(chain) for side, chain in chains.items() if chain}
     refuse_too_far(ahead, counts)
     for side, count in counts.items():
-        if count <= ahead:
-            logger.warning(
-                "--moe-pregate %d has no effect in the %s, which has %d MoE layers",
-                ahead,
-                side,
-                count,
-            )
-            continue
-        pregate(chains[side], ahead)
+        others = max(0, count - ahead)
+        if others:
+            pregate(chains[side], ahead)
         logger.info(
             "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
-            *(ahead, count - ahead, count, side),
+            *(ahead, others, count, side),
         )
 
 
@@ -343,28 +332,19 @@ def watch_token_ids(model: nn.Module, context: Context) -> None:
                 f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
                 f"choose another gate{fix}."
             )
-        # A copied model copies the bound context, too.
-        side.embed_tokens.register_forward_pre_hook(partial(_see_tokens, context))
-
-
-def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
-    context.see_tokens(args[0])
+        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # a copied model copies the context
 
 
 def watch_padding(decoder: Any) -> None:
     """Register a hook that keeps the padding mask of a decoder whose layers get none (lightconv)."""
     for context in contexts_of(moe_layers(decoder)):
-        decoder.embed_tokens.register_forward_pre_hook(partial(_see_padding, context))
-
-
-def _see_padding(context: Context, embedding: Any, args: tuple) -> None:
-    context.see_padding(args[0].eq(embedding.padding_idx))
+        decoder.embed_tokens.register_forward_pre_hook(context.see_padding)
 
 
 def watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that mark a model's call as a new micro-batch; later forwards are recomputations."""
     # A copied model copies the bound layers, too.
-    for part in models_of(model).values():
+    for part in _models_of(model).values():
         part.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(part)))
 
 
@@ -373,7 +353,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
         layer.begin_micro_batch()
 
 
-def models_of(model: nn.Module) -> dict[str, nn.Module]:
+def _models_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the models inside a model by prefix, such as fairseq's for several language pairs."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
@@ -392,7 +372,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the stacks of a stock model, each once."""
     modules = dict(model.named_modules())  # layers that models share have the first one's name
-    for prefix in models_of(model):
+    for prefix in _models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:
                 yield side, f"{prefix}{name}", modules[f"{prefix}{name}"]

@@ -18,8 +18,7 @@ from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
-from fairseq_tutel.plugin.registration.process import is_refusal
-from fairseq_tutel.plugin.registration.stock_errors import REASON, is_machine_error, sentence_of
+from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, is_refusal, sentence_of
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}

@@ -1,4 +1,4 @@
-"""Training with collective plans: bit-identical to a fixed order of sums, and close to torch's collectives."""
+"""Training with collective plans: bit-identical to a fixed order of sums, close to torch's collectives."""
 
 import json
 from pathlib import Path

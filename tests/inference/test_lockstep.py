@@ -163,7 +163,7 @@ def joining_changes_no_state():
     layer = MoEFeedForward(config, topology, 1, "decoder.layers.0.fc1", context).eval()
     layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
-    layer.context.see_tokens(torch.arange(6).view(2, 3))
+    layer.context.see_tokens(None, (torch.arange(6).view(2, 3),))
     layer.begin_call(torch.zeros(2, 3, dtype=torch.bool))
     with torch.no_grad():
         layer(x)

@@ -22,9 +22,13 @@ from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import is_custom
 from fairseq_tutel.plugin.opening.literals import options_within, refuse_code, refuse_unusable_options
-from fairseq_tutel.plugin.registration import command_line
-from fairseq_tutel.plugin.registration.flags import SystemOptions, refuse_misspelt, warn_of_given
-from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
+from fairseq_tutel.plugin.registration.flags import (
+    SystemOptions,
+    has_user_dir,
+    refuse_misspelt,
+    warn_of_given,
+)
+from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
 from fairseq_tutel.ranks import world
 
@@ -176,7 +180,7 @@ def _warn_of_dense_model(path: str, state: Any) -> None:
     """
     is_used_by_training = RUN.cfg is not None and RUN.cfg.common_eval.path is None
     has_experts = any(".experts." in name for name in state.get("model") or ())
-    if has_experts or is_used_by_training or not command_line.has_user_dir(sys.argv):
+    if has_experts or is_used_by_training or not has_user_dir(sys.argv):
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     gen_parser_from_dataclass(parser, SystemOptions())

@@ -1,23 +1,26 @@
-"""fairseq's dataclasses, made from the table of options (moe/config.py): flags and hydra keys.
+"""Flags and hydra keys: fairseq's dataclasses, made from tables of options; misspelled flags.
 
-Other folders' tables (their options.py) become dataclasses by `made`, too. `ModelOptions` become fields of
-every MoE model, `SystemOptions` of every task, `GateLossOptions` of MoE criterions. `layer_config` turns a
-model's and a task's configuration back into the MoEConfig of one layer.
+`ModelOptions` become fields of every MoE model, `SystemOptions` of every task, `GateLossOptions` of MoE
+criterions. `layer_config` turns a model's and a task's configuration into the MoEConfig of one layer.
 """
 
+import argparse
+import atexit
 import dataclasses
 import difflib
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_tutel.files.small import shown
 from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.option_table import BY_OWNER, ModelConfig, SidesConfig, TaskConfig, options_of
-from fairseq_tutel.options.option import Option, options_in, plain, read, refuse_bad_values
+from fairseq_tutel.options.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,58 @@ def warn_of_given(task_cfg: Any, dense: str) -> None:
         value = plain(getattr(task_cfg, option.key, option.default))
         if value != option.default and not option.of_any_training:
             logger.warning("%s %s has no effect: %s has no experts", option.flag, value, dense)
+
+
+def has_user_dir(argv: list[str]) -> bool:
+    """Whether this is the command line of a fairseq command that loads the plugin."""
+    return any(word.split("=")[0] == "--user-dir" for word in argv)
+
+
+def check_command_line(argv: list[str]) -> None:
+    """Check the words of a fairseq command that loads the plugin, before argparse does."""
+    if not has_user_dir(argv):
+        return
+    _refuse_flags_of_moe_variant(argv[1:])
+    drop_suggestions()
+    for word in argv[1:]:
+        flag = word.split("=")[0]
+        close = meant(key_of(flag)) if flag.startswith("--") else None
+        if close:  # log it at exit: argparse prints its long usage before that
+            atexit.register(_suggest_flag, flag, flag_of(close))
+    # Meta's evaluation commands need --is-moe; here the checkpoint decides. No registry reaches the parser
+    # of fairseq-eval-lm, which reads sys.argv after this import.
+    if "--is-moe" in argv:
+        argv.remove("--is-moe")
+        logger.info("--is-moe is not needed: checkpoints of MoE models are recognized")
+
+
+def _suggest_flag(flag: str, close: str) -> None:
+    logger.warning("%s is none of the flags here; %s is", flag, close)
+
+
+def drop_suggestions() -> None:
+    """Drop the suggestions for misspelled flags: argparse accepted them, as those of another model."""
+    atexit.unregister(_suggest_flag)
+
+
+def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
+    """Exit with one sentence if MoE flags are given to a dense architecture that has an MoE variant.
+
+    argparse would only report unrecognized arguments. An architecture that is not registered yet may be a
+    user's own.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--arch", "-a")
+    arch = parser.parse_known_args(argv)[0].arch
+    if arch not in ARCH_MODEL_REGISTRY or f"moe_{arch}" not in ARCH_MODEL_REGISTRY:
+        return
+    known = {option.flag for option in options_of("model")}
+    given = [word for word in argv if word.split("=")[0] in known]
+    if given:
+        sys.exit(
+            f"error: {given[0]} was given with --arch {arch}, which is dense; choose --arch "
+            f"moe_{arch} or drop the flag."
+        )
 
 
 def fill_in(args: Any, options: type) -> None:

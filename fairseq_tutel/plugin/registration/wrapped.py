@@ -11,8 +11,7 @@
 4. `PathManager.copy`: fairseq copies over checkpoint_last and checkpoint_best in place. A kill during the
    copy leaves a truncated file. The copy here shares disk blocks where the file system can.
 5. `distributed.utils.call_main`: nothing of the plugin runs earlier. Under torchrun on CPU fairseq divides
-by
-   the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
+   by the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
    request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
    Ranks that share experts keep serving each other until all have finished. Training locks its
    --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
@@ -20,21 +19,15 @@ by
    optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in
    checkpoints differs, and runs with and without shards read each other's checkpoints.
 
-Other changes to the process:
+Other changes to the process, besides attributes (`CHANGED` below):
 
-- at import (`plugin.register`): thresholds of glibc's malloc, the classes that torch.load accepts, and
-  sys.excepthook, which prints a refusal's message alone (`registration/process.py`); MoE variants in
-  fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
-  of a user's (`registration/task_options.py`); --is-moe is removed from sys.argv under --user-dir;
-- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
-  and classes of tasks and iterators (`CHANGED` below);
-- when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
-  configuration gets torchrun's ranks, and a rank's GPU becomes torch's current one (`training/startup.py`);
-  ranks that use a model write results to separate folders (`opening/several_ranks.py`); without a GPU
-  fairseq's all_gather_list gets CPU buffers (`training/startup.py`); torch's groups get time-outs
-  (`ranks/guard.py`); threads of the plugin and of batch readers end before the process
-  (`comm/background.py`, `registration/process.py`);
-- while fairseq-train's main runs: its module's `train`, to check the loaded state (`training/finite.py`);
+- at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
+  sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
+  `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
+- when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
+  torch a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder for
+  results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`, `process.py`);
+- when a model with experts is built: the run's configuration (`startup.complete` logs each change);
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
 No environment variable is set, and only the plugin's loggers are configured.
@@ -114,8 +107,8 @@ WRAPPED = (
 CHANGED = (
     ("plugin/registration/variants.py", "__class__", "`change_class`: fairseq constructs tasks that --task "
      "names, their iterators, models whose build_model names a class, data sets whose __del__ fails"),
-    ("plugin/registration/task_options.py", "__dataclass", "as fairseq's register_task does"),
-    ("plugin/registration/task_options.py", "add_args", "flags of a task without a dataclass"),
+    ("plugin/registration/variants.py", "__dataclass", "as fairseq's register_task does"),
+    ("plugin/registration/variants.py", "add_args", "flags of a task without a dataclass"),
     ("plugin/registration/process.py", "_max_len", "ends a thread that reads batches"),
     ("plugin/registration/wrapped.py", "excepthook", "prints error sentences"),
     ("plugin/feed_forward.py", "fc1", "a stock layer's forward calls it"),

@@ -1,11 +1,9 @@
 """The batch iterator of training, whose position does not depend on the number of ranks.
 
-fairseq saves how many batches each rank consumed, which is another position for another number of ranks.
-Here the number of global batches is saved, and that many are dropped before sharding.
-
-Where ranks cannot share batches evenly, an empty batch fills the last update of some. fairseq's trainer
-counts nothing of a rank's update whose last batch is empty, although its gradients are added up. Here the
-empty batch precedes the last one.
+fairseq saves how many batches each rank consumed. Here the number of global batches is saved, and that many
+are dropped before sharding. Where ranks cannot share batches evenly, an empty batch fills the last update
+of some, and fairseq's trainer counts nothing of a rank's update whose last batch is empty, although it adds
+up its gradients. Here the empty batch precedes the last one.
 """
 
 import itertools
@@ -30,7 +28,6 @@ class _Resumed:
 class ElasticEpochBatchIterator(EpochBatchIterator):
     """EpochBatchIterator whose state has the number of global batches that were consumed."""
 
-    # Micro-batches per update in each epoch; the last number is for all later epochs.
     _update_freq: Sequence[int] = (1,)
     num_shards: int
     shard_id: int
@@ -38,7 +35,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     _start = 0
 
     def set_update_freq(self, update_freq: Sequence[int]) -> None:
-        """Set --update-freq."""
+        """Set --update-freq: micro-batches per update in each epoch, the last for all later ones."""
         self._update_freq = update_freq
 
     def state_dict(self) -> dict[str, Any]:

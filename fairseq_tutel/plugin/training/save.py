@@ -26,8 +26,8 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite
-from fairseq_tutel.plugin.training.checks import saves_shards
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
+from fairseq_tutel.plugin.training.startup import saves_shards
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.world import run_on_rank_zero
 

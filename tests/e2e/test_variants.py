@@ -1,8 +1,4 @@
-"""Twins of all families train through the stock commands, and what they learnt is used.
-
-Covered: docs/models.md says which test trains which; here: sound, and a model built around another; models
-for pairs of languages; what is not autoregressive; convolutions, alignments, channels, classes.
-"""
+"""MoE variants of all families train through the stock commands, and what they learnt is used."""
 
 import json
 import shutil
@@ -132,14 +128,7 @@ def test_what_goes_on_with_a_pretrained_model(kind, sound_data, pretrained, tmp_
     sgd = ("--optimizer", "moe_sgd", "--lr", 0.1)
     for ranks in (1, 2):
         run = _fine_tune(
-            kind,
-            sound_data,
-            path,
-            tmp_path / str(ranks),
-            *sgd,
-            "--update-freq",
-            2 // ranks,
-            ranks=ranks,
+            kind, sound_data, path, tmp_path / str(ranks), *sgd, "--update-freq", 2 // ranks, ranks=ranks
         )
         learns(run)
     assert "expert parallel size 2" in run.output
