@@ -282,10 +282,7 @@ DistillationOptions = made("DistillationOptions", options_in(DistillationConfig)
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],
-    bases=(
-        DistillationOptions,
-        *(CRITERION_DATACLASS_REGISTRY[n] for n in WRAPPED if n[:4] == "moe_"),
-    ),
+    bases=(DistillationOptions, *(CRITERION_DATACLASS_REGISTRY[n] for n in WRAPPED if n[:4] == "moe_")),
     namespace={"__module__": __name__},
 )
 

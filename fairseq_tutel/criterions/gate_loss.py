@@ -57,10 +57,7 @@ class GateLossMixin:
         layers = [layer for layer in all_layers if layer.seen]
         combined, leaves = self._combine(layers) if layers else (loss.new_zeros(()), [])
         log |= expert_log(
-            all_layers,
-            combined.detach(),
-            lists=self.logs_lists,
-            scalars=self.gate_loss.moe_log_layers,
+            all_layers, combined.detach(), lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
         )
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log

@@ -40,10 +40,7 @@ class ImageClassificationCriterion(FairseqCriterion):
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return (loss, images, logging output); the loss of a mixed image is a weighted mean."""
         net_output = model(**sample["net_input"])
-        logprobs_BC, target_B = (
-            model.get_normalized_probs(net_output, log_probs=True),
-            sample["target"],
-        )
+        logprobs_BC, target_B = (model.get_normalized_probs(net_output, log_probs=True), sample["target"])
         if logprobs_BC.ndim != 2:
             raise ValueError(
                 f"--criterion image_classification is for images, and the model's output has shape "

@@ -41,8 +41,7 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
     """The folder of the data, then the options of images."""
 
     data: str = field(
-        default="",
-        metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"},
+        default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
     )
 
 

@@ -59,9 +59,7 @@ def add_to(tools: Any) -> None:
     ):
         parser.add_argument(flag, type=int, default=number, metavar="N", help=text)
     parser.add_argument(
-        "--image-errors",
-        choices=("refuse", "skip"),
-        help="action for unreadable images [as in training]",
+        "--image-errors", choices=("refuse", "skip"), help="action for unreadable images [as in training]"
     )
     parser.add_argument("--user-dir", metavar="DIR", help="--user-dir of a custom model")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")

@@ -124,11 +124,7 @@ def _grey(image: Tensor) -> Tensor:
 
 
 def _box(
-    share_of_height: float,
-    share_of_width: float,
-    height: int,
-    width: int,
-    draws: np.random.Generator,
+    share_of_height: float, share_of_width: float, height: int, width: int, draws: np.random.Generator
 ) -> tuple[int, int, int, int]:
     """Return top, bottom, left, right of a rectangle around a random pixel, clipped to the image."""
     rows, columns = round(share_of_height * height), round(share_of_width * width)

@@ -4,14 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fairseq_tutel.options.option import (
-    AT_LEAST_1,
-    POSITIVE,
-    PROBABILITY,
-    Rule,
-    option,
-    whole,
-)
+from fairseq_tutel.options.option import AT_LEAST_1, POSITIVE, PROBABILITY, Rule, option, whole
 
 vision = partial(option, theme="Vision", of="model")
 
@@ -42,9 +35,7 @@ class SwinConfig:
         96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
     )
     depths: str = vision(
-        "2,2,18,2",
-        "blocks of each stage",
-        rule=_each(1, 'one number per stage, such as "2,2,18,2"'),
+        "2,2,18,2", "blocks of each stage", rule=_each(1, 'one number per stage, such as "2,2,18,2"')
     )
     heads: str = vision(
         "3,6,12,24",
@@ -52,10 +43,7 @@ class SwinConfig:
         rule=_each(1, 'one number per stage, such as "3,6,12,24"'),
     )
     window: int = vision(
-        12,
-        "side of an attention window; a smaller image is one window",
-        unit="tokens",
-        rule=AT_LEAST_1,
+        12, "side of an attention window; a smaller image is one window", unit="tokens", rule=AT_LEAST_1
     )
     position_windows: str = vision(
         "0",
@@ -84,9 +72,7 @@ class SwinExpertsConfig:
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
-        2,
-        "number of last stages with experts; --moe-freq counts blocks within a stage",
-        rule=whole(1),
+        2, "number of last stages with experts; --moe-freq counts blocks within a stage", rule=whole(1)
     )
     expert_dropout: float = vision(
         0.1, "dropout probability of the experts' hidden layer", rule=PROBABILITY

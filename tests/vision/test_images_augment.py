@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_tutel.vision.augment import (
-    Mixing,
-    augmented,
-    draw_mixing,
-    draws_of,
-    erased,
-    mixed,
-    order_of,
-)
+from fairseq_tutel.vision.augment import Mixing, augmented, draw_mixing, draws_of, erased, mixed, order_of
 from fairseq_tutel.vision.image_options import ImageConfig
 
 IMAGE = torch.rand(3, 9, 7, generator=torch.Generator().manual_seed(1))

@@ -92,13 +92,7 @@ def attention_by_pairs(attn, x, window, shifted):
 @pytest.mark.parametrize("form", ["v2", "moe"])
 @pytest.mark.parametrize(
     ("size", "window", "shifted"),
-    [
-        ((4, 4), 2, True),
-        ((4, 4), 4, True),
-        ((5, 7), 3, False),
-        ((5, 7), 3, True),
-        ((2, 5), 4, True),
-    ],
+    [((4, 4), 2, True), ((4, 4), 4, True), ((5, 7), 3, False), ((5, 7), 3, True), ((2, 5), 4, True)],
 )
 def test_attention_is_that_of_all_pairs_in_a_window(form, size, window, shifted):
     attn = drawn(WindowAttention(8, 2, form))
