@@ -1,9 +1,4 @@
-"""Swin V2's parts in float64.
-
-Covered: attention, windows, shifts, empty places and both forms against a loop over all pairs of tokens,
-with every gradient; merging and patches; a tiny model against finite differences; drop path; members of one
-shape at once.
-"""
+"""Swin V2's parts in float64, against a loop over all pairs of tokens and finite differences."""
 
 import math
 from dataclasses import replace
@@ -16,11 +11,9 @@ from compare import same_function
 from torch import nn
 from torch.func import functional_call
 
-from fairseq_tutel.vision.attention import WindowAttention
-from fairseq_tutel.vision.blocks import Block, PatchEmbedding, PatchMerging
+from fairseq_tutel.vision.attention import WindowAttention, _offsets
 from fairseq_tutel.vision.options import SwinConfig
-from fairseq_tutel.vision.position_bias import _offsets
-from fairseq_tutel.vision.swin_v2 import SwinV2
+from fairseq_tutel.vision.swin_v2 import Block, PatchEmbedding, PatchMerging, SwinV2
 from fairseq_tutel.vision.windows import windows_of
 
 CPU = torch.device("cpu")
