@@ -45,10 +45,7 @@ class GateLossMixin:
         self.gate_loss, self.logs_lists = cfg, logs_lists
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return (loss with the balance loss, sample size, logging output).
-
-        A loss that is not summed, by a flag of fairseq, does not include it.
-        """
+        """Return (loss with the balance loss unless it is not summed, sample size, logging output)."""
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
         if self.keeps_loss:
