@@ -21,7 +21,6 @@ from fairseq_tutel.plugin.training.resume import flag_and_path, mapped
 from fairseq_tutel.plugin.training.task import InferenceMixin
 from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     Images,
     UnreadableImageError,
@@ -30,6 +29,7 @@ from fairseq_tutel.vision.images import (
     open_images,
     refusal,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import torch
 from fairseq.data import FairseqDataset
 
 from fairseq_tutel.vision.augment import augmented, draw_mixing, draws_of, erased, mixed, order_of
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     Images,
     UnreadableImageError,
@@ -20,6 +19,7 @@ from fairseq_tutel.vision.images import (
     normalisation,
     refusal,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.vision.image_options import ImageConfig
+from fairseq_tutel.vision.options import ImageConfig
 
 # Weights of red, green and blue in brightness (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.vision.image_options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
+from fairseq_tutel.vision.options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}

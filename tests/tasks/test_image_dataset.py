@@ -18,8 +18,8 @@ from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.tasks import image_dataset
 from fairseq_tutel.tasks.image_dataset import ImageDataset
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import UnreadableImageError, open_images
+from fairseq_tutel.vision.options import ImageConfig
 
 register()
 

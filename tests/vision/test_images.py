@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     UnreadableImageError,
     classes_of,
@@ -21,6 +20,7 @@ from fairseq_tutel.vision.images import (
     normalisation,
     open_images,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 RAMP = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
 
