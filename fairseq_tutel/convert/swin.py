@@ -21,8 +21,8 @@ from fairseq_tutel.convert.configs import SWIN, with_experts
 from fairseq_tutel.convert.tutel_names import Tensors
 from fairseq_tutel.files.small import content_of
 from fairseq_tutel.options.option import options_in
+from fairseq_tutel.vision.attention import SPAN
 from fairseq_tutel.vision.options import SwinConfig
-from fairseq_tutel.vision.position_bias import SPAN
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"

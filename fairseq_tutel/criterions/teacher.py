@@ -50,14 +50,7 @@ class Teacher:
         return self.options.distill_teacher_parallel_size > 1
 
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
-        """Return the teacher's scores [N, V] for a call of the student, without gradients.
-
-        Args:
-            words: positional arguments of the student's call.
-            named: its keyword arguments.
-            device: of the student.
-            dummy: the batch only keeps ranks in step.
-        """
+        """Return the scores [N, V] for a call of the student, without gradients; see `_Call`."""
         if self._model is None:
             self._model = self._opened(device)
         model, dtype = self._model, torch.bfloat16 if self.options.distill_teacher_bf16 else None
@@ -123,11 +116,9 @@ class Teacher:
 
 
 def _read(options: DistillationConfig) -> dict[str, Any]:
-    """Parse --distill-teacher-overrides."""
-    try:
+    found = None
+    with contextlib.suppress(SyntaxError, ValueError):
         found = ast.literal_eval(options.distill_teacher_overrides)
-    except (SyntaxError, ValueError):
-        found = None
     if not isinstance(found, dict):
         raise ValueError(
             f"--distill-teacher-overrides is {options.distill_teacher_overrides!r}; give a dictionary, as "

@@ -21,17 +21,8 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return (loss, nll), summed over the rows whose target is not `ignored`.
 
-    nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p.
-
-    Args:
-        logits_NV: [N, V], any float dtype.
-        target_N: [N] int64.
-        smoothing: s, from 0 to below 1.
-        ignored: target of rows that are not counted.
-
-    Returns:
-        loss: [] differentiable, in fp32 at least.
-        nll: [] without a gradient, likewise.
+    nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are
+    [] in fp32 at least; nll has no gradient.
 
     Source: Szegedy et al. 2016, section 7, in fairseq's form, which gives the target no more than 1 - s.
     """
@@ -55,8 +46,10 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        ctx.factors = _factors(smoothing, logits_NV.shape[1])
-        of_target, of_each = ctx.factors
+        # The weights of the target's and of every word's log-probability.
+        of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
+        of_target = 1 - smoothing - of_each
+        ctx.factors = of_target, of_each
         ctx.mark_non_differentiable(nll)
         # Two tensors: fairseq adds to the loss in place.
         return of_target * nll + of_each * spread, nll
@@ -81,12 +74,6 @@ class _TokenLoss(torch.autograd.Function):
             if not same:
                 own_nV.copy_(d_nV)
         return dlogits_NV, None, None, None
-
-
-def _factors(smoothing: float, words: int) -> tuple[float, float]:
-    """Return the weights of the target's and of every word's log-probability."""
-    of_each = smoothing / (words - 1) if smoothing else 0.0
-    return 1 - smoothing - of_each, of_each
 
 
 class TokenLossMixin:

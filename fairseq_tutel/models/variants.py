@@ -39,12 +39,7 @@ from omegaconf import open_dict
 
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.plugin.registration.flags import (
-    EncoderDecoderOptions,
-    ModelOptions,
-    defaults,
-    fill_in,
-)
+from fairseq_tutel.plugin.registration.flags import EncoderDecoderOptions, ModelOptions, defaults, fill_in
 from fairseq_tutel.plugin.registration.variants import change_class, variant_of
 from fairseq_tutel.plugin.run_state import is_opened, root_of
 
@@ -72,13 +67,7 @@ SIDES = {
     S2SpecTConformerModel: ("decoder",),
 }
 # Models around the one that --w2v-path names.
-FINE_TUNED = (
-    Wav2VecCtc,
-    Wav2Vec2Seq2SeqModel,
-    Wav2VecClassification,
-    HubertCtc,
-    HubertSeq2SeqModel,
-)
+FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
 # Sides whose linear layers fairseq always initializes by init_bert_params; others need --apply-bert-init.
 BERT_SIDES = {
     RobertaModel: {"encoder"},

@@ -22,7 +22,6 @@ from fairseq_tutel.plugin.training.resume import flag_and_path
 from fairseq_tutel.plugin.training.task import InferenceMixin
 from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     Images,
     UnreadableImageError,
@@ -31,6 +30,7 @@ from fairseq_tutel.vision.images import (
     open_images,
     refusal,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,7 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
     """The folder of the data, then the options of images."""
 
     data: str = field(
-        default="",
-        metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"},
+        default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
     )
 
 

@@ -102,22 +102,12 @@ class Student(BaseFairseqModel):
 def ready(monkeypatch, folder, prefix=0, **options):
     """Return a criterion, whose teacher's scores are all alike, and its arguments."""
     torch.save({}, folder / "t.pt")
-    options = {
-        "top_k": 2,
-        "logits": str(folder / "answers"),
-        "teacher": str(folder / "t.pt"),
-        **options,
-    }
+    options = {"top_k": 2, "logits": str(folder / "answers"), "teacher": str(folder / "t.pt"), **options}
     criterion = build(criterion="label_smoothed_cross_entropy", **options)
     criterion.ignore_prefix_size = prefix
     monkeypatch.setattr(Teacher, "scores", lambda *_: torch.zeros(6, 4))
     target = torch.tensor([[0, 2, 3], [0, 3, 1]])  # 1 is padding
-    sample = {
-        "id": torch.arange(2),
-        "net_input": {"src_tokens": target},
-        "target": target,
-        "ntokens": 5,
-    }
+    sample = {"id": torch.arange(2), "net_input": {"src_tokens": target}, "target": target, "ntokens": 5}
     return criterion, (Student(), sample)
 
 

@@ -83,15 +83,7 @@ SHARED = ("--distill-teacher-parallel-size", 2, "--moe-expert-parallel-size", 2)
 @pytest.mark.parametrize("extra", [(), pytest.param(SHARED, marks=LONG)], ids=["each", "shared"])
 def test_ranks_agree_with_one(lm_data, teacher, extra, tmp_path):
     """With --distill-in-validation, and batches that do not go round: dummies keep ranks in step."""
-    words = (
-        "--optimizer",
-        "moe_sgd",
-        "--distill-in-validation",
-        "--max-epoch",
-        1,
-        "--batch-size",
-        16,
-    )
+    words = ("--optimizer", "moe_sgd", "--distill-in-validation", "--max-epoch", 1, "--batch-size", 16)
     facts = {}
     for ranks in (1, 2):
         of_ranks = [1 if word == 2 and ranks == 1 else word for word in extra]

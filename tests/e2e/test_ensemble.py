@@ -96,10 +96,7 @@ def test_an_ensemble_opens_as_one_and_its_members_alone(trained, lm_data, tmp_pa
     alone = fairseq("eval-lm", *data, "--path", paths[1])
     # Members are unsure of what others have learned.
     assert 0 < loss_of(one) < loss_of(alone)
-    of_ensemble, of_member = (
-        load(folder)["model"],
-        torch.load(paths[1], weights_only=False)["model"],
-    )
+    of_ensemble, of_member = (load(folder)["model"], torch.load(paths[1], weights_only=False)["model"])
     same_bits({key: of_ensemble[f"members.1.{key}"] for key in of_member}, of_member)
     validated = fairseq(
         "validate", lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling", "--valid-subset",

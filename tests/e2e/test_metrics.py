@@ -17,11 +17,7 @@ from fairseq_tutel.tools.training_log import find_log, join
 
 LAYERS = {"decoder_0": 4, "decoder_1": 6}
 QUANTITIES = ("entropy", "max_violation", "dropped", "dead_experts", "weight1", "weight2")
-AVERAGES = {
-    "entropy": "entropy_gating",
-    "weight1": "expert1_weight",
-    "weight2": "expert2_weight",
-}
+AVERAGES = {"entropy": "entropy_gating", "weight1": "expert1_weight", "weight2": "expert2_weight"}
 
 
 @pytest.fixture(scope="module")

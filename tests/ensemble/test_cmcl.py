@@ -12,13 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fairseq_tutel.ensemble.cmcl import (
-    assign,
-    confident_loss,
-    mean_log_probs,
-    random_labels,
-    scores,
-)
+from fairseq_tutel.ensemble.cmcl import assign, confident_loss, mean_log_probs, random_labels, scores
 
 N, C = 7, 5
 SIZES = [(M, K) for M in (1, 2, 3, 4) for K in range(1, M + 1)]

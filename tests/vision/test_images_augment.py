@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_tutel.vision.augment import (
-    Mixing,
-    augmented,
-    draw_mixing,
-    draws_of,
-    erased,
-    mixed,
-    order_of,
-)
-from fairseq_tutel.vision.image_options import ImageConfig
+from fairseq_tutel.vision.augment import Mixing, augmented, draw_mixing, draws_of, erased, mixed, order_of
+from fairseq_tutel.vision.options import ImageConfig
 
 IMAGE = torch.rand(3, 9, 7, generator=torch.Generator().manual_seed(1))
 ALL = ImageConfig(crop_padding=2, flip=0.5, jitter=0.4, erase=0.5, mixup=0.2, cutmix=1.0)
