@@ -49,12 +49,7 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class CallId:
-    """The ID of a layer's next call.
-
-    Attributes:
-        counter: of the layer's calls; None for an exchange that belongs to no layer.
-        training: the layer's mode.
-    """
+    """The ID of a layer's next call in its mode; without a counter, of an exchange outside of layers."""
 
     counter: CallCounter | None = None
     training: bool = False
@@ -81,15 +76,10 @@ NO_CALL_ID = CallId()
 
 @_untraced
 def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Raise an error if the ranks of a group make different calls.
-
-    Args:
-        call_ids_P: the call ID of each rank, on the host.
-        operation: ends the sentence "rank 1 could not finish …".
-        group: the ranks.
+    """Compare the call IDs of a group's ranks, on the host.
 
     Raises:
-        CommunicationError: naming each rank's layer and call.
+        CommunicationError: ranks make different calls; it names each rank's layer and call.
     """
     numbers = call_ids_P.tolist()
     if len(set(numbers)) == 1:
@@ -128,11 +118,7 @@ _pending: list[_Pending] = []
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Compare call IDs without a host read: those of a GPU are compared at the next call.
-
-    Raises:
-        CommunicationError: see `compare`.
-    """
+    """Call `compare` without a host read: call IDs of a GPU are compared at the next call."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

@@ -41,6 +41,11 @@ def mark_root_scaled(parameter: nn.Parameter) -> None:
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
+def gradient_divisor(parameter: Tensor, world_size: int) -> float:
+    """Return the divisor of a parameter's summed gradient: W, or sqrt(W) by `mark_root_scaled`."""
+    return world_size**0.5 if getattr(parameter, "root_scaled", False) else world_size
+
+
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Multiply gradients of `mark_root_scaled` parameters by sqrt(W), in place, after the division by W."""
     for parameter in parameters:
@@ -56,7 +61,7 @@ def is_expert(parameter: Tensor) -> bool:
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
     """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
     experts = [parameter for parameter in parameters if is_expert(parameter)]
-    _divide(experts, topology.world_size)
+    divide_gradients(experts, topology.world_size)
     if topology.replica_group is not None:
         _sum(experts, "the all-reduce of expert gradients", topology.replica_group)
 
@@ -64,17 +69,17 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
 def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Average the gradients of dense parameters over all ranks, in place. Collective."""
     dense = [parameter for parameter in parameters if not is_expert(parameter)]
-    _divide(dense, world_size)
+    divide_gradients(dense, world_size)
     _sum(dense, "the all-reduce of dense gradients", None)
 
 
-def _divide(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    # Before the sum, as in data parallel, so that scaled fp16 gradients do not overflow.
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
+    """Divide gradients in place, before they are summed: scaled fp16 gradients must not overflow."""
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(world_size)
+            parameter.grad.div_(divisor)
 
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:

@@ -16,9 +16,9 @@ from fairseq_tutel.ranks.guard import guarded
 PAUSE_SECONDS = 0.5
 
 
-def size() -> int:
-    """Return W."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of ranks of a group, W for None."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def rank() -> int:
@@ -44,7 +44,7 @@ def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None 
         operation: for the error message of `guarded`.
         group: None for all ranks.
     """
-    objects: list[Any] = [own] * (size() if group is None else dist.get_world_size(group))
+    objects: list[Any] = [own] * size(group)
     if len(objects) > 1:
         with guarded(operation, group):
             dist.all_gather_object(objects, own, group=group)

@@ -50,9 +50,9 @@ def compare_exchanges(parallel, local, dtype, seed):
 
 def both_exchanges(counts, topology):
     agreed = exchange_counts(counts, topology.expert_group)
-    yield agreed, all_to_all.LinearAllToAll.of(agreed, topology.expert_group)
+    yield agreed, all_to_all.linear_all_to_all(agreed, topology.expert_group)
     agreed = exchange_counts_in_two_hops(counts, topology.grid)
-    yield agreed, all_to_all.HierarchicalAllToAll.of(agreed, agreed, topology.grid)
+    yield agreed, all_to_all.hierarchical_all_to_all(agreed, agreed, topology.grid)
 
 
 @pytest.mark.parametrize(

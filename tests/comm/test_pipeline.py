@@ -143,13 +143,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    prepared = exchange.PreparedExchange(
-        chunks=chunks,
-        counts_E=torch.tensor([4]),
-        num_rows=4,
-        chunk_blocks=torch.full((1, 2), 2),
-    )
-    y = prepared.run(x, expert_fn)
+    y = exchange.overlapped(chunks, torch.full((1, 2), 2), x, expert_fn)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
