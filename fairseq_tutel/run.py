@@ -14,8 +14,6 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.ranks import groups
-
 COMMANDS = ("generate", "interactive", "eval-lm", "validate")
 
 
@@ -41,7 +39,6 @@ def main() -> None:
         module.cli_main()
     if dist.is_initialized():
         dist.destroy_process_group()
-        groups.destroy()
 
 
 def _generate(module: Any) -> None:

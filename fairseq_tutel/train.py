@@ -11,8 +11,6 @@ import sys
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.ranks import groups
-
 
 @record
 def main() -> None:
@@ -31,7 +29,6 @@ def main() -> None:
     command.cli_main()
     if dist.is_initialized():
         dist.destroy_process_group()
-        groups.destroy()
 
 
 def _has(flag: str) -> bool:

@@ -31,13 +31,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of a layer's experts a rank holds.
+    """Which of a layer's experts a rank holds: `num_local` from the global ID `first`.
 
-    Attributes:
-        num_local: e, whole experts or shards.
-        first: global ID of the first of them.
-        slices: s, the number of ranks that share an expert's hidden dimension.
-        index: of this rank's shard.
+    If s = `slices` ranks share an expert's hidden dimension, this rank holds shard `index`.
     """
 
     num_local: int
@@ -55,13 +51,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The expert group's ranks by node: rank n * L + l is local index l of node n.
+    """The expert group's ranks by node: rank n * L + l is local index l of N nodes of L ranks.
 
-    Attributes:
-        nodes: N.
-        local: L, ranks of each node.
-        node_group: this rank's node, L ranks.
-        rail_group: the ranks of this local index, one in each node.
+    node_group is this rank's node, rail_group the ranks of this local index, one in each node.
     """
 
     nodes: int
@@ -155,10 +147,7 @@ def share_sizes(
 ) -> tuple[int, ...]:
     """Return the sizes s / r > 1 of groups that may gather an expert's shards.
 
-    Args:
-        size: P.
-        expert_counts: experts of every layer.
-        degree_of: the r of a layer with s shards; None for any divisor of s.
+    degree_of(s) is the r of a layer with s shards; None for any divisor of s.
     """
     sizes: set[int] = set()
     for slices in {size // n for n in expert_counts if size > n}:
@@ -305,8 +294,7 @@ def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
     """Attach its sharding to a parameter, and to fairseq's fp32 copy of it."""
-    # fairseq copies only this attribute with its value. It reads it in its composite optimizer, which is
-    # refused for experts on several ranks.
+    # fairseq copies only this attribute. Its composite optimizer reads it, but is refused for experts.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 
