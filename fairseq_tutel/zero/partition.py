@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.comm.gradients import gradient_divisor, is_expert
 from fairseq_tutel.planning.memory import partition_length
 from fairseq_tutel.ranks.groups import Topology
 
@@ -27,13 +27,9 @@ BUCKET_RANKS, MOST_TIMES = 64, 8
 
 @dataclass(frozen=True)
 class Share:
-    """The group of ranks among which a parameter's state is sharded.
+    """The group of G = `size` ranks among which a parameter's state is sharded; None is all ranks.
 
-    Attributes:
-        size: G; 1 if every rank has the whole state.
-        index: of this rank in the group.
-        group: None for all ranks.
-        divisor: of the sum of gradients.
+    `index` is this rank's in the group, `divisor` that of the sum of gradients.
     """
 
     size: int = 1
@@ -45,7 +41,7 @@ class Share:
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
     """Return a parameter's group: the replicas of an expert, all ranks for others."""
     world = topology.world_size
-    divisor = world**0.5 if getattr(parameter, "root_scaled", False) else world
+    divisor = gradient_divisor(parameter, world)
     if is_expert(parameter):
         index = topology.rank // topology.expert_parallel_size
         return Share(topology.num_replicas, index, topology.replica_group, divisor)
@@ -80,10 +76,6 @@ class Partition:
             own = own.to("cpu" if offload else own.device, wide, copy=True)
         self.own = nn.Parameter(own)
 
-    def put_at(self, start: int) -> None:
-        """Set the position in the bucket."""
-        self.start = start
-
     @property
     def is_padded(self) -> bool:
         """Whether the partition is larger than the parameter."""
@@ -93,17 +85,15 @@ class Partition:
 class Bucket:
     """Partitions that share collectives.
 
-    Attributes:
-        share: their common one.
-        gradient: [M], this rank's reduced gradients in the parameters' dtype; None before reduction, and if
-            G is 1, where parameters keep their gradients.
+    `gradient` [M] has this rank's reduced gradients in the parameters' dtype. It is None before reduction,
+    and if G is 1, where parameters keep their gradients.
     """
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.partitions, self.share = list(partitions), partitions[0].share
         self.length = 0
         for partition in self.partitions:
-            partition.put_at(self.length)
+            partition.start = self.length
             self.length += partition.length
         self.gradient: Tensor | None = None
 
@@ -130,10 +120,6 @@ class Bucket:
                 for row, run in _rows(partition, stacked, grad.reshape(-1)):
                     row.copy_(run)
         return stacked.view(-1)
-
-    def set_gradient(self, gradient: Tensor) -> None:
-        """Set this rank's reduced gradients [M]."""
-        self.gradient = gradient
 
     def gradients(self) -> list[Tensor | None]:
         """Return this rank's gradient of every partition, flat, in the parameters' dtype."""
@@ -182,19 +168,10 @@ def partitions_of(
     offload: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[Partition], list[Bucket]]:
-    """Partition parameters.
+    """Return partitions in the order of the parameters, and buckets in the likely order of a backward pass.
 
-    Args:
-        parameters: in the same order on all ranks.
-        topology: of this rank.
-        cut: False keeps all whole, for offload only.
-        offload: keep this rank's elements in host memory.
-        bucket_bytes: approximate size of a bucket in a group of at most BUCKET_RANKS; larger parameters
-            have their own.
-
-    Returns:
-        The partitions in the order of the parameters, and the buckets in the order in which a backward pass
-        probably completes them.
+    Without `cut` all parameters stay whole, for `offload` to host memory. A bucket has about `bucket_bytes`
+    in a group of at most BUCKET_RANKS; larger parameters have their own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

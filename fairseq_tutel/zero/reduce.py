@@ -16,7 +16,7 @@ from fairseq_tutel.comm.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from fairseq_tutel.comm.gradients import square_norm
+from fairseq_tutel.comm.gradients import divide_gradients, square_norm
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.partition import Bucket, Partition
 
@@ -28,12 +28,11 @@ def reduce_gradients(bucket: Bucket) -> Started:
     # Divide before the sum, as data parallel does: scaled fp16 gradients must not overflow.
     stacked.div_(share.divisor)
     reduced = stacked.new_empty(bucket.length)
-    what = "the reduce-scatter of gradients"
-    started = start_reduce_scatter(reduced, stacked, what, share.group)
+    started = start_reduce_scatter(reduced, stacked, "the reduce-scatter of gradients", share.group)
 
     def arrived() -> None:
         former = bucket.gradient
-        bucket.set_gradient(reduced if former is None else former.add_(reduced))
+        bucket.gradient = reduced if former is None else former.add_(reduced)
 
     return started.then(arrived)
 
@@ -77,11 +76,6 @@ class GradientReducer:
     During a backward pass (`eager`) a bucket is sent when all its gradients exist and all earlier buckets
     are sent, so that all ranks call the same collectives, even if some do not use all parameters. Results
     are awaited at the end of the backward pass: another rank may send its buckets only then.
-
-    Args:
-        buckets: with G >= 1.
-        world_size: W.
-        eager: reduce during each backward pass (stage 2).
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
@@ -103,11 +97,7 @@ class GradientReducer:
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record that a parameter of bucket `number` has its gradient; send complete buckets.
-
-        Raises:
-            RuntimeError: its bucket was sent before.
-        """
+        """Record that a parameter of bucket `number` has its gradient; send complete buckets."""
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} gets its gradient in several parts, as one "
@@ -115,7 +105,9 @@ class GradientReducer:
                 "optimizer; give --moe-zero-stage 1."
             )
         self.here[number].add(id(parameter))
-        while self.sent < len(self.shared) and self._is_complete(self.sent):
+        while self.sent < len(self.shared):
+            if len(self.here[self.sent]) < len(self.shared[self.sent].partitions):
+                break
             self._send()
 
     def finish_backward(self) -> None:
@@ -143,10 +135,7 @@ class GradientReducer:
             self._finish(self.pending)
         if self.world_size > 1:
             for bucket in self.alone:
-                _divide(bucket)
-
-    def _is_complete(self, number: int) -> bool:
-        return len(self.here[number]) == len(self.shared[number].partitions)
+                divide_gradients((p.parameter for p in bucket.partitions), bucket.share.divisor)
 
     def _send(self) -> None:
         self._finish([each for each in self.pending if each.is_done()])
@@ -160,10 +149,7 @@ class GradientReducer:
 
 
 def partitioned_grad_norm(buckets: Sequence[Bucket], topology: Topology) -> Tensor:
-    """Return the L2 norm of all ranks' reduced gradients, with the same bits on all ranks. Collective.
-
-    A NaN or infinity on one rank reaches all.
-    """
+    """Return the L2 norm of all ranks' reduced gradients, the same bits on all ranks. Collective."""
     grads: list[Tensor | None] = []
     for bucket in buckets:
         grads += bucket.gradients() if bucket.gradient is None else [bucket.gradient]
@@ -171,14 +157,6 @@ def partitioned_grad_norm(buckets: Sequence[Bucket], topology: Topology) -> Tens
     if topology.world_size > 1:
         all_reduce(square, "the all-reduce of the gradient norm")
     return square.sqrt()
-
-
-def _divide(bucket: Bucket) -> None:
-    for partition in bucket.partitions:
-        parameter = partition.parameter
-        if parameter.grad is None:
-            parameter.grad = parameter.new_zeros(parameter.shape)
-        parameter.grad.div_(bucket.share.divisor)
 
 
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:

@@ -26,11 +26,9 @@ MASTER = "fp32_master"
 
 
 class ZeroState:
-    """The partitions of a model's parameters, and their updates.
+    """The partitions of a model's parameters, in the same order on all ranks, and their updates.
 
     Args:
-        parameters: of the model, in the same order on all ranks.
-        topology: of this rank.
         stage: 0: whole on every rank, and gradients are reduced elsewhere; 1: sharded, gradients are
             reduced after the last backward pass; 2: they are reduced during every backward pass.
         offload: keep this rank's elements, and the optimizer's moments, in host memory.
@@ -96,10 +94,7 @@ class ZeroState:
         """Update this rank's elements bucket by bucket, and gather the weights on all ranks. Collective.
 
         Only one bucket's gradients are fp32 at a time. Its weights are sent while the next one is updated.
-
-        Args:
-            optimizer: of `parameters`; elementwise.
-            update: calls its `step` for the parameters of one bucket.
+        `optimizer` is elementwise; `update` calls its `step`.
         """
         groups = optimizer.param_groups
         # Values in groups (a step, the last rate) must change once per update, not per bucket.
@@ -172,7 +167,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         return grad.to(dtype).mul_(factor)
 
     if bucket.gradient is not None:
-        bucket.set_gradient(widened(bucket.gradient))
+        bucket.gradient = widened(bucket.gradient)
         grads = bucket.gradients()
     else:
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]

@@ -81,7 +81,7 @@ def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
     missing, agent, seconds, sentence, monkeypatch
 ):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
-    monkeypatch.setattr(guard, "_timeout", [])
+    monkeypatch.setattr(guard, "_timeout", None)
     monkeypatch.setattr(guard, "_check_health", lambda *_: missing)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
