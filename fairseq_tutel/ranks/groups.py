@@ -187,7 +187,7 @@ def make_topology(
         CommunicationError: a rank did not arrive.
     """
     count, whole = world.size(), dist.group.WORLD
-    if count > 1:
+    if whole is not None and count > 1:
         _agree(whole, tuple(expert_counts), requested, ranks_per_node)
     size = expert_parallel_size(count, expert_counts, requested)
     if whole is None:
