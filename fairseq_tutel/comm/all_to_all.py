@@ -2,10 +2,9 @@
 
 R rows, D model_dim, P ranks of the group, which may be N nodes of L: rank = n * L + l.
 
-The hierarchical all-to-all (2DH) sends within nodes first and then between them, so that few messages cross
-nodes. Rank (n, l) first sends its rows for (n', l') to its neighbour (n, l'), together with all rows of the
-node for local index l'. From there they go to node n' in one message. A rank sends N - 1 messages to other
-nodes instead of P - L, each L times as large. The result is bit-identical to the linear all-to-all.
+The hierarchical all-to-all (2DH) sends within nodes first, so that few messages cross nodes. Rank (n, l)
+sends its rows for (n', l') to its neighbour (n, l'), from where they go to node n' with those of the whole
+node. That is N - 1 messages to other nodes instead of P - L, each L times as large; the result is the same.
 Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 

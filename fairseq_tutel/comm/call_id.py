@@ -6,7 +6,7 @@ P ranks, X counts for each.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +20,8 @@ _LAYER_BIT, _TRAINING_BIT = 40, 39  # the bits below: the number of calls
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _Layer(NamedTuple):
-    name: str
-    num_local: int
-
-
 # The layers of a group in the order in which they were built, the same on every rank.
-_layers: WeakKeyDictionary[dist.ProcessGroup, list[_Layer]] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDictionary()
 
 
 def _untraced(function: Function) -> Function:
@@ -42,9 +37,10 @@ class CallCounter:
     """Counts the calls of a layer. Every rank of its group builds the same layers in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
-        layers = _layers.setdefault(group, [])
-        self.group, self.layer, self.count = group, len(layers), 0
-        layers.append(_Layer(name or f"layer {self.layer}", num_local))
+        self.layers = _layers.setdefault(group, [])
+        self.index, self.count = len(self.layers), 0
+        self.name, self.num_local = name or f"layer {self.index}", num_local
+        self.layers.append(self)
 
 
 @dataclass(frozen=True)
@@ -56,19 +52,18 @@ class CallId:
 
     @_untraced
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
-        """Return the counts with the ID before them, [P, 1 + X] or wider. Once a call.
+        """Return the counts with the ID before them, as wide as those of the layer with the most experts.
 
-        The width is that of the layer with the most experts: an exchange of unequal sizes would end with an
-        unclear error of the backend, or never.
+        Called once a call. An exchange of unequal sizes would end with an unclear error, or never.
         """
         counter = self.counter
         if counter is None:
             return torch.constant_pad_nd(counts_PX, (1, 0), 0)
         mode_and_count = self.training << _TRAINING_BIT | counter.count
         counter.count += 1
-        widest = max(layer.num_local for layer in _layers[counter.group])
+        widest = max(layer.num_local for layer in counter.layers)
         missing = max(0, widest - counts_PX.shape[1])
-        return torch.constant_pad_nd(counts_PX, (1, missing), counter.layer << _LAYER_BIT | mode_and_count)
+        return torch.constant_pad_nd(counts_PX, (1, missing), counter.index << _LAYER_BIT | mode_and_count)
 
 
 NO_CALL_ID = CallId()
@@ -106,14 +101,8 @@ def _call(number: int, group: dist.ProcessGroup) -> str:
     return f"call {count + 1} of {name}, for {mode}"
 
 
-class _Pending(NamedTuple):
-    call_ids_P: Tensor
-    arrived: Any
-    operation: str
-    group: dist.ProcessGroup
-
-
-_pending: list[_Pending] = []
+# The event of a copy to the host, and the arguments of its comparison.
+_pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 
 @_untraced
@@ -122,10 +111,10 @@ def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) 
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return
-    for earlier in _pending:
-        earlier.arrived.synchronize()
-        compare(earlier.call_ids_P, earlier.operation, earlier.group)
+    for copied, *earlier in _pending:
+        copied.synchronize()
+        compare(*earlier)
     host_P = call_ids_P.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    _pending[:] = [_Pending(host_P, arrived, operation, group)]
+    copied = torch.cuda.Event()
+    copied.record()
+    _pending[:] = [(copied, host_P, operation, group)]

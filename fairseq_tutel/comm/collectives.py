@@ -22,21 +22,11 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Work(Protocol):
-    """A collective that has started."""
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return without waiting for another rank."""
-
-    def wait(self) -> Any:
-        """Wait for it; on a GPU the stream waits."""
-
-
 class Program(Protocol):
     """A collective of a backend, for any sizes."""
 
-    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Work:
-        """Start it from `own` to `out`, another tensor, both contiguous.
+    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Any:
+        """Start it from `own` to `out`, another tensor, both contiguous; return its `dist.Work`.
 
         `sizes` are the elements of a shard, or the rows of an all_to_all by source and destination.
         """
@@ -79,7 +69,7 @@ def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Progr
 class Started:
     """A collective that has started, and a function to call on its result."""
 
-    def __init__(self, work: Work, operation: str, group: Group) -> None:
+    def __init__(self, work: Any, operation: str, group: Group) -> None:
         self.work, self.operation, self.group = work, operation, group
         self.arrived: Callable[[], Any] = lambda: None
 
@@ -146,7 +136,7 @@ def start_reduce_scatter(
     with guarded(operation, group):
         program = _chosen("reduce_scatter", whole, operation, group)
         if program is not None:
-            work: Work = program.start(whole, own, own.numel())
+            work = program.start(whole, own, own.numel())
         elif as_list:
             parts = list(whole.view(dist.get_world_size(group), own.numel()))
             work = dist.reduce_scatter(own, parts, group=group, async_op=True)
@@ -187,11 +177,7 @@ def all_to_all_by(
     group: dist.ProcessGroup,
     sizes_GG: tuple[tuple[int, ...], ...],
 ) -> Tensor:
-    """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination.
-
-    Raises:
-        ValueError: the backend has no such program.
-    """
+    """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination."""
     program = _backend.named(name, rows, group) if _backend else None
     if program is None:
         raise ValueError(

@@ -1,16 +1,13 @@
 """Exchange: send rows to the ranks that own their experts, run the experts, and send the outputs back.
 
-R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. `expert_fn(rows, groups)`
-is a callable, so this file depends on no expert class.
-
-Rows may be sent in chunks, in parallel to the experts' computation. The forward of three chunks
-(d: dispatch, x: experts, c: combine):
+R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. Rows may be sent in
+chunks, in parallel to the experts. The forward of three chunks (d: dispatch, x: experts, c: combine):
 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward is the reverse, since autograd runs the last node first: all gradients of the combine are under
-way before the first expert needs one. Source: Tutel (Hwang et al. 2023), section 3.3.
+The backward is the reverse, since autograd runs the last node first. Source: Tutel (Hwang et al. 2023),
+section 3.3.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,26 +49,17 @@ ExpertFn = Callable[[Tensor, Groups], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """How a layer exchanges rows.
-
-    Attributes:
-        grid: the nodes of the group, which 2dh needs.
-        strategy: its adaptive_r is at least 1.
-        slices: s, ranks of one expert.
-        padded: every expert has the same number of rows on every rank.
-        backend: of the kernels that regroup rows; see `kernels.backend_for`.
-        name: of the layer, for errors.
-    """
+    """How a layer exchanges rows."""
 
     group: dist.ProcessGroup
-    grid: Grid | None = None
-    strategy: Strategy = field(default_factory=Strategy)
-    slices: int = 1
-    padded: bool = False
+    grid: Grid | None = None  # for 2dh
+    strategy: Strategy = field(default_factory=Strategy)  # with an adaptive_r of at least 1
+    slices: int = 1  # s, ranks of one expert
+    padded: bool = False  # every expert has the same number of rows on every rank
     transfer_dtype: str = "same"
-    backend: str = "auto"
+    backend: str = "auto"  # of kernels
     timer: ExchangeTimer | None = None
-    name: str = ""
+    name: str = ""  # of the layer, for errors
 
     @property
     def operation(self) -> str:
@@ -111,15 +99,9 @@ def exchange_rows(
 ) -> Tensor:
     """Agree on row counts, dispatch rows, apply `expert_fn` to expert-major rows, and combine. Collective.
 
-    Args:
-        rows_RD: [R, D] expert-major rows: compact with an unused tail, or E * C padded ones.
-        counts_E: [E] int64, kept rows of each expert.
-        options: see `ExchangeOptions`.
-        expert_fn: maps rows of the local experts, expert-major.
-        call_id: sent with the counts and compared; unused if padded.
-
-    Returns:
-        [R', D] in the order of the input; compact rows without their unused tail.
+    The rows [R, D] are expert-major: compact with an unused tail, which the result lacks, or E * C padded
+    ones. `counts_E` int64 has the kept rows of each expert. The call ID is sent with the counts and
+    compared, unless padded.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -153,10 +135,7 @@ def exchange_rows(
 
 
 def overlapped(chunks: Sequence[Chunk], blocks_BC: Tensor, rows_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
-    """Exchange rows in chunks, in parallel to `expert_fn`.
-
-    blocks_BC: [blocks, chunks] int64, rows of every block in every chunk.
-    """
+    """Exchange rows in chunks, in parallel to `expert_fn`; blocks_BC has a block's rows in each chunk."""
     to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
     parts = permute(rows_RD, to_chunk, to_block).split([chunk.num_leaving for chunk in chunks])
     leaving = [

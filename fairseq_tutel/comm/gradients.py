@@ -4,9 +4,8 @@ After backward, an expert's gradient is the sum over the tokens of its expert gr
 parameter's is averaged over the W ranks. Summing the replicas and dividing by W gives both the same scale.
 
 torch.distributed reduces one parameter at a time: the order of gloo's sum depends on an element's position
-in the tensor. A collective plan reduces buckets of parameters. Nothing is reduced during backward: the last
-backward of an update is not known in advance, and with NCCL, row exchanges at the same time would change
-the order of sums by rank.
+in the tensor. A collective plan reduces buckets. Nothing is reduced during backward: an update's last one
+is not known in advance, and with NCCL, simultaneous row exchanges would change the order of sums.
 """
 
 from collections.abc import Iterable, Sequence
@@ -127,8 +126,7 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
     """Set an expert gradient to infinity on all ranks if any rank has an infinity or NaN. Collective.
 
-    torch's GradScaler skips an update and lowers its scale by the gradients of its rank. Dense gradients
-    are the same on all ranks, but each rank has the gradients of its own experts alone.
+    torch's GradScaler skips an update by the gradients of its rank, which has those of its experts alone.
     """
     grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
     if not grads:  # a criterion's parameters, for example; the same on all ranks

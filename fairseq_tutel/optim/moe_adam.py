@@ -1,8 +1,4 @@
-"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters and optional fp16 moments.
-
-An MoE model has E times the expert parameters of a dense one for the same FLOPs, so that a Python loop of
-eight passes per tensor, and two fp32 moments, cost relatively more.
-"""
+"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters and optional fp16 moments."""
 
 import math
 from collections import defaultdict

@@ -234,11 +234,10 @@ class MoEOptimizerMixin:
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
-        for index, partition in enumerate(self.zero.partitions if self.zero else ()):
-            if partition.share.size == 1:
-                whole = self.zero.whole_state(index, state.get(index, {}))
-                if whole:
-                    state[index] = whole
+        if self.zero is not None:
+            for index, partition in enumerate(self.zero.partitions):
+                if partition.share.size == 1 and (index in state or partition.is_master):
+                    state[index] = self.zero.whole_state(index, state.get(index, {}))
         for index, tensors in (self._gathered_state or {}).items():
             state[index] = {**state.get(index, {}), **tensors}
         if self.is_apart and self._gathered_state is None:

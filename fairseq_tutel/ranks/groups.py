@@ -2,7 +2,7 @@
 
 W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks exchange tokens (an EP
 group). Ranks equal modulo P hold the same experts (EP replicas). Where P exceeds a layer's E, s = P / E
-consecutive ranks hold one shard each of an expert. No other module creates groups.
+consecutive ranks hold one shard each of an expert.
 """
 
 import functools
@@ -64,10 +64,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's groups. A group of this rank alone is None.
-
-    `share_groups` has, by size, the groups of consecutive ranks that gather shards of an expert.
-    """
+    """One rank's groups, None for this rank alone; `share_groups`, by size, gather shards of an expert."""
 
     world_size: int = 1
     rank: int = 0
@@ -172,8 +169,7 @@ def make_topology(
 ) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
-    Collective: every rank must call it with the same arguments, which are compared the first time. Without
-    torch.distributed: one rank.
+    Collective: every rank must call it with the same arguments, which are compared the first time.
 
     Args:
         expert_counts: experts of every layer.

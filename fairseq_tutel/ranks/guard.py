@@ -234,11 +234,8 @@ def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> 
     """Answer, wait, and return missing ranks.
 
     The first rank checks all and publishes missing ones, which the others check again: W ranks must not
-    request W keys each. If the first rank ends before it publishes, a second one checks. A failed job does
-    not continue, so that one set of keys suffices.
-
-    Raises:
-        DistStoreError: no rank published.
+    request W keys each. If it ends before that, a second one checks. If that ends, too, this raises a
+    DistStoreError. A failed job does not continue, so that one set of keys suffices.
     """
     deadline, answers = time.monotonic() + seconds, f"{PRESENT}/of/{hash(tuple(ranks))}"
     store.set(f"{PRESENT}/{rank}", "here")

@@ -149,7 +149,11 @@ class TutelMoELayer(nn.Module):
         if weight is not None and not torch.is_autocast_enabled(input.device.type):
             x_TD = x_TD.to(weight.dtype)
         if self.tutel_capacity:
-            call["capacity_factor"] = self._capacity(x_TD, inequivalent_tokens, strategy.overlap, **call)
+            num_tokens = len(x_TD)
+            if inequivalent_tokens and self.topology.world_size > 1:
+                num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
+            multiple = self.sharded_count * strategy.overlap
+            call["capacity_factor"] = self._capacity(num_tokens, multiple, **call)
         kept = self.moe.strategy
         self.moe.follow(strategy)
         try:
@@ -206,25 +210,16 @@ class TutelMoELayer(nn.Module):
 
     def _capacity(
         self,
-        x_TD: Tensor,
-        together: bool,
-        overlap: int,
+        num_tokens: int,
+        multiple: int,
         gate_index: int,
         capacity_factor: float | None,
         top_k: int | None,
     ) -> Capacity:
-        """Return Tutel's capacity of a call, by the largest number of tokens of a rank if `together`."""
         _, config, _ = self.moe.gate_at(gate_index)
-        num_tokens = len(x_TD)
-        if together and self.topology.world_size > 1:
-            num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
-        return arguments.tutel_capacity(
-            config.capacity_factor if capacity_factor is None else capacity_factor,
-            config.top_k if top_k is None else top_k,
-            self.num_global_experts,
-            num_tokens,
-            self.sharded_count * overlap,
-        )
+        factor = config.capacity_factor if capacity_factor is None else capacity_factor
+        top_k = config.top_k if top_k is None else top_k
+        return arguments.tutel_capacity(factor, top_k, self.num_global_experts, num_tokens, multiple)
 
     a2a_ffn_overlap_degree = _part_of_strategy(
         "overlap", "The number of chunks of an overlapped exchange; can be set."
