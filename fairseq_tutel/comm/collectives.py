@@ -171,11 +171,7 @@ def all_to_all(
 
 
 def all_to_all_by(
-    name: str,
-    rows: Tensor,
-    operation: str,
-    group: dist.ProcessGroup,
-    sizes_GG: tuple[tuple[int, ...], ...],
+    name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
 ) -> Tensor:
     """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination."""
     program = _backend.named(name, rows, group) if _backend else None

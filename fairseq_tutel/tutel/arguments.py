@@ -18,14 +18,7 @@ from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
 from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.slots import Capacity
-from fairseq_tutel.options.option import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    CAPACITY,
-    NOT_NEGATIVE,
-    Rule,
-    is_whole,
-)
+from fairseq_tutel.options.option import AT_LEAST_0, AT_LEAST_1, CAPACITY, NOT_NEGATIVE, Rule, is_whole
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks import world
 

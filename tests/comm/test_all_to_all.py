@@ -1,9 +1,4 @@
-"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes.
-
-Covered: dispatch and combine, and their backward, for splits of 4, 6 and 8 ranks into whole nodes,
-and of two expert groups among 8 ranks (long); ranks without rows; even blocks, without maps;
-fp32, fp16, bf16, integers; messages across nodes by count; no grid unless experts are on several nodes.
-"""
+"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes."""
 
 import pytest
 import torch

@@ -1,9 +1,4 @@
-"""Work beside the computation, on a GPU's stream and in a thread.
-
-Covered: the order of a start and its result, on streams that only write down what they are told; one
-stream a device; memory is kept for every stream that reads it. A process that fails in the middle of an
-exchange in chunks ends by its error, not by a signal.
-"""
+"""Work beside the computation, on a GPU's stream and in a thread."""
 
 import contextlib
 import os

@@ -1,9 +1,4 @@
-"""Every tensor that a collective is given lies where the parameters are: NCCL sees no host memory.
-
-Covered: gradients of experts reduced, their norm and an overflow spread, with and without a gradient here;
-balance biases; ZeRO's gradients, norm, and state that is kept in host memory; experts gathered everywhere.
-Parameters are on the meta device and collectives are stand-ins that refuse all that is not.
-"""
+"""Every tensor that a collective is given lies where the parameters are: NCCL sees no host memory."""
 
 from types import SimpleNamespace
 

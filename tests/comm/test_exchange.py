@@ -1,9 +1,4 @@
-"""The exchange across ranks equals one rank that holds every expert.
-
-Covered: ragged and padded, P = W and P < W (replicas), uneven tokens per rank, a rank without tokens, a
-rank of padding only, everybody on one expert, drops, bf16, glu; outputs and every gradient; the timer;
-regroup maps against brute force; the agreed capacity; experts gathered everywhere.
-"""
+"""The exchange across ranks equals one rank that holds every expert."""
 
 import dataclasses
 import itertools

@@ -1,11 +1,4 @@
-"""Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts.
-
-Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow transfer dtypes and their
-    error, for
-every way that rows go; the order of what is started and awaited, forward and backward; an error in the
-communication thread is raised where it is waited for, and one of an expert on one rank ends all others;
-bytes and messages by formula, of rows, of their copies and of gathered weights.
-"""
+"""Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts."""
 
 import dataclasses
 import threading
@@ -125,9 +118,7 @@ class Diary(AllToAll):
 def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
     lines = []
     monkeypatch.setattr(
-        background,
-        "start",
-        lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines),
+        background, "start", lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines)
     )
     x = torch.randn(4, 2, requires_grad=True)
     arriving_PE = torch.full((1, 1), 2)

@@ -1,10 +1,4 @@
-"""How rows travel and experts are shared is the task's affair: every way trains the same model.
-
-Covered: on four ranks slices of experts with every r, two nodes, chunks, padded buffers, a tuner that
-changes the way from update to update until it has tried all, its dictionary and its resume; narrow wires,
-which err by their digits; bf16 with fp32 masters of slices; checkpoints between slices, whole experts and
-one rank; options that have nothing to do; refusals.
-"""
+"""How rows travel and experts are shared is the task's affair: every way trains the same model."""
 
 import dataclasses
 import json

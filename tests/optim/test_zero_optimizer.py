@@ -1,9 +1,4 @@
-"""Optimizers of shards in fairseq's wrappers, on one rank: the update, the state and the refusals.
-
-Covered: every elementwise optimizer that needs no other package, against itself on whole parameters; fp16
-with a loss scale and bf16 against fairseq's FP16Optimizer, its state read by each other; an overflow; the
-bytes that fairseq's own wrapper takes; options that do not go together.
-"""
+"""Optimizers of shards in fairseq's wrappers, on one rank: the update, the state and the refusals."""
 
 import argparse
 import copy
@@ -116,8 +111,7 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
         assert type(optimizer).__name__ == "FP16Optimizer"  # which the Trainer compares
         norms = [update(optimizer, parameters, number) for number in range(4)]
         other = FP16Optimizer.build_optimizer(
-            root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}),
-            parameters,
+            root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
         )
         inner = getattr(optimizer, "fp32_optimizer", None) or optimizer.wrapped_optimizer
         if not offload:

@@ -1,9 +1,4 @@
-"""`fairseq_tutel.moe_layer`, except its numbers: construction and the arguments of one call.
-
-Covered: counts, seeds, hooks; keywords of a call, and that none is sticky; attributes, which are; capacity
-where it is not Tutel's, and where it is; no tokens, dtypes, where the loss hangs; what has no
-effect.
-"""
+"""`fairseq_tutel.moe_layer`, except its numbers: construction and the arguments of one call."""
 
 import gc
 import logging
@@ -16,19 +11,7 @@ import pytest
 import torch
 from compare import close
 from torch import nn
-from tutel_case import (
-    FFN,
-    TOP,
-    D,
-    E,
-    H,
-    OwnGate,
-    T,
-    build,
-    custom,
-    equals_loop,
-    tokens,
-)
+from tutel_case import FFN, TOP, D, E, H, OwnGate, T, build, custom, equals_loop, tokens
 
 import fairseq_tutel as ft
 from fairseq_tutel.moe.layer import MoELayer

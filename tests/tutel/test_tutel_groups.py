@@ -1,9 +1,4 @@
-"""`fairseq_tutel.moe_layer` in process groups: outputs and gradients of one process with all experts.
-
-Covered: a group of 2 in 4 ranks, which exchanges tokens within itself alone; uneven tokens, none, and
-experts that get none; ffn, another output dimension, custom modules; one expert over several ranks, in
-all ranks and in a group, with a seed that differs by rank.
-"""
+"""`fairseq_tutel.moe_layer` in process groups: outputs and gradients of one process with all experts."""
 
 import functools
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""Programs as Tutel's users write them, on `fairseq_tutel.moe_layer`, on one rank and on two.
-
-Covered: its example's loop, which reduces all but `skip_allreduce`; an optimizer that knows experts by
-`_tutel_expert`, against one process; a file of each rank by {rank}-of-{size}, whose training goes on, and
-what is not this rank's file; custom experts that cut themselves by `sharded_count`; Tutel's capacity.
-"""
+"""Programs as Tutel's users write them, on `fairseq_tutel.moe_layer`, on one rank and on two."""
 
 import copy
 import functools
@@ -147,11 +142,7 @@ def test_the_example_run_twice_goes_on_where_it_stopped(ranks, tmp_path, kind):
     pattern = str(tmp_path / "{rank}-of-{size}.ckpt")
     ranks(2).run(twice, kind, pattern)
     twice(kind, pattern)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "0-of-1.ckpt",
-        "0-of-2.ckpt",
-        "1-of-2.ckpt",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-1.ckpt", "0-of-2.ckpt", "1-of-2.ckpt"]
 
 
 def refused(kind: str, pattern: str, path: str) -> str:
@@ -173,10 +164,7 @@ def refused(kind: str, pattern: str, path: str) -> str:
     ("kind", "held"),
     [
         ("ffn", ("experts 0 to 1 of 4", "experts 2 to 3 of 4")),
-        (
-            "one expert on all ranks",
-            ("expert 0 of 1 in slice 0 of 2", "expert 0 of 1 in slice 1 of 2"),
-        ),
+        ("one expert on all ranks", ("expert 0 of 1 in slice 0 of 2", "expert 0 of 1 in slice 1 of 2")),
     ],
 )
 def test_another_ranks_file_is_refused(ranks, tmp_path, kind, held):
@@ -318,8 +306,5 @@ def kept_rows(together: bool, per_device: int) -> int:
 def test_tutels_capacity_goes_by_the_ranks(ranks):
     assert ranks(2).run(kept_rows, False, 1) == [2, 1]  # int(0.5 * 10 / 2), and of 4 tokens
     assert ranks(2).run(kept_rows, True, 1) == [2, 2]
-    assert ranks(2).run(kept_rows, False, -2) == [
-        6,
-        2,
-    ]  # one expert: 5 and 2, up to a multiple of 2
+    assert ranks(2).run(kept_rows, False, -2) == [6, 2]  # one expert: 5 and 2, up to a multiple of 2
     assert ranks(2).run(kept_rows, True, -2) == [6, 4]
