@@ -111,9 +111,9 @@ def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) 
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return
-    for copied, *earlier in _pending:
+    for copied, earlier_P, what, of in _pending:
         copied.synchronize()
-        compare(*earlier)
+        compare(earlier_P, what, of)
     host_P = call_ids_P.to("cpu", non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()

@@ -149,7 +149,7 @@ def test_the_deprecated_string_form(caplog):
         ({"activation_fn": lambda x: F.gelu(x) ** 2}, lambda x: F.gelu(x) ** 2),
         ({"activation_fn": F.relu_}, F.relu),
         ({"activation_fn_with_self": lambda x, own: torch.tanh(x) * own.num_local}, lambda x: 4 * x.tanh()),
-        ({"has_fc1_bias": False}, F.relu),
+        ({"has_fc1_bias": 0}, F.relu),
         ({"has_fc2_bias": False}, F.relu),
         ({"has_fc1_bias": False, "has_fc2_bias": False}, F.relu),
         ({"output_dim": 3}, F.relu),

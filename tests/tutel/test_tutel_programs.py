@@ -1,7 +1,7 @@
 """Programs as Tutel's users write them, on `fairseq_tutel.moe_layer`, on one rank and on two."""
 
+import contextlib
 import copy
-import functools
 import logging
 
 import pytest
@@ -9,23 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from tutel_case import OwnExperts, alone
 
 import fairseq_tutel as ft
 
 D, BATCH, TIME = 6, 4, 5
-
-
-class OwnExperts(nn.Module):
-    """Cuts its matrix by `sharded_count`, as Tutel's example of sharded custom experts does."""
-
-    def __init__(self, model_dim, num_experts_per_device, sharded_count):
-        super().__init__()
-        self.sharded_count = sharded_count
-        self.W = nn.Parameter(torch.randn(num_experts_per_device, model_dim, model_dim // sharded_count))
-
-    def forward(self, x, ctx):
-        assert self.sharded_count == ctx.sharded_count == 1, "to be gathered by the module itself"
-        return torch.tanh(x @ self.W)
 
 
 class OlderExperts(OwnExperts):
@@ -47,11 +35,6 @@ KINDS = {
 
 def world_and_rank() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
-@functools.cache  # groups outlive a test, as the ranks do
-def alone():
-    return [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
 
 
 class Example(nn.Module):
@@ -194,6 +177,17 @@ def test_each_rank_takes_its_part_of_a_file_that_one_process_saved(ranks, tmp_pa
     assert torch.equal(torch.cat(parts), one.model.moe.experts.fc1_weight)
 
 
+@contextlib.contextmanager
+def logged():
+    """Yield the list of messages that are logged in the context."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("fairseq_tutel").addHandler(handler)
+    yield records
+    logging.getLogger("fairseq_tutel").removeHandler(handler)
+
+
 def other_forms(kind: str) -> list[str]:
     """Load a part that does not name its experts, and all experts; return what was logged."""
     program = Program(kind)
@@ -203,17 +197,13 @@ def other_forms(kind: str) -> list[str]:
     dist.all_gather_object(parts, dict(state))
     experts = [name for name in state if ".experts." in name]
     whole = {**state, **{name: torch.cat([part[name] for part in parts]) for name in experts}}
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("fairseq_tutel").addHandler(handler)
-    for form in (dict(state), whole):
-        with torch.no_grad():
-            for p in program.model.parameters():
-                p.zero_()
-        program.model.load_state_dict(form)
-        assert all(map(torch.equal, expected, program.model.parameters()))
-    logging.getLogger("fairseq_tutel").removeHandler(handler)
+    with logged() as records:
+        for form in (dict(state), whole):
+            with torch.no_grad():
+                for p in program.model.parameters():
+                    p.zero_()
+            program.model.load_state_dict(form)
+            assert all(map(torch.equal, expected, program.model.parameters()))
     return records
 
 
@@ -277,12 +267,8 @@ def test_an_optimizer_that_knows_experts_by_tutels_mark_trains_as_one_process(ra
 
 
 def assignments(kind: str, per_device: float) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("fairseq_tutel").addHandler(handler)
-    Example({**KINDS[kind], "num_experts_per_device": per_device}, 0)
-    logging.getLogger("fairseq_tutel").removeHandler(handler)
+    with logged() as records:
+        Example({**KINDS[kind], "num_experts_per_device": per_device}, 0)
     return records
 
 
