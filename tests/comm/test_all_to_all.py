@@ -75,39 +75,6 @@ def test_an_exchange_of_even_blocks_is_the_linear_one_without_maps(ranks, world,
         assert all(torch.equal(*pair) for pair in zip(linear, hierarchical_, strict=True))
 
 
-def messages(parallel, local):
-    """Count the messages that this rank sends to other nodes, by the splits of every collective."""
-    rank = dist.get_rank()
-    topology = make_topology([parallel], parallel, local)
-    ones = torch.ones(parallel, 1, dtype=torch.int64)
-    exchanges = [rows_exchange for _, rows_exchange in both_exchanges(ones, topology)]
-    sent = []
-    original = dist.all_to_all_single
-
-    def counting(out, rows, receive, send, group):
-        members = dist.get_process_group_ranks(group)
-        pairs = zip(members, send, strict=True)
-        sent[-1] += [n for other, n in pairs if other // local != rank // local and n]
-        return original(out, rows, receive, send, group=group)
-
-    dist.all_to_all_single = counting
-    try:
-        for rows_exchange in exchanges:
-            sent.append([])
-            rows_exchange.dispatch(torch.ones(parallel, MODEL_DIM))
-    finally:
-        dist.all_to_all_single = original
-    return sent
-
-
-@pytest.mark.parametrize("world, parallel, local", SPLITS)
-def test_messages_across_nodes_fall_to_one_a_node(ranks, world, parallel, local):
-    for linear, hierarchical_ in ranks(world).run(messages, parallel, local):
-        assert linear == [1] * (parallel - local)
-        assert hierarchical_ == [local] * (parallel // local - 1)
-        assert sum(linear) == sum(hierarchical_)  # the same rows in all
-
-
 def grids(locals_):
     return [make_topology([4], 0, local).grid is None for local in locals_]
 
