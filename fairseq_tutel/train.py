@@ -14,8 +14,6 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.ranks import groups
-
 
 @record
 def main() -> None:
@@ -37,7 +35,6 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     call(module)
     if dist.is_initialized():
         dist.destroy_process_group()
-        groups.destroy()
 
 
 def _has(flag: str) -> bool:

@@ -107,9 +107,8 @@ class Exchange:
             routing = padded(routing, capacity)
         weights = self._gathered(weights, x_TD.device)
         rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
-        prepared = exchange.prepare(len(rows_RD), routing.counts_E, options, call_id)
         expert_fn = partial(self.experts.call, weights=weights)
-        rows_RD = prepared.run(rows_RD, expert_fn)
+        rows_RD = exchange.exchange_rows(rows_RD, routing.counts_E, options, expert_fn, call_id)
         return combine(rows_RD, routing, config.backend, config.prescore)
 
     def run_without_tokens(self, weights: Weights) -> None:
@@ -122,8 +121,8 @@ class Exchange:
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
         weights = self._gathered(weights, device)
-        prepared = exchange.prepare(len(rows_RD), counts_E, options, call_id)
-        prepared.run(rows_RD, partial(self.experts.call, weights=weights))
+        expert_fn = partial(self.experts.call, weights=weights)
+        exchange.exchange_rows(rows_RD, counts_E, options, expert_fn, call_id)
 
     def _gathered(self, weights: Weights, device: torch.device) -> Weights:
         """Return the weights, gathered from the ranks that hold slices of the same expert."""

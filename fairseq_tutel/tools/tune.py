@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.all_to_all import AllToAll, HierarchicalAllToAll, LinearAllToAll
+from fairseq_tutel.comm.all_to_all import Hop, HopAllToAll, hierarchical_all_to_all
 from fairseq_tutel.comm.collectives import all_reduce, barrier
 from fairseq_tutel.comm.counts import exchange_counts_in_two_hops
 from fairseq_tutel.kernels.groups import Groups
@@ -225,14 +225,14 @@ def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: To
     for nodes, within, on_link, ranks in linear:
         for rows_RD in _buffers(arguments, device, nodes * within):
             even = (len(rows_RD) // (nodes * within),) * (nodes * within)
-            exchange: AllToAll = LinearAllToAll(group=ranks, send=even, receive=even)
+            exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
             seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
             yield {**_row(nodes, within, "linear", rows_RD, seconds), "on_link": on_link}
     for rows_RD in _buffers(arguments, device, size) if grid else ():
         assert grid is not None
         each = torch.full((size, 1), len(rows_RD) // size, device=device)
         counts = exchange_counts_in_two_hops(each, grid)
-        exchange = HierarchicalAllToAll.of(counts, counts.to_host(), grid)
+        exchange = hierarchical_all_to_all(counts, counts.to_host(), grid)
         seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
         yield _row(*shape, "2dh", rows_RD, seconds)
 

@@ -18,7 +18,7 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.slots import Capacity
-from fairseq_tutel.options.option import AT_LEAST_0, AT_LEAST_1, CAPACITY, require
+from fairseq_tutel.options.option import AT_LEAST_1, require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
@@ -46,28 +46,7 @@ def _part_of_strategy(name: str, meaning: str) -> Any:
 class TutelMoELayer(nn.Module):
     """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
 
-    The dicts are not changed. Arguments of a call apply to that call alone.
-
-    Args:
-        gate_type: a dict, or a list of dicts for several gates on the same experts.
-        model_dim: features of a token.
-        experts: a dict; `num_experts_per_device` counts the experts of a rank.
-        scan_expert_func: called as (name, parameter) for every expert parameter of this rank.
-        result_func: applied to y before it is returned.
-        group: ranks that exchange tokens; None for all.
-        seeds: (gate, experts, afterwards); the last seeds torch's global generator at the end. None for
-            gate or experts draws a seed from this generator, which must then have the same seed on every
-            rank.
-        a2a_ffn_overlap_degree: the number of chunks of an overlapped exchange; 1 for no overlap.
-        is_postscore: weights multiply the experts' output, otherwise their input.
-        batch_prioritized_routing: full experts keep the tokens with the largest probability.
-        normalize_gate: for k > 1 a token's weights sum to 1 before dropping.
-        is_gshard_loss: the GShard loss, otherwise Tutel's load and importance.
-        parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (the largest r) or auto
-            (as data; `ft.UpdateTuner` measures the alternatives).
-        use_2dh: use the 2-D hierarchical all-to-all if experts are on several whole nodes.
-        pad_samples: has no effect, as in Tutel.
-        tutel_capacity: use Tutel's capacity, otherwise that of `ft.MoELayer`.
+    The dicts are not changed. Arguments of a call apply to that call alone. docs/tutel.md describes all.
 
     Raises:
         ValueError: an invalid argument.
@@ -104,26 +83,25 @@ class TutelMoELayer(nn.Module):
         self.group = group
         self.tutel_capacity = arguments.check_switch("tutel_capacity", tutel_capacity)
         gate_seed, expert_seed, seed_after = arguments.check_seeds(seeds)
-        per_device, expert_fields = check_experts(experts, model_dim)
-        self.num_global_experts = arguments.count_experts(per_device, group)
-        self.sharded_count = max(1, arguments.count_ranks(group) // self.num_global_experts)
+        per_device, fields = check_experts(experts, model_dim)
+        num_experts = arguments.count_experts(per_device, group)
+        self.num_global_experts = num_experts
+        self.sharded_count = max(1, world.size(group) // num_experts)
         self.valid_rs = list(allowed_degrees(self.sharded_count))
         sliced = self.sharded_count > 1 and can_slice(experts, model_dim, self.sharded_count)
-        topology = _topology(group, self.num_global_experts, sliced, use_2dh)
-        strategy = arguments.check_strategy(
+        topology = _topology(group, num_experts, sliced, use_2dh)
+        if arguments.check_switch("use_2dh", use_2dh) and topology.grid is None:
+            arguments.log_no_effect("use_2dh", True)
+        strategy = arguments.changed(
+            Strategy(algorithm="2dh" if use_2dh else "linear"),
             a2a_ffn_overlap_degree,
-            parallel_type,
-            use_2dh,
+            arguments.parsed_degree(parallel_type, self.sharded_count),
             self.sharded_count,
-            topology,
-            topology.slices(self.num_global_experts),
+            topology.slices(num_experts),
+            parallel_type,
         )
-        fields = {
-            **expert_fields,
-            "num_experts": self.num_global_experts,
-            **self._fields(),
-        }
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
+        fields = {**fields, "num_experts": num_experts, **self._fields()}
         self.moe = _build(arguments.gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.follow(strategy)
         self.experts.save_by_rank()
@@ -147,52 +125,34 @@ class TutelMoELayer(nn.Module):
         adaptive_r: int | None = None,
         megablocks_size: int = 0,
     ) -> Any:
-        """Route every token of the input through its experts.
+        """Route every token of the input [..., model_dim] through its experts; see docs/tutel.md.
 
-        Args:
-            input: [..., model_dim]; with `reserve_dims` r its last r dimensions together are a token.
-            gate_index: of the gate to use.
-            capacity_factor: overrides the gate's; 0 drops nothing.
-            top_k: overrides the gate's.
-            a2a_ffn_overlap_degree: overrides the layer's.
-            reserve_dims: see `input`.
-            inequivalent_tokens: with `tutel_capacity`, the capacity of all ranks follows from the largest
-                number of tokens. Otherwise without effect: ranks may always have different numbers.
-            adaptive_r: overrides `parallel_type`.
-            megablocks_size: has no effect.
-
-        Returns:
-            y: the shape and dtype of `input`, unless experts have another output dimension. The
-            balance loss is `y.l_aux`, a differentiable scalar. `result_func` is applied to both.
-
-        Raises:
-            ValueError: an invalid shape or number.
+        Return `result_func` of y, which has the shape and dtype of the input, unless experts have another
+        output dimension. The balance loss is `y.l_aux`, a differentiable scalar.
         """
-        together = arguments.check_switch("inequivalent_tokens", inequivalent_tokens)
-        arguments.check("megablocks_size", megablocks_size, AT_LEAST_0)
+        given = {"megablocks_size": megablocks_size, "inequivalent_tokens": inequivalent_tokens}
+        call: dict[str, Any] = {"capacity_factor": capacity_factor, "top_k": top_k}
+        arguments.check_given({**given, **call}, arguments.CALL_RULES)
         if megablocks_size > 0:
             arguments.log_no_effect("megablocks_size", megablocks_size)
-        if together and not self.tutel_capacity:
+        if inequivalent_tokens and not self.tutel_capacity:
             arguments.log_no_effect("inequivalent_tokens", True)
         self._update_config()
         strategy = self._strategy(a2a_ffn_overlap_degree, adaptive_r)
         if top_k is not None:
-            arguments.check("top_k", top_k, AT_LEAST_1)
-            top_k = min(top_k, self.num_global_experts)
-        if capacity_factor is not None:
-            arguments.check("capacity_factor", capacity_factor, CAPACITY)
+            call["top_k"] = min(top_k, self.num_global_experts)
+        call["gate_index"] = gate_index
         outer, token = arguments.split_shape(input, reserve_dims, self.moe.config.model_dim)
         x_TD = input.reshape(outer.numel(), token.numel())
         weight = next(self.experts.parameters(), None)
         if weight is not None and not torch.is_autocast_enabled(input.device.type):
             x_TD = x_TD.to(weight.dtype)
-        call: dict[str, Any] = {
-            "gate_index": gate_index,
-            "capacity_factor": capacity_factor,
-            "top_k": top_k,
-        }
         if self.tutel_capacity:
-            call["capacity_factor"] = self._capacity(x_TD, together, strategy.overlap, **call)
+            num_tokens = len(x_TD)
+            if inequivalent_tokens and self.topology.world_size > 1:
+                num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
+            multiple = self.sharded_count * strategy.overlap
+            call["capacity_factor"] = self._capacity(num_tokens, multiple, **call)
         kept = self.moe.strategy
         self.moe.follow(strategy)
         try:
@@ -235,10 +195,8 @@ class TutelMoELayer(nn.Module):
             {**of_layer, **arguments.set_fields(gate, i, config)}
             for i, (gate, config) in enumerate(zip(self.gates, configs, strict=True))
         ]
-        if any(
-            getattr(config, name) != value
-            for config, own in zip(configs, fields, strict=True)
-            for name, value in own.items()
+        if not all(
+            own.items() <= vars(config).items() for config, own in zip(configs, fields, strict=True)
         ):
             arguments.check_noise(fields)
             configs = [dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)]
@@ -251,25 +209,16 @@ class TutelMoELayer(nn.Module):
 
     def _capacity(
         self,
-        x_TD: Tensor,
-        together: bool,
-        overlap: int,
+        num_tokens: int,
+        multiple: int,
         gate_index: int,
         capacity_factor: float | None,
         top_k: int | None,
     ) -> Capacity:
-        """Return Tutel's capacity in one call, by the largest number of tokens if `together`."""
         _, config = self.moe.gate_at(gate_index)
-        num_tokens = len(x_TD)
-        if together and self.topology.world_size > 1:
-            num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
-        return arguments.tutel_capacity(
-            config.capacity_factor if capacity_factor is None else capacity_factor,
-            config.top_k if top_k is None else top_k,
-            self.num_global_experts,
-            num_tokens,
-            self.sharded_count * overlap,
-        )
+        factor = config.capacity_factor if capacity_factor is None else capacity_factor
+        top_k = config.top_k if top_k is None else top_k
+        return arguments.tutel_capacity(factor, top_k, self.num_global_experts, num_tokens, multiple)
 
     a2a_ffn_overlap_degree = _part_of_strategy(
         "overlap", "The number of chunks of an overlapped exchange; can be set."
@@ -299,11 +248,7 @@ class TutelMoELayer(nn.Module):
         return self.moe.topology
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of the 'gate', or of the 'local_experts'.
-
-        Raises:
-            ValueError: another type.
-        """
+        """Return (name, parameter) of the 'gate', or of the 'local_experts'."""
         require(
             param_type in ("gate", "local_experts"),
             f"param_type is {param_type!r}; choose gate or local_experts.",
@@ -370,8 +315,7 @@ def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, u
     """Return the topology of the experts; if `sliced`, each rank has a slice of one expert."""
     if group is not None:
         return topology_within(group, num_experts, sliced)
-    requested = arguments.count_ranks() if sliced else 0
-    return make_topology([num_experts], requested, ranks_per_node() if use_2dh else 0)
+    return make_topology([num_experts], world.size() if sliced else 0, ranks_per_node() if use_2dh else 0)
 
 
 def _agreed_seeds(

@@ -1,10 +1,4 @@
-"""How rows travel and experts are shared is the task's affair: every way trains the same model.
-
-Covered: on four ranks slices of experts with every r, two nodes, chunks, padded buffers, a tuner that
-changes the way from update to update until it has tried all, its dictionary and its resume; narrow wires,
-which err by their digits; bf16 with fp32 masters of slices; checkpoints between slices, whole experts and
-one rank; options that have nothing to do; refusals.
-"""
+"""How rows travel and experts are shared is the task's affair: every way trains the same model."""
 
 import dataclasses
 import json
@@ -154,15 +148,9 @@ def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
 
 def test_options_with_nothing_to_do_say_so(lm_data, tmp_path):
     flags = (
-        "--moe-adaptive",
-        "auto",
-        "--moe-a2a-algorithm",
-        "2dh",
-        "--moe-expert-parallel-size",
-        1,
-        "--moe-kernel-tuning-seconds",
-        1,
-    )
+        "--moe-adaptive", "auto", "--moe-a2a-algorithm", "2dh", "--moe-expert-parallel-size", 1,
+        "--moe-kernel-tuning-seconds", 1,
+    )  # fmt: skip
     run = train(lm_data, tmp_path, *flags, ranks=2, updates=1)
     no_gpu = "--moe-kernel-tuning-seconds 1.0 has no effect: kernels are timed on GPUs only"
     assert no_gpu in run.output or torch.cuda.is_available()

@@ -1,9 +1,4 @@
-"""Commands that use a model, on ranks that share its experts: what one process gives.
-
-Covered: fairseq-generate with unequal numbers of batches and with none on a rank, an ensemble, a file for
-each rank; -eval-lm, -validate, -interactive; pre-gated models; a rank that fails; a size
-that does not fit, ranks with different files, a launch without ranks.
-"""
+"""Commands that use a model, on ranks that share its experts: what one process gives."""
 
 import re
 

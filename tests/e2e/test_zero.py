@@ -1,9 +1,4 @@
-"""ZeRO, offload and the five forms of parallelism through fairseq-train, each against one plain process.
-
-Covered: stages 1 and 2, replicas, offload alone and with them, a stock optimizer; bf16 masters against
-fairseq's own; files of stage 2 on 4 ranks read by stage 0 on 1, and the other way; resumes of the same
-ranks, bit for bit; refusals; the recipes of configs/.
-"""
+"""ZeRO, offload and the five forms of parallelism through fairseq-train, each against one plain process."""
 
 import re
 import shlex
@@ -137,10 +132,7 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (
-            ("--zero-sharding", "os"),
-            "were replicas; set it to none and give --moe-zero-stage instead.",
-        ),
+        (("--zero-sharding", "os"), "were replicas; set it to none and give --moe-zero-stage instead."),
         (
             (*OFFLOAD, "--fp16-adam-stats"),
             "--fp16-adam-stats is set, whose scales are of whole parameters, and",

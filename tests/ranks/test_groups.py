@@ -1,8 +1,4 @@
-"""Which ranks exchange tokens and which are replicas.
-
-Covered: the default size, refused sizes, groups on 4 ranks, local experts, sharing of groups, one rank,
-the topology in use.
-"""
+"""Which ranks exchange tokens and which are replicas."""
 
 import math
 
@@ -26,8 +22,7 @@ def test_a_size_that_divides_both_is_taken(requested):
 
 
 @pytest.mark.parametrize(
-    "world_size, counts, requested",
-    [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)],
+    "world_size, counts, requested", [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)]
 )
 def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, counts, requested):
     with pytest.raises(ValueError) as error:

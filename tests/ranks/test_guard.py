@@ -1,9 +1,4 @@
-"""A collective that fails names its rank, its operation and who is missing, in a bounded time.
-
-Covered: a killed, a stopped and a slow rank; the rank that keeps the store gone or stopped; nobody
-missing; errors of another kind; nested guards; the time-out of groups, new and old, and of expert
-gradients; names of ranks; many ranks; the cost where nothing fails.
-"""
+"""A collective that fails names its rank, its operation and who is missing, in a bounded time."""
 
 import re
 import time
@@ -62,18 +57,8 @@ def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
     [
         (None, True, 0, "see the launcher's error above or in its log: it keeps the store"),
         (None, False, 0, "see rank 0's error above or in its log: it keeps the store"),
-        (
-            [1],
-            False,
-            0,
-            ", or give --moe-comm-timeout beyond torch's own limits where it is",
-        ),
-        (
-            [],
-            False,
-            0,
-            ", or give --moe-comm-timeout beyond torch's own limits where one is",
-        ),
+        ([1], False, 0, ", or give --moe-comm-timeout beyond torch's own limits where it is"),
+        ([], False, 0, ", or give --moe-comm-timeout beyond torch's own limits where one is"),
         ([1], False, 7, ", or raise --moe-comm-timeout (now 7) where it is only slow."),
     ],
 )
@@ -81,7 +66,7 @@ def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
     missing, agent, seconds, sentence, monkeypatch
 ):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
-    monkeypatch.setattr(guard, "_timeout", [])
+    monkeypatch.setattr(guard, "_timeout", None)
     monkeypatch.setattr(guard, "_check_health", lambda *_: missing)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
