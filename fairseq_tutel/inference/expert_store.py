@@ -20,7 +20,7 @@ from fairseq_tutel.inference.expert_files import ShardFiles
 from fairseq_tutel.inference.expert_sources import source_of
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import Apart
+from fairseq_tutel.kernels.weights import ExpertTensorList
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.store_options import EVICTIONS, STORE_POLICIES, STORE_TIERS, cache_limits
 
@@ -323,7 +323,7 @@ def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer]) -> Any:
     like: Tensor = getattr(stack, name)
     if not buffers:  # one expert without rows, for its shapes
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
-    apart = Apart(
+    apart = ExpertTensorList(
         lambda index: buffers[index].tensor(name, like.dtype),
         (len(buffers), *like.shape[1:]),
         like.dtype,
