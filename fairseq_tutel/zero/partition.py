@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.comm.gradients import is_expert
-from fairseq_tutel.planning.memory import partition_length
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -50,6 +49,11 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
         index = topology.rank // topology.expert_parallel_size
         return Share(topology.num_replicas, index, topology.replica_group, divisor)
     return Share(world, topology.rank, None, divisor)
+
+
+def partition_length(numel: int, size: int) -> int:
+    """Return m, the elements of a rank's part with padding."""
+    return -(-numel // size)
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:

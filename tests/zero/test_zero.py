@@ -33,7 +33,7 @@ from fairseq_tutel.comm.gradients import (
     reduce_expert_gradients,
 )
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.planning.memory import Held, held_bytes
+from fairseq_tutel.planning.cost import Held, held_bytes
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.state import MASTER, ZeroState
 
