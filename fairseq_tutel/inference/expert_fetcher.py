@@ -26,16 +26,12 @@ class Source(Protocol):
 
 
 class Fetch:
-    """An expert that has been fetched into a buffer, or will be.
-
-    Attributes:
-        buffer: of the expert.
-        is_here: whether the buffer contains the expert.
-        is_new: whether no block has computed with it yet.
-    """
+    """An expert that has been fetched into a buffer, or will be."""
 
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
-        self.buffer, self.is_here, self.is_new = buffer, False, True
+        self.buffer = buffer
+        self.is_here = False  # whether the buffer contains the expert
+        self.is_new = True  # whether no block has computed with it yet
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 

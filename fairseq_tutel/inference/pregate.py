@@ -21,11 +21,9 @@ from fairseq_tutel.options.option import is_whole
 
 
 def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
-    """Give the gate of each layer the input of the layer `ahead` before it.
+    """Give the gate of each layer the input of the layer `ahead` (N) before it; 0 disables pre-gating.
 
-    Args:
-        layers: the MoE layers of one stack, in the order in which every forward calls them.
-        ahead: N; 0 disables pre-gating.
+    `layers` are the MoE layers of one stack, in the order in which every forward calls them.
 
     Raises:
         ValueError: an invalid N, a repeated layer, or layers of different model_dim.
