@@ -107,7 +107,7 @@ class Fetcher:
                 if fetch in queue:
                     queue.remove(fetch)
                     return True
-        return False
+            return False
 
     def end(self, reason: str) -> None:
         """End the thread after its current read."""
@@ -146,21 +146,17 @@ class Fetcher:
                 if self._ended:
                     return
                 fetch = (self._wanted or self._ahead).popleft()
+            reason = ""
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)
-            except Exception as error:  # raised again in the threads that wait
-                self._fail(error)
-                return
+            except ValueError as error:  # about a file
+                reason = f"the expert store is closed: {error}"
+            except Exception as error:
+                cause = f"its thread failed ({type(error).__name__}: {error}); open the model again."
+                reason = f"the expert store is closed: {cause}"
             with self._changed:
+                self._ended = self._ended or reason
                 self._changed.notify_all()
-
-    def _fail(self, error: Exception) -> None:
-        reason = str(error)
-        if not isinstance(error, ValueError):  # not about a file
-            reason = f"its thread failed ({type(error).__name__}: {error}); open the model again."
-        with self._changed:
-            self._ended = self._ended or f"the expert store is closed: {reason}"
-            self._changed.notify_all()

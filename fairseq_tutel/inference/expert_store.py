@@ -58,26 +58,15 @@ class ExpertStore:
             y, _ = layer(torch.randn(1, 512))
             print(store.counters)
 
-    Experts in memory at the same time, in addition to the cache:
+    One thread reads. It ends with `close`, with the process, or with an error, which the next use raises. A
+    deep copy of a model shares its store. A forked process or a second thread needs its own store. A model
+    in a store can be neither saved nor loaded.
 
-    ==============  ===========================================================================
-    on-demand       the n experts of one call
-    pregated        those of two calls: of this block and of the prefetched one (of N + 1 calls if
-                    blocks are prefetched N ahead)
-    prefetch-all    2 E: while a block computes, all experts of the next block are fetched
-    ==============  ===========================================================================
-
-    One thread reads. It ends with `close`, with the process, or with an error, which the next use raises.
-    A deep copy of a model shares its store. A forked process or a second thread needs its own store. A
-    model in a store can be neither saved nor loaded.
-
-    Args:
-        policy: `on-demand` fetches the experts of a call; `pregated` also those of `prefetch`;
-            `prefetch-all` all experts of the next block, which is the one that followed the last time, at
-            first the one that was added next.
-        tier: `disk` for the shard files of a checkpoint, or `host` for memory (pinned if there is a GPU).
-        cache: the cache size in experts or, with a unit (`"2GiB"`), in bytes.
-        eviction: of the cache; see `ExpertCache`.
+    Policies: `on-demand` fetches the experts of a call; `pregated` also those of `prefetch`; `prefetch-all`
+    all experts of the next block, which is the one that followed the last time, at first the one that was
+    added next. Tiers: `disk` for the shard files of a checkpoint, `host` for memory (pinned if there is a
+    GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes; eviction: see `ExpertCache`.
+    Memory of each policy: docs/inference.md.
 
     Raises:
         ValueError: an unknown policy, tier or eviction.
@@ -110,10 +99,8 @@ class ExpertStore:
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
         """Offload a layer's experts to the store, and free the stack's parameters.
 
-        Args:
-            stack: `layer.experts`.
-            tensors: by name, of all E experts or of this rank's: `ShardedTensor`s of a checkpoint or, on
-                tier `host`, tensors. None for the stack's own, on tier `host`.
+        `tensors` by name have all E experts or this rank's: `ShardedTensor`s of a checkpoint or, on tier
+        `host`, tensors (default: the stack's own).
 
         Raises:
             ValueError: the tensors do not fit the stack or the tier, or a file cannot be read.

@@ -8,8 +8,7 @@ T tokens, D model_dim. Source: Pre-gated MoE (Hwang et al. 2024).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +53,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
         raise ValueError(f"pregate (--moe-pregate) is {ahead!r} but {has}; {fix}.")
 
 
-@dataclass(frozen=True)
-class _Ahead:
+class _Ahead(NamedTuple):
     """A routing for a later layer, with its call and whether it has gradients."""
 
     routing: Routing
