@@ -12,7 +12,7 @@ from fairseq.models import FairseqDecoder
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.slabs import slabs
+from fairseq_tutel.kernels.row_chunks import row_chunks
 from fairseq_tutel.plugin.feed_forward import unwrapped
 
 
@@ -39,7 +39,7 @@ class _TokenLoss(torch.autograd.Function):
         spread = torch.zeros_like(nll)
         counts_N = target_N != ignored
         at_target_N = target_N.masked_fill(~counts_N, 0)
-        for rows in slabs(logits_NV):
+        for rows in row_chunks(logits_NV):
             logs_nV = torch.log_softmax(logits_NV[rows], dim=1, dtype=dtype)
             of_target_n = logs_nV.gather(1, at_target_N[rows].unsqueeze(1)).squeeze(1)
             nll -= of_target_n.masked_fill(~counts_N[rows], 0.0).sum()
@@ -62,7 +62,7 @@ class _TokenLoss(torch.autograd.Function):
         dlogits_NV = torch.empty_like(logits_NV)
         scales_N = torch.where(counts_N, dloss, 0.0)
         of_all = of_target + of_each * logits_NV.shape[1]
-        for rows in slabs(logits_NV):
+        for rows in row_chunks(logits_NV):
             scales_n1 = scales_N[rows].unsqueeze(1)
             own_nV = dlogits_NV[rows]
             same = own_nV.dtype == dloss.dtype

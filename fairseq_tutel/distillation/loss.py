@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.slabs import slabs
+from fairseq_tutel.kernels.row_chunks import row_chunks
 
 
 class Answers(NamedTuple):
@@ -107,7 +107,7 @@ def _rest(logs_nK: Tensor) -> Tensor:
 
 def _logs(scores_NV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of rows with their log-probabilities, which the caller may overwrite."""
-    for rows in slabs(scores_NV):
+    for rows in row_chunks(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import NAMES, FFNWeights, Kept
+from fairseq_tutel.kernels.weights import NAMES, FFNWeights, SavedActivations
 from fairseq_tutel.moe.dispatch import read_assignments, token_of
 from fairseq_tutel.moe.expert_stack import Tensors
 from fairseq_tutel.moe.routing import Routing
@@ -78,11 +78,11 @@ class _FFN(torch.autograd.Function):
     ) -> Tensor:
         ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
         index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
-        y, kept = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
+        y, saved = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
         if row_of_TK is not None:
             y = call.ops.gather_sum(y, row_of_TK, weights_TK)
         ctx.save_for_backward(
-            x_ND, weights_TK, row_of_TK, source_of_R, kept.a_RH, kept.h_RH, kept.g_RH, *named
+            x_ND, weights_TK, row_of_TK, source_of_R, saved.a_RH, saved.h_RH, saved.g_RH, *named
         )
         return y
 
@@ -92,9 +92,9 @@ class _FFN(torch.autograd.Function):
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
         index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
-        kept = Kept(a_RH, h_RH, g_RH)
+        saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
-            kept = ops.ffn_kept(x_ND, index_R, *of_call)
+            saved = ops.ffn_activations(x_ND, index_R, *of_call)
         gate_R = None
         if weights_TK is not None:
             gate_R = read_assignments(weights_TK.reshape(-1), source_of_R)
@@ -104,7 +104,7 @@ class _FFN(torch.autograd.Function):
             index_R,
             gate_R,
             of_call[0],
-            kept,
+            saved,
             *of_call[1:],
             needs_dx=needs[1],
             needs_weights=any(needs[5:]),

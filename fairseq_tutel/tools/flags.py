@@ -1,7 +1,4 @@
-"""flags: prints the plugin's flags with their help.
-
-`fairseq-train --help` omits those of architectures.
-"""
+"""flags: prints the plugin's flags with their help; `fairseq-train --help` omits those of architectures."""
 
 import argparse
 import sys

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel.comm.collectives import Started, all_gather, start_all_gather, start_reduce_scatter
 from fairseq_tutel.comm.gradients import gradient_divisor, is_expert
-from fairseq_tutel.planning.memory import partition_length
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -47,6 +46,11 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
         index = topology.rank // topology.expert_parallel_size
         return Share(topology.num_replicas, index, topology.replica_group, divisor)
     return Share(world, topology.rank, None, divisor)
+
+
+def partition_length(numel: int, size: int) -> int:
+    """Return m, the elements of a rank's part with padding."""
+    return -(-numel // size)
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:

@@ -1,7 +1,7 @@
 """The loss of tokens against fairseq's formula over a table of log-probabilities, and its gradient.
 
-Covered: with and without smoothing, ignored targets, all of them ignored, no rows, several slabs, one row
-wider than a slab, float64 to bfloat16, finite differences; fairseq's own criterion function.
+Covered: with and without smoothing, ignored targets, all of them ignored, no rows, several chunks, one row
+wider than a chunk, float64 to bfloat16, finite differences; fairseq's own criterion function.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from compare import TOLERANCE, close
 from torch import Tensor
 
 from fairseq_tutel.criterions.token_loss import token_loss
-from fairseq_tutel.kernels import slabs
+from fairseq_tutel.kernels import row_chunks
 
 IGNORED = 1
 
@@ -36,9 +36,9 @@ def case(num_rows: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
-@pytest.mark.parametrize("num_rows, slab", [(11, 10**6), (11, 30), (11, 3), (1, 30), (0, 30)])
-def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, slab, smoothing, dtype):
-    monkeypatch.setitem(slabs.SLAB, "cpu", slab)
+@pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (11, 3), (1, 30), (0, 30)])
+def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, elements, smoothing, dtype):
+    monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     logits, target = case(num_rows, 9, dtype)
     results = []
     for function in (

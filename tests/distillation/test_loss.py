@@ -1,7 +1,7 @@
 """The KL term against torch's over whole tables, and its gradient.
 
 Covered: all of a teacher's words and the likeliest K, K = V among them; T; rows that are no tokens, which
-may hold NaN; several slabs, one row wider than a slab; float64 to bfloat16; finite differences; what is
+may hold NaN; several chunks, one row wider than a chunk; float64 to bfloat16; finite differences; what is
 kept for backward.
 """
 
@@ -12,7 +12,7 @@ from compare import TOLERANCE, close
 from torch import Tensor
 
 from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
-from fairseq_tutel.kernels import slabs
+from fairseq_tutel.kernels import row_chunks
 
 V = 9
 
@@ -37,10 +37,10 @@ def by_table(student: Tensor, teacher: Tensor, counts: Tensor, T: float, top_k: 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("T", (1.0, 2.5))
-@pytest.mark.parametrize("num_rows, slab", [(11, 10**6), (11, 30), (2, 3), (0, 30)])
+@pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (2, 3), (0, 30)])
 @pytest.mark.parametrize("top_k", (0, 3, V))
-def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, slab, top_k, T, dtype):
-    monkeypatch.setitem(slabs.SLAB, "cpu", slab)
+def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, elements, top_k, T, dtype):
+    monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     student, teacher, counts = case(num_rows, dtype)
     expected = by_table(student, teacher, counts, T, top_k or V)
     (expected_grad,) = torch.autograd.grad(3 * expected, student)

@@ -1,10 +1,4 @@
-"""`python -m fairseq_tutel report` over real trainings: a MoE model on two ranks and a dense one.
-
-Covered: the page is well-formed, accessible and needs nothing but itself; it names both runs, has the
-pictures of every section, lines for the MoE layers (a map where they are many) and heat maps of their
-experts; its numbers are the log's; what did not happen has no picture; a dense run alone; one log of a
-resumed, broken training; what is refused.
-"""
+"""`report` over real training runs: a MoE model on two ranks and a dense one."""
 
 import base64
 import contextlib

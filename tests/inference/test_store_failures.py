@@ -23,7 +23,7 @@ from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint.quantized import Quantized
-from fairseq_tutel.inference import expert_files
+from fairseq_tutel.inference import expert_sources
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import build_experts
@@ -177,7 +177,7 @@ def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
 
 
 def test_a_file_that_is_not_among_the_last_used_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_files, "MOST_OPEN", 1)
+    monkeypatch.setattr(expert_sources, "MOST_OPEN", 1)
     with ExpertStore() as store:
         run(opened(FFN, store, source_of(write(model_of(FFN), tmp_path))))
         assert len([file for file in open_files() if str(tmp_path) in file]) == 1
@@ -198,7 +198,7 @@ def test_what_one_read_leaves_over_is_read_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", short)
     first, second = bytearray(8), bytearray(13)
     with (tmp_path / "file").open("rb") as file:
-        expert_files._read_whole(file.fileno(), [memoryview(first), memoryview(second)], 4)
+        expert_sources._read_whole(file.fileno(), [memoryview(first), memoryview(second)], 4)
     assert bytes(first + second) == content[4:25]
 
 

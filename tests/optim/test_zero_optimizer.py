@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from fairseq_tutel.optim import zero
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.optim.zero import ZeroOptions, refuse_with_zero, zero_options
-from fairseq_tutel.planning.memory import held_bytes
+from fairseq_tutel.planning.cost import held_bytes
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks.groups import Topology

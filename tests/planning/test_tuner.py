@@ -1,9 +1,4 @@
-"""The tuner finds the fastest strategy in few updates.
-
-Covered: its regret on the measured cells of benchmarks/results; candidates with and without predictions;
-noise, slow outliers and drift; rounds, and candidates that drop out; several buckets; equal costs; saved
-and loaded states; strategies that are not available.
-"""
+"""The tuner finds the fastest strategy in few updates."""
 
 import itertools
 import json

@@ -14,7 +14,7 @@ from uneven import backward, gradient_of, some_parameters
 from fairseq_tutel import make_topology
 from fairseq_tutel.comm.gradients import mark_expert, reduce_dense_gradients, reduce_expert_gradients
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.planning.memory import Held, held_bytes
+from fairseq_tutel.planning.cost import Held, held_bytes
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.state import MASTER, ZeroState
 
