@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
 from fairseq_tutel.comm import collectives
-from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 
@@ -98,7 +98,7 @@ def gather_everywhere(model: nn.Module, topology: Topology) -> int:
             name: _all_gather(parameter, topology)
             for name, parameter in experts.expert_parameters().items()
         }
-        experts.compute_with(MadeWeights(copies, of_all=True))
+        experts.compute_with(Weights(copies, of_all=True))
         num_bytes += sum(copy.numel() * copy.element_size() for copy in copies.values())
     return num_bytes
 
