@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
 from fairseq_tutel.comm import collectives
-from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 
@@ -104,7 +104,7 @@ def gather_everywhere(model: nn.Module, topology: Topology) -> int:
     for experts in expert_modules(model):
         parameters = experts.expert_parameters().items()
         copies = {name: _all_gather(parameter, topology) for name, parameter in parameters}
-        experts.compute_with(MadeWeights(copies, of_all=True))
+        experts.compute_with(Weights(copies, of_all=True))
         num_bytes += sum(copy.nbytes for copy in copies.values())
     return num_bytes
 

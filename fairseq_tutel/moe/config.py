@@ -8,6 +8,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
+from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.autotune import SECONDS
 from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, NEED_GATE_NOISE, parse_balance_loss
 from fairseq_tutel.options.option import (
@@ -39,7 +40,6 @@ from fairseq_tutel.options.option import (
 )
 from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
 
-ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 GATE_TYPES = ("linear", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
 
@@ -249,7 +249,7 @@ class MoEConfig:
         help="divisor of the experts' summed gradients on several ranks: world_size, as for other "
         "parameters, or sqrt_world_size",
     )
-    activation: str = option("relu", rule=one_of(ACTIVATIONS), flag="--activation-fn")
+    activation: str = option("relu", rule=one_of(tuple(ACTIVATIONS)), flag="--activation-fn")
     expert_bias: bool = option(True)
     activation_dropout: float = option(0.0, rule=PROBABILITY, flag="--activation-dropout")
     hidden_layer_norm: bool = option(False)

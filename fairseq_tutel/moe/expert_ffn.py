@@ -22,29 +22,19 @@ from fairseq_tutel.moe.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class FFNCall:
-    """Arguments of a feed-forward that are no tensors.
+    """Arguments of a feed-forward that are no tensors."""
 
-    Attributes:
-        ops: the kernels.
-        groups: rows of each expert.
-        activation: between the two maps; ignored for `glu`.
-        recompute: compute h again in backward instead of saving it.
-    """
-
-    ops: Any
+    ops: Any  # the kernels
     groups: Groups
-    activation: str
-    recompute: bool = False
+    activation: str  # between the two maps; ignored for `glu`
+    recompute: bool = False  # compute h again in backward instead of saving it
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None = None) -> Tensor:
-    """Return the experts' outputs: of every row [R, D], or every token's weighted sum [T, D].
+    """Return the experts' outputs of every row [R, D], or with a routing every token's weighted sum [T, D].
 
-    Args:
-        x_ND: expert-major rows, where a tail behind the groups gives 0; with a routing the tokens.
-        tensors: of the experts, by name.
-        call: the other arguments.
-        routing: of these tokens, in the compact layout, with all rows on this rank.
+    `x_ND` are expert-major rows, where a tail behind the groups gives 0. With a routing, in the compact
+    layout and with all rows on this rank, they are its tokens.
     """
     named = [tensors.get(name) for name in NAMES]
     maps: tuple[Tensor | None, ...] = None, None, None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
+from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
@@ -25,7 +26,6 @@ from fairseq_tutel.moe.dispatchers import Dispatcher, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
-from fairseq_tutel.moe.initial_strategy import static_strategy
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.moe.slots import Capacity, capacity_of
@@ -55,13 +55,7 @@ class Router(Protocol):
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts in place of a feed-forward layer.
-
-    1. `route`: x_TD -> logits_TE by the gate -> Routing (experts, slots, drops, row maps)
-    2. `apply_routing`: x_TD -> y_TD by the layer's dispatcher (`moe/dispatchers.py`): dispatch tokens to
-       expert-major rows, run the experts on the ranks that own them, and combine the outputs by weight.
-       Then add shared and residual experts, if there are any.
-    3. `balance`: Routing -> losses
+    """A mixture of experts in place of a feed-forward layer: `route`, `apply_routing`, then `balance`.
 
     Args:
         config: of the layer.
@@ -108,7 +102,7 @@ class MoELayer(nn.Module):
         self.other_gates = nn.ModuleList(gates[1:])
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
-        self._strategy = static_strategy(config, self.topology)
+        self.strategy = static_strategy(config, self.topology)
         has_beside = config.shared_experts > 0 or config.residual
         self.beside = SharedResidualExperts(config) if has_beside else None
         self.balance_bias = (
@@ -159,9 +153,9 @@ class MoELayer(nn.Module):
                 [batch, time] with `time_first`.
             time_first: x is [time, batch, D], as in fairseq; dropping goes by (sentence, time) in both
                 layouts.
-            capacity_factor: overrides the configured rule; 0 drops nothing. A number or a whole rule.
-            top_k: overrides the configured one.
-            gate_index: overrides the configured one.
+            capacity_factor: a number or a whole rule, replaces the configured one; 0 drops nothing.
+            top_k: replaces the configured one.
+            gate_index: replaces the configured one.
             token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
@@ -254,14 +248,9 @@ class MoELayer(nn.Module):
             total = total + self.balance_weights[name] * loss
         return MoEOutput(balance_loss=total, losses=named, routing=routing)
 
-    @property
-    def strategy(self) -> Strategy:
-        """The execution strategy of the next forwards; results do not depend on it."""
-        return self._strategy
-
     def follow(self, strategy: Strategy) -> None:
-        """Use this strategy in the next forwards. All ranks must use the same one."""
-        self._strategy, self._dispatcher = strategy, None
+        """Use this execution strategy in the next forwards. All ranks must use the same one."""
+        self.strategy, self._dispatcher = strategy, None
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -269,7 +258,7 @@ class MoELayer(nn.Module):
         basis = self.experts, self.experts.weights
         if self._dispatcher is None or self._dispatcher_for != basis:
             self._dispatcher = choose_dispatcher(
-                self.experts, self.config, self.topology, self._strategy, self.calls, self.timer, self.name
+                self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
             )
             self._dispatcher_for = basis
         return self._dispatcher

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairseq_tutel.moe.adaptive import is_tuned
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
 from fairseq_tutel.moe.slots import evaluates_as_in_training

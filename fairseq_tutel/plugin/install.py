@@ -14,9 +14,9 @@ from torch import nn
 from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.initial_strategy import is_tuned, static_degree
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.plugin import announce

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_strategy
+from fairseq_tutel.moe.adaptive import TOKENS, is_tuned, static_strategy
 from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.options.option import read

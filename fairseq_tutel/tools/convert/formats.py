@@ -9,7 +9,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel, write_all
 from fairseq_tutel.convert import meta, safetensors_folder, swin, swin_experts, tutel
 from fairseq_tutel.convert.sharded import to_full, to_sharded
 from fairseq_tutel.files.small import printable
-from fairseq_tutel.moe.config import ACTIVATIONS
+from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.options.option import UNITS, bytes_of
 from fairseq_tutel.tools.arguments import (
     add_conversion,
