@@ -47,7 +47,7 @@ def regroup(
         top_k: new number of experts per token; None to keep it.
 
     Returns:
-        A line for each MoE layer with its old and new number of experts.
+        A line for each MoE layer with the old experts of each new one.
 
     Raises:
         ValueError: experts that do not fit a layer's gate, expert groups or top_k.
@@ -65,7 +65,8 @@ def regroup(
                 weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
         _refuse_top_k(config, layer, len(of_layer), top_k)
         counts.append(len(of_layer))
-        lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts")
+        ids = "/".join(",".join(map(str, group)) for group in of_layer)
+        lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, {ids}")
     saved.options["moe_expert_count"] = counts_text(counts)
     if top_k is not None:
         saved.options.update(moe_top_k=top_k, moe_top1_expert=False)

@@ -40,8 +40,8 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model has no equal here.
     """
-    files = [SavedModel.open(path) for path in paths]
-    saved, weights = files[SHARED], [_weights(file) for file in files]
+    saved = SavedModel.open(paths[SHARED])
+    weights = [_weights(file) for file in (*map(SavedModel.open, paths[:SHARED]), saved)]
     num_experts, rows = _checked(paths, weights)
     sources: dict[str, list[Row]] = {}  # for each of our weights: one row, or those of experts and copies
     for row in rows:

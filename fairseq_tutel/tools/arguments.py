@@ -41,39 +41,6 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
 
 
-def add_files(
-    parser: argparse.ArgumentParser, source: str, output: str = "the file to write", kind: str = "FILE"
-) -> None:
-    """Add --input and --output with their help, and --overwrite; `kind` is the metavar of the output."""
-    parser.add_argument("--input", required=True, metavar="FILE", help=source)
-    parser.add_argument("--output", required=True, metavar=kind, help=output)
-    add_overwrite(parser)
-
-
-def add_conversion(
-    kinds: Any,
-    name: str,
-    convert: Callable[[argparse.Namespace, Path, Path], None],
-    help: str,
-    description: str | None,
-    source: str,
-) -> "LateParser":
-    """Add a conversion of one file to another; return its parser, for further options.
-
-    `convert` is called with the arguments, the input and the checked output; `source` is --input's help.
-    """
-    parser: LateParser = kinds.add_parser(name, help=help, description=description)
-    add_files(parser, source)
-
-    def run(arguments: argparse.Namespace) -> None:
-        source, output = Path(arguments.input), output_path(arguments.output)
-        refuse_output(output, [source], arguments.overwrite)
-        convert(arguments, source, output)
-
-    parser.set_defaults(convert=run)
-    return parser
-
-
 def output_path(text: str) -> Path:
     """Return --output as a path."""
     if text.endswith("/"):

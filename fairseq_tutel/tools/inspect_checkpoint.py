@@ -14,7 +14,7 @@ from fairseq_tutel.checkpoint.description import OURS, Facts, describe, moe_laye
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.files.small import printable
-from fairseq_tutel.tools.convert.selection import LAST, of_log
+from fairseq_tutel.tools.convert.selection import of_log
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -54,7 +54,7 @@ def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
         raise ValueError(
             f"--log is given, but FILE names {facts['file']}, which has no experts; leave it out."
         )
-    loads = of_log(log, layers, LAST)
+    loads = of_log(log, layers)
     for layer, entry in zip(layers, facts.get("layers", []), strict=True):
         if len(loads[layer]) != entry["experts"]:
             raise ValueError(

@@ -137,7 +137,7 @@ def test_convert_meta_says_what_is_different(case, tmp_path):
 
 def test_convert_meta_says_nothing_where_nothing_is_different(tmp_path):
     printed, _ = converted(tmp_path, ranks=4)
-    assert printed == f"wrote {tmp_path / 'ours.pt'}\n"
+    assert printed == f"wrote {tmp_path / 'ours.pt'}; start a new training run from it\n"
 
 
 def test_convert_meta_says_that_padding_is_not_routed(tmp_path):
