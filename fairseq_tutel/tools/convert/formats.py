@@ -17,7 +17,6 @@ PREFIX = (
     "PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and {size}; or, with --input-size 1, the name "
     "of the one file, such as Tutel's gather writes"
 )
-)
 LAYER = "class of the layers of a state dict here [moe_layer]"
 ACTIVATION = "activation of the experts of a fairseq checkpoint; Tutel's example has none [linear]"
 CLASS_MAP = "keep these classes of the head: a released class number per line, as map22kto1k.txt has"
