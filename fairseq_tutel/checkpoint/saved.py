@@ -182,7 +182,8 @@ class SavedModel:
     def name(self, part: str) -> str:
         """Return the name of the model (its architecture), task, criterion or optimizer, or ""."""
         options = self.options_of(part)
-        return str(options.get("_name") or options.get(PARTS[part]) or "")
+        own = None if self.state.get("args") is not None else options.get("_name")
+        return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:
         """Set the name of a part in every copy of the options."""

@@ -7,7 +7,7 @@ dtype share buckets with one collective each: stacked [G, M], row g belongs to r
 Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class Partition:
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
         self.length = partition_length(parameter.numel(), share.size)
-        self.start = 0  # in its bucket
+        self.start = 0
         # A view needs contiguous memory; other parameters are rare.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
@@ -80,6 +80,10 @@ class Partition:
         if not self.is_view:
             own = own.to("cpu" if offload else own.device, wide, copy=True)
         self.own = nn.Parameter(own)
+
+    def put_at(self, start: int) -> None:
+        """Set the position in the partition's bucket."""
+        self.start = start
 
     @torch.no_grad()
     def whole(self, value: Tensor) -> Tensor:
@@ -105,7 +109,7 @@ class Bucket:
         self.partitions, self.share = list(partitions), partitions[0].share
         self.length = 0
         for partition in self.partitions:
-            partition.start = self.length
+            partition.put_at(self.length)
             self.length += partition.length
         self.gradient: Tensor | None = None
         # With the dtype and device of all.
@@ -150,6 +154,12 @@ class Bucket:
             return [flat[p.start :][: p.own.numel()] for p in self.partitions]
         grads = [partition.parameter.grad for partition in self.partitions]
         return [None if grad is None else grad.reshape(-1) for grad in grads]
+
+    def convert_gradient(self, convert: Callable[[Tensor], Tensor]) -> bool:
+        """Replace a reduced gradient by its conversion; return whether there is one."""
+        if self.gradient is not None:
+            self.gradient = convert(self.gradient)
+        return self.gradient is not None
 
     def free_gradients(self) -> None:
         """Free the gradients."""

@@ -262,8 +262,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 
-    if bucket.gradient is not None:
-        bucket.gradient = widened(bucket.gradient)
+    if bucket.convert_gradient(widened):
         grads = bucket.gradients()
     else:
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
