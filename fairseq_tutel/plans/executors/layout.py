@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from fairseq_tutel.plans.checker.data import Kind, check_data, kind_of
-from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
 # Elements of a shard; of an all_to_all those of each block, by source and destination.
@@ -76,7 +76,7 @@ class Walked:
 
 def walk(plan: Plan) -> Walked:
     """Return the moves of a plan that the checker has accepted."""
-    order = order_of(plan)
+    order = Order(plan)
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
     for number, kinds in check_data(plan, order).items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.reference_plan import COLUMNS, MOVE, SIGNAL, SPINS, WAIT, PlanTable
-from fairseq_tutel.plans.checker.order import Order, order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 
@@ -32,7 +32,7 @@ class OnOneDevice:
     def __init__(self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto") -> None:
         self.plan = plan
         self._is_triton = kernels.backend_for(backend, device)[0] == "triton"
-        layout, order = Layout(walk(plan), sizes), order_of(plan)
+        layout, order = Layout(walk(plan), sizes), Order(plan)
         self.sizes = [layout.size(r, b) for b in ("in", "out") for r in range(plan.ranks)]
         self._lanes = [(r, i) for r, own in enumerate(order.rank_lanes) for i in range(len(own))]
         self.table, self._names = _table(layout, order, self.sizes, device)
