@@ -6,11 +6,9 @@ its cut and the trees. More: docs/scaling.md.
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from fairseq_tutel.files.small import printable
@@ -25,9 +23,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # The latency of smaller messages matters.
 CHUNK_BYTES = 256 * 1024
 MOST = {"trees": 65536, "slices": 1024}
-# Networks of more than QUICK GPUs get progress lines; more than MOST_GPUS take more than a few minutes.
-QUICK, MOST_GPUS = 64, 256
-EVERY = 5.0  # seconds between progress lines
+# More take more than a few minutes.
+MOST_GPUS = 256
 # How many vertices of a cut are named.
 NAMED = 4
 
@@ -61,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.topology} has {network.ranks} GPUs; give a network of at most {MOST_GPUS}."
         )
     most = None if arguments.bytes is None else max(1, arguments.bytes // CHUNK_BYTES)
-    forests = grow_for(network, collective, arguments.trees, most, log=_progress(network))
+    forests = grow_for(network, collective, arguments.trees, most)
     if arguments.output:
         with writing(arguments.output) as file:
             write(plan_of(collective, *forests, slices=arguments.slices), file)
@@ -91,19 +88,6 @@ def _refuse(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{key} is {value}; give a number of at least 1.")
         if value is not None and value > MOST.get(key, value):
             raise ValueError(f"--{key} is {value}; give at most {MOST[key]}.")
-
-
-def _progress(network: Network) -> Callable[[str], None]:
-    """Return a function that prints progress of large networks on stderr, one line in `EVERY` seconds."""
-    last = monotonic()
-
-    def log(text: str) -> None:
-        nonlocal last
-        if network.ranks > QUICK and monotonic() - last >= EVERY:
-            last = monotonic()
-            print(f"schedule: {text}", file=sys.stderr, flush=True)
-
-    return log
 
 
 def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:

@@ -34,16 +34,17 @@ def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
     layout, like = Layout(walk(plan), sizes), ins[0]
     memory = [
         {"in": own}
-        | {b: like.new_full((layout.size(rank, b), *like.shape[1:]), -1) for b in ("out", "tmp")}
+        | {b: like.new_full((layout.starts(rank, b)[-1], *like.shape[1:]), -1) for b in ("out", "tmp")}
         for rank, own in enumerate(ins)
     ]
     for move in walk(plan).moves:
-        for src, dst, n in layout.pieces(move):
-            parts = [
-                memory[move.rank][place.buffer][at : at + n]
-                for place, at in zip(move.src, src, strict=True)
-            ]
-            add_up(parts, memory[move.target][move.dst.buffer][dst : dst + n])
+        ends = (*move.sources, move.target)
+        for starts, n in layout.runs(move.kinds, *ends):
+            *parts, out = (
+                memory[rank][place.buffer][at : at + n]
+                for (rank, place), at in zip(ends, starts, strict=True)
+            )
+            add_up(parts, out)
     return [each["out"] for each in memory]
 
 

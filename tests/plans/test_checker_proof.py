@@ -82,5 +82,5 @@ def test_executors_take_the_same_rounds(ranks):
         for move in walk(plan).moves:
             if move.op == "put":  # rounds of executors begin with 1
                 part = Fraction(len(move.kinds), plan.in_chunks)
-                loads[move.round - 1][move.rank, move.target] += part
+                loads[move.round - 1][move.ranks] += part
         assert tuple(loads) == check(plan).loads

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from plan_edits import drawn
 
 from fairseq_tutel.plans.checker import check
-from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.executors.one_sided import OneSided
 from fairseq_tutel.plans.executors.two_sided import TwoSided, add_up
 from fairseq_tutel.plans.format import PlanError
@@ -44,7 +44,7 @@ def evaluated(plan, shards):
     for rank, own in enumerate(shards):
         pieces = [piece for shard in own for piece in cut(shard, plan.chunks)]
         held |= {(rank, "in", i): piece for i, piece in enumerate(pieces)}
-    order = order_of(plan)
+    order = Order(plan)
     for number in order.run:
         step, rank = order.steps[number], order.sites[number][0]
         if step.dst is None:

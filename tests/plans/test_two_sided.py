@@ -119,7 +119,7 @@ def test_bytes_by_source_and_destination_are_the_plans_in_one_message_a_round(ra
         layout = Layout(walked, m)
         for move in walked.moves:
             if move.op == "put":
-                wanted[move.rank, move.target] += 4 * sum(map(layout.length, move.kinds))
+                wanted[move.ranks] += 4 * sum(map(layout.length, move.kinds))
         sent = {(r, to): n for r, of in enumerate(got) for to, n in of[number][0].items()}
         assert sent == wanted, plan.name
         assert {of[number][1] for of in got} == {1}

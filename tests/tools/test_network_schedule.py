@@ -49,6 +49,7 @@ def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, le
 
 
 REFUSED = {
+    "GPUs": (("torus:1x257",), "torus:1x257 has 257 GPUs; give a network of at most 256."),
     "topology": (("dgx",), "dgx is no network; give a FILE.json or one of dgx_a100:BOXES, "),
     "collective": (
         ("torus:1x4", "--collective", "all_to_all"),
@@ -88,17 +89,3 @@ def test_the_page_s_rows_are_what_the_benchmark_finds(monkeypatch):
             assert row[made].pop("seconds") > 0 < known[name][made].pop("seconds") < 10
         assert row == known[name]
     assert all(row["optimal"].get("seconds", 0) < 10 for row in stored)
-
-
-def test_many_gpus_get_lines_of_progress_and_too_many_are_refused(monkeypatch, capsys):
-    schedule = importlib.import_module("fairseq_tutel.tools.schedule")
-    text = tool("schedule", "boxes:1x4:1:1")
-    assert not capsys.readouterr().err
-    monkeypatch.setattr(schedule, "QUICK", 3)
-    monkeypatch.setattr(schedule, "EVERY", 0)
-    assert tool("schedule", "boxes:1x4:1:1") == text
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "schedule: replaced the links of 1 of 1 switches"
-    assert lines[-1] == "schedule: 4 trees have grown, 0 have not"
-    sentence = "torus:1x257 has 257 GPUs; give a network of at most 256."
-    assert refusal_of("schedule", "torus:1x257") == sentence

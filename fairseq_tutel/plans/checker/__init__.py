@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from fairseq_tutel.planning.links import Load
 from fairseq_tutel.plans.checker.data import check_data
-from fairseq_tutel.plans.checker.order import Order, order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.checker.races import check_races
 from fairseq_tutel.plans.checker.shape import check_shape
 from fairseq_tutel.plans.format import Plan, PlanError
@@ -70,7 +70,7 @@ def check(plan: Plan, is_proved: bool = False) -> Report:
             rank, lane and step.
     """
     check_shape(plan)
-    order = order_of(plan)
+    order = Order(plan)
     if not is_proved:
         check_races(plan, order)
         check_data(plan, order)

@@ -3,33 +3,24 @@
 N ranks, C chunks of a shard, m elements of a shard (of an all_to_all each block has its own m),
 s = ceil(m / C). Chunk c of a shard has the elements min(c s, m) to min((c + 1) s, m). `in` and `out` are
 shards of exactly m elements, one after another. A slot of `tmp` is as long as the longest chunk that it
-ever holds.
-
-The length of a chunk in `tmp` depends on where it came from. `walk` finds that for all sizes at once, so
-blocks of an all_to_all may pass through other ranks, whatever their sizes.
+ever holds. `walk` finds these for all sizes at once, so blocks of an all_to_all may pass through other
+ranks, whatever their sizes.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from fairseq_tutel.plans.checker.data import Kind, check_data, kind_of
-from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
 # Elements of a shard; of an all_to_all those of each block, by source and destination.
 Sizes = int | tuple[tuple[int, ...], ...]
-
-
-class Piece(NamedTuple):
-    """A run of elements: its first element in each source and in the destination, and its length."""
-
-    src: tuple[int, ...]
-    dst: int
-    length: int
+# A rank and the first of some chunks there.
+End = tuple[int, Place]
 
 
 class Move(NamedTuple):
@@ -38,36 +29,27 @@ class Move(NamedTuple):
     Attributes:
         site: the rank, lane and index of the step.
         op: the operation.
-        src: the sources.
-        target: the rank of the destination.
-        dst: the destination.
+        sources: its sources.
+        target: its destination.
         kinds: the kind of each chunk.
         round: of a put, the round in which it is sent, from 1; of others, the rounds that end before it.
     """
 
     site: tuple[int, int, int]
     op: str
-    src: tuple[Place, ...]
-    target: int
-    dst: Place
+    sources: tuple[End, ...]
+    target: End
     kinds: tuple[Kind, ...]
     round: int
 
     @property
-    def rank(self) -> int:
-        """The rank of the step."""
-        return self.site[0]
+    def ranks(self) -> tuple[int, int]:
+        """The rank of the step and that of the destination."""
+        return self.site[0], self.target[0]
 
 
-@dataclass(frozen=True)
-class Walked:
-    """A plan and its moves.
-
-    Attributes:
-        plan: the plan.
-        moves: all moves, in an order in which they can happen.
-        tmp_kinds: for each rank and slot of `tmp`, the kinds of chunks that it ever holds.
-    """
+class Walked(NamedTuple):
+    """A plan, its moves in a possible order, and the kinds that each slot of `tmp` ever holds, by rank."""
 
     plan: Plan
     moves: tuple[Move, ...]
@@ -76,7 +58,7 @@ class Walked:
 
 def walk(plan: Plan) -> Walked:
     """Return the moves of a plan that the checker has accepted."""
-    order = order_of(plan)
+    order = Order(plan)
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
     for number, kinds in check_data(plan, order).items():
@@ -86,8 +68,9 @@ def walk(plan: Plan) -> Walked:
         if step.dst.buffer == "tmp":
             for chunk, kind in enumerate(kinds, step.dst.chunk):
                 ever[target, chunk].add(kind)
+        sources = tuple((site[0], place) for place in step.src)
         ended = order.rounds[number] + (step.op == "put")
-        moves.append(Move(site, step.op, step.src, target, step.dst, kinds, ended))
+        moves.append(Move(site, step.op, sources, (target, step.dst), kinds, ended))
     tmp_kinds = (
         tuple(frozenset(ever[rank, slot]) for slot in range(plan.temporary)) for rank in range(plan.ranks)
     )
@@ -106,13 +89,8 @@ class Layout:
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:
-        self.walked, self.plan, self.sizes, self.width, self.window = (
-            walked,
-            walked.plan,
-            sizes,
-            width,
-            window,
-        )
+        self.walked, self.plan, self.sizes = walked, walked.plan, sizes
+        self.width, self.window = width, window
         self.length, self.starts = cache(self._length), cache(self._starts)
 
     def _whole(self, kind: Kind) -> int:
@@ -131,30 +109,24 @@ class Layout:
             places = (Place(buffer, chunk) for chunk in range(self.plan.size_of(buffer)))
             lengths = [self._whole(kind_of(self.plan, rank, place)) for place in places]
         elif self.window:
-            stride = len(self.window)
-            return range(0, (self.plan.temporary + self.plan.out_chunks + 1) * stride, stride)
+            stride, slots = len(self.window), self.plan.temporary + self.plan.out_chunks
+            return range(0, (slots + 1) * stride, stride)
         else:
-            slots = self.walked.tmp_kinds[rank]
-            lengths = [max(map(self.length, kinds), default=0) for kinds in slots]
+            kinds = self.walked.tmp_kinds[rank]
+            lengths = [max(map(self.length, each), default=0) for each in kinds]
         return [0, *accumulate(lengths)]
 
-    def size(self, rank: int, buffer: str) -> int:
-        """Return the number of elements of a rank's buffer."""
-        return self.starts(rank, buffer)[-1]
+    def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[int], int]]:
+        """Join chunks that are adjacent at all ends; return each run's first element there, and its length.
 
-    def pieces(self, move: Move, src: bool = True, dst: bool = True) -> list[Piece]:
-        """Return a move's runs of elements, without empty ones.
-
-        Without `src` or `dst` that end is ignored, so adjacent chunks of the other end make longer runs.
+        Empty runs are left out.
         """
-        ends = [(self.starts(move.rank, place.buffer), place.chunk) for place in move.src if src]
-        if dst:
-            ends.append((self.starts(move.target, move.dst.buffer), move.dst.chunk))
+        starts = [(self.starts(rank, place.buffer), place.chunk) for rank, place in ends]
         found: list[tuple[list[int], int]] = []
-        for i, kind in enumerate(move.kinds):
-            length, at = self.length(kind), [starts[first + i] for starts, first in ends]
+        for i, kind in enumerate(kinds):
+            length, at = self.length(kind), [own[first + i] for own, first in starts]
             if found and [start + found[-1][1] for start in found[-1][0]] == at:
                 found[-1] = (found[-1][0], found[-1][1] + length)
             elif length:
                 found.append((at, length))
-        return [Piece(tuple(at[:-1] if dst else at), at[-1] if dst else 0, n) for at, n in found]
+        return found

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.plans.checker.data import kind_of
-from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, Walked, walk
+from fairseq_tutel.plans.executors.layout import End, Layout, Move, Sizes, Walked, walk
 from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, rendezvous
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
@@ -84,37 +84,30 @@ class Steps(NamedTuple):
 
 
 class Program:
-    """The program of one rank, for any size.
-
-    Attributes:
-        kinds: all chunk kinds that this rank moves or receives.
-        lanes: each lane's steps and the chunks that they move.
-        last: the copy of `staged`, if any.
-        staged: slots of `staged`.
-    """
+    """The program of one rank, for any size. `staged` is the number of its slots."""
 
     def __init__(self, walked: Walked, rank: int) -> None:
         plan, self.rank = walked.plan, rank
-        self.kinds = sorted(
-            {kind for move in walked.moves if rank in (move.rank, move.target) for kind in move.kinds}
-        )
-        is_staged = any(move.op == "put" and move.dst.buffer == "out" for move in walked.moves)
+        ours = [move for move in walked.moves if rank in move.ranks]
+        self.kinds = sorted({kind for move in ours for kind in move.kinds})
+        is_staged = any(move.op == "put" and move.target[1].buffer == "out" for move in walked.moves)
         self.staged = plan.out_chunks if is_staged else 0
 
-        def home(place: Place) -> Place:
-            return Place("staged", place.chunk) if is_staged and place.buffer == "out" else place
+        def home(end: End) -> End:
+            owner, (buffer, chunk) = end
+            return owner, Place("staged" if is_staged and buffer == "out" else buffer, chunk)
 
         at = {
-            move.site: move._replace(src=tuple(map(home, move.src)), dst=home(move.dst))
-            for move in walked.moves
-            if move.rank == rank
+            move.site: move._replace(sources=tuple(map(home, move.sources)), target=home(move.target))
+            for move in ours
         }
         self.lanes = [
             [(step, at.get((rank, lane, index))) for index, step in enumerate(steps)]
             for lane, steps in enumerate(plan.programs[rank])
         ]
         kinds = tuple(kind_of(plan, rank, Place("out", chunk)) for chunk in range(self.staged))
-        self.last = Move((rank, 0, 0), "copy", (Place("staged", 0),), rank, Place("out", 0), kinds, 0)
+        ends = (rank, Place("staged", 0)), (rank, Place("out", 0))
+        self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
 
     def steps(self, layout: Layout) -> Steps:
         """Return the steps of the layout's window."""
@@ -122,13 +115,12 @@ class Program:
         summed: set[int] = set()
 
         def moved(move: Move) -> Iterator[Step]:
-            for src, dst, length in layout.pieces(move):
-                ends = [
-                    View(place.buffer, self.rank, at, length)
-                    for place, at in zip(move.src, src, strict=True)
+            ends = (*move.sources, move.target)
+            for starts, length in layout.runs(move.kinds, *ends):
+                *sources, target = [
+                    views.setdefault(View(place.buffer, rank, start, length), len(views))
+                    for (rank, place), start in zip(ends, starts, strict=True)
                 ]
-                ends.append(View(move.dst.buffer, move.target, dst, length))
-                *sources, target = (views.setdefault(view, len(views)) for view in ends)
                 if len(sources) == 1:
                     yield COPY, target, sources[0]
                 else:
@@ -335,7 +327,7 @@ class OneSided:
                 made[key] = Slice(0, self._program.steps(layout), {})
             slices.append(made[key]._replace(offset=offset))
         whole = Layout(self.walked, sizes, width)
-        return slices, {buffer: whole.size(self.rank, buffer) for buffer in ("in", "out")}
+        return slices, {buffer: whole.starts(self.rank, buffer)[-1] for buffer in ("in", "out")}
 
     def _region(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
         arrays: list[Any] = [None] * steps.views

@@ -11,7 +11,7 @@ w. It never adds room, so a full set stays full.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
@@ -25,29 +25,17 @@ Routes = dict[tuple[int, int], list[Route]]
 Piece = tuple[int, int, int]
 
 
-def without_switches(
-    network: Network, share: Share, log: Callable[[str], None]
-) -> tuple[list[list[int]], Routes]:
-    """Return capacities between ranks alone, and the routes over the network's links behind them.
-
-    `log` receives a line of progress for each switch.
-    """
+def without_switches(network: Network, share: Share) -> tuple[list[list[int]], Routes]:
+    """Return capacities between ranks alone, and the routes over the network's links behind them."""
     splitting = _Splitting(network, share)
-    for done, switch in enumerate(network.switches, 1):
+    for switch in network.switches:
         splitting.remove(switch)
-        log(f"replaced the links of {done} of {len(network.switches)} switches")
     assert reaches_all(splitting.graph, network.ranks, splitting.needed)
     return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]], splitting.routes
 
 
 class _Splitting:
-    """The links between ranks and the remaining switches.
-
-    Attributes:
-        graph: their capacities, and the source.
-        routes: the network's links behind them.
-        full: sets without room.
-    """
+    """The capacities between ranks, remaining switches and the source, and the routes behind them."""
 
     def __init__(self, network: Network, share: Share) -> None:
         self.network = network
@@ -57,7 +45,7 @@ class _Splitting:
         self.ranks = (1 << network.ranks) - 1
         # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
-        self.full: list[int] = []
+        self.full: list[int] = []  # sets without room
         self.routes: Routes = defaultdict(list)
         for source, row in enumerate(share.capacities):
             for target, width in enumerate(row):
@@ -173,28 +161,13 @@ class _Splitting:
             return most, narrowest
         if ranks & ~beyond:
             return sent - self.needed, self._inside(beyond)
-        trial, last = graph.copy(), None
         for rank in members(ranks):
-            if last is not None and self._moved(trial, last, rank, end):
-                last = rank
-                continue
-            if last is not None:
-                trial = graph.copy()
+            trial = graph.copy()
             trial.add(rank, end, self.endless)
             more, beyond = trial.push(start, end, limit - sent)
-            last = rank
             if sent + more < limit:
                 limit, narrowest = sent + more, self._inside(beyond)
         return limit - self.needed, narrowest
-
-    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether the flow over one rank's endless edge can go over another rank's."""
-        graph.add(last, end, -self.endless)
-        if (over := -graph.left[last][end]) > 0:
-            graph.add(last, end, over)
-            graph.add(end, last, -over)
-        graph.add(rank, end, self.endless)
-        return over <= 0 or graph.push(last, end, over)[0] == over
 
     def _inside(self, beyond: int) -> int:
         return ((1 << self.source) - 1) & ~beyond

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -24,15 +24,7 @@ from fairseq_tutel.plans.network import Network, busiest
 
 @dataclass(frozen=True)
 class Forest:
-    """Trees of a network, k for each rank.
-
-    Attributes:
-        network: the network.
-        best: the lower bound of all schedules.
-        share: k, and the number of trees that may use each link.
-        trees: between ranks, those of a root next to each other.
-        routes: for each tree, the links of each edge.
-    """
+    """Trees of a network, k for each rank, with the links of each edge."""
 
     network: Network
     best: Optimum
@@ -62,19 +54,10 @@ class Forest:
         return max(max(tree.depths.values()) for tree in self.trees)
 
 
-def grow(
-    network: Network,
-    trees: int | None = None,
-    most_trees: int | None = None,
-    log: Callable[[str], None] = lambda text: None,
-) -> Forest:
-    """Return the trees of a network.
+def grow(network: Network, trees: int | None = None, most_trees: int | None = None) -> Forest:
+    """Return k trees of a network for each rank.
 
-    Args:
-        network: the links.
-        trees: k; None: the fewest within `optimum.TOLERANCE` of the optimum.
-        most_trees: the most k, unless `trees` is given.
-        log: receives lines of progress.
+    Without `trees`, k is the least number within `optimum.TOLERANCE` of the optimum, at most `most_trees`.
 
     Raises:
         ValueError: k trees cannot use whole parts of the links of switches.
@@ -89,33 +72,28 @@ def grow(
             f"{network.name} has no {trees} trees per root, since its switches' links differ between "
             f"directions; give another number of trees, or none."
         )
-    capacities, left = without_switches(network, share, log)
-    packed = pack(capacities, share.trees, log)
+    capacities, left = without_switches(network, share)
+    packed = pack(capacities, share.trees)
     routes = tuple({edge: take(left, *edge, tree.copies) for edge in tree.edges} for tree in packed)
     return Forest(network, best, share, tuple(packed), routes)
 
 
 def grow_for(
-    network: Network,
-    collective: str,
-    trees: int | None = None,
-    most_trees: int | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    network: Network, collective: str, trees: int | None = None, most_trees: int | None = None
 ) -> tuple[Forest | None, Forest | None]:
-    """Return the trees along which a collective reduces, and those along which it distributes.
+    """Return the trees along which a collective reduces, and those along which it distributes; see `grow`.
 
     Trees that reduce are those of the network with reversed links, since data goes from leaves to roots.
-    The other arguments are those of `grow`.
     """
-    there = grow(network, trees, most_trees, log) if collective != "reduce_scatter" else None
+    there = grow(network, trees, most_trees) if collective != "reduce_scatter" else None
     if collective == "all_gather":
         return None, there
     back = network.reversed
     if there is None:
-        return grow(back, trees, most_trees, log), None
+        return grow(back, trees, most_trees), None
     if sorted(back.links) == sorted(network.links):
         return there, there
     # Both need the same k. The optimum's k works, since both directions have the same optimum.
     if trees is None and not fixed_share(back, there.best, there.share.trees):
-        there = grow(network, optimal_share(network, there.best).trees, log=log)
-    return grow(back, there.share.trees, log=log), there
+        there = grow(network, optimal_share(network, there.best).trees)
+    return grow(back, there.share.trees), there

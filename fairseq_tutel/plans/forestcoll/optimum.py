@@ -12,7 +12,6 @@ narrow gives the next, larger 1/x, after few steps.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -26,12 +25,7 @@ TRIED = 200
 
 
 class Optimum(NamedTuple):
-    """The lower bound of all schedules.
-
-    Attributes:
-        cut: S, the vertices on one side of the bottleneck, as bits.
-        narrow: |R(S)| and B+(S), whose fraction is 1/x.
-    """
+    """The lower bound of all schedules: S, as bits, and |R(S)| and B+(S), whose fraction is 1/x."""
 
     cut: int
     narrow: tuple[int, int]
@@ -42,14 +36,10 @@ class Optimum(NamedTuple):
         return Fraction(*self.narrow)
 
 
-@dataclass(frozen=True)
-class Share:
-    """The assignment of links to trees.
+class Share(NamedTuple):
+    """The assignment of links to k trees per root.
 
-    Attributes:
-        trees: k, per root.
-        stretch: U; at most U b trees use a link of bandwidth b, so a shard of one byte takes U / k.
-        capacities: U b rounded down, by source and target.
+    At most U b trees use a link of bandwidth b. `capacities` are U b rounded down, by source and target.
     """
 
     trees: int
@@ -58,7 +48,7 @@ class Share:
 
     @property
     def seconds(self) -> Fraction:
-        """Seconds for a shard of one byte, if bandwidths are bytes a second."""
+        """U / k: seconds for a shard of one byte, if bandwidths are bytes a second."""
         return self.stretch / self.trees
 
 

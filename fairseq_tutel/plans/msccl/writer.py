@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from fairseq_tutel.plans.checker import check
-from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan, Step
 from fairseq_tutel.plans.msccl.reader import BUFFERS, COLLECTIVES, Cell, cells_of
 
@@ -74,7 +74,7 @@ def _channel_numbers(plan: Plan) -> list[int]:
 
 def _steps_of_ranks(plan: Plan) -> list[list[_Written]]:
     """Return each rank's steps in a possible order."""
-    order = order_of(plan)
+    order = Order(plan)
     arrived: dict[int, list[int]] = defaultdict(list)
     for put, wait in order.arrival.items():
         arrived[wait].append(put)
