@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fairseq_tutel.checkpoint.saved import DENSE, PARTS, Layer, SavedModel
 from fairseq_tutel.convert.configs import Tensors, configs_of, replaced, without_experts
-from fairseq_tutel.convert.upcycle_layer import sums_to_1
+from fairseq_tutel.convert.upcycle import sums_to_1
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.moe.slots import capacity_of

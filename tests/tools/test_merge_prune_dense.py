@@ -299,8 +299,8 @@ REFUSED = {
                       "no layer with experts; there are decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
     "too few left": ({}, ("prune", "--drop", "0,1,2"),
-                     "decoder_0 would have 1 expert, but a token has 2 (--moe-top-k); keep more, or "
-                     "give --moe-top-k 1."),
+                     "decoder_0: top_k (--moe-top-k) is 2 but there are 1 experts"),
+    "top-k": ({}, ("prune", "--drop", "0", "--moe-top-k", 0), "decoder_0: top_k (--moe-top-k) is 0"),
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"),
                   "--drop leaves none of the 4 experts of decoder_1; keep one."),
     "none left above a load": ({}, ("prune", "--below", 99, "--load", "1,1,1,1"),

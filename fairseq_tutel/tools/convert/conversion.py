@@ -17,9 +17,10 @@ Convert = Callable[[argparse.Namespace, list[Path], Path], str]
 
 
 def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) -> Option:
-    """Return an option of a conversion; a whole number has the metavar N."""
-    if metavar or keywords.get("type") is int:
-        keywords["metavar"] = metavar or "N"
+    """Return an option of a conversion; a whole number has the metavar N, another one X."""
+    usual = {int: "N", float: "X"}.get(keywords.get("type"))
+    if metavar or usual:
+        keywords["metavar"] = metavar or usual
     return flag, {"help": help, **keywords}
 
 

@@ -1,40 +1,20 @@
 """Conversions to another kind of model: upcycle, student, pregate, members."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import models
 from fairseq_tutel.convert.configs import counts_text
-from fairseq_tutel.convert.upcycle import upcycle
-from fairseq_tutel.convert.upcycle_layer import Variation, differences
+from fairseq_tutel.convert.upcycle import Variation, differences, upcycle
 from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.options.option import flag_of, options_in
+from fairseq_tutel.options.option import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.tools.arguments import refuse_output
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
-# Fields of `Variation`: name, default, metavar, help, check of a value, and its description.
-VARIATIONS: tuple[tuple[str, float, str, str, Callable[[float], bool], str], ...] = (
-    (
-        "perturb", 0, "STD",
-        "Gaussian noise on the experts' weights, in standard deviations of the matrix",
-        lambda v: 0 <= v < 100, "a finite number, at least 0",
-    ),
-    (
-        "reinitialize", 0, "SHARE",
-        "fraction of each expert's hidden units to initialize again with the statistics of the old ones "
-        "(Drop-Upcycling, Nakamura et al. 2025, with 0.5)",
-        lambda v: 0 <= v <= 1, "a number from 0 to 1",
-    ),
-    (
-        "gate_scale", 1, "X",
-        "factor for the gates' initial weights; smaller values give more even probabilities",
-        lambda v: 0 < v < 1e6, "a number above 0",
-    ),
-)  # fmt: skip
 OPTIONS = [
     item for item in (*options_of("model"), *options_in(SwinExpertsConfig)) if item.theme != "Older names"
 ]
@@ -60,11 +40,8 @@ def _upcycle(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     initialized. The tool prints whether the initial outputs are those of the dense model. Start a new
     training run from the file, by --finetune-from-model.
     """
-    values = {key: getattr(arguments, key) for key, *_ in VARIATIONS}
-    for key, _, _, _, is_valid, valid in VARIATIONS:
-        if not is_valid(values[key]):
-            raise ValueError(f"{flag_of(key)} is {values[key]:g}; give {valid}.")
-    how = Variation(seed=arguments.seed, **values)
+    how = read(Variation, arguments)
+    refuse_bad_values(how)
     # An absent option is None or, for a switch, False. 0 is a value.
     given = {item.key: getattr(arguments, item.key) for item in OPTIONS}
     given = {key: value for key, value in given.items() if value is not None and value is not False}
@@ -173,12 +150,9 @@ KINDS = (
         name="upcycle",
         convert=_upcycle,
         source="the dense checkpoint",
-        options=(
-            option("--seed", "seed of gates and of all random changes [1]", type=int, default=1),
-            *(
-                option(flag_of(key), f"{text} [{default:g}]", metavar, type=float, default=default)
-                for key, default, metavar, text, _, _ in VARIATIONS
-            ),
+        options=tuple(
+            option(item.flag, f"{item.text} [{item.default}]", type=item.type, default=item.default)
+            for item in options_in(Variation)
         ),
         late=_add_model_options,
     ),
