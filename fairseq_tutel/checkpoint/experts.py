@@ -90,12 +90,6 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
             experts.save_as({k: v for k, v in gathered.items() if v is not None})
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """Free the gathered experts; a later state dict holds the local ones again."""
-    for experts in expert_modules(model):
-        experts.save_as(None)
-
-
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
     """Gather all experts on every rank, which then runs alone; return the bytes per rank. Collective."""
     if topology.expert_parallel_size == 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts as checkpoint
-from fairseq_tutel.checkpoint.experts import drop_gathered, expert_modules, gather_experts, gather_to_first
+from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first
 from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
@@ -31,7 +31,8 @@ def save(parallel: int, dtype: torch.dtype) -> dict[str, Tensor]:
     split = model(topology, dtype=dtype)
     gather_experts(split, topology)
     state = {name: tensor.clone() for name, tensor in split.state_dict().items()}
-    drop_gathered(split)
+    for experts in expert_modules(split):
+        experts.save_as(None)
     local = 4 // topology.expert_parallel_size
     assert split.state_dict()["0.experts.fc1_bias"].shape[0] == local
     return state

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
@@ -101,21 +100,19 @@ def save_checkpoint(original: Any) -> Any:
             return original(cfg, trainer, epoch_itr, val_loss)
         finite.refuse_to_save(trainer)
         with RUN.having(is_saving=True):
-            _complete(cfg, trainer, epoch_itr, val_loss)
+            _complete(cfg, trainer)
             return original(cfg, trainer, epoch_itr, val_loss)
 
     return wrapper
 
 
-def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
+def _complete(cfg: Any, trainer: Any) -> None:
     """Complete rank 0's next state by what other ranks hold. Collective."""
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
     in_shards = saves_shards(trainer.task) and has_experts
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
-    if (in_shards or shared) and not will_save(cfg, trainer, epoch_itr, val_loss):
-        return
     if RUN.lease is not None:
         RUN.lease.confirm()  # another run may have taken it over
     with_state = not cfg.no_save_optimizer_state
@@ -127,22 +124,6 @@ def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
         experts.gather_experts(model, topology)
         if with_state:
             inner.gather_state(topology)
-
-
-def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> bool:
-    """Return whether fairseq's `save_checkpoint` will write a file for its arguments. Collective."""
-    if not cfg.no_last_checkpoints:
-        return True
-    if epoch_itr.end_of_epoch():
-        regular = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
-    else:
-        updates, interval = trainer.get_num_updates(), cfg.save_interval_updates
-        regular = interval > 0 and updates % interval == 0
-    best_of = max if cfg.maximize_best_checkpoint_metric else min
-    before = getattr(checkpoint_utils.save_checkpoint, "best", val_loss)
-    best = val_loss is not None and val_loss == best_of(val_loss, before)
-    among_best = val_loss is not None and cfg.keep_best_checkpoints > 0
-    return run_on_rank_zero(lambda: regular or best or among_best, "the agreement on what is saved")
 
 
 def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
