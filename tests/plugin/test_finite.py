@@ -16,7 +16,7 @@ from fairseq.optim import FairseqOptimizer
 
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin.training import finite, save
-from fairseq_tutel.plugin.training.loaded_optimizer import mismatch
+from fairseq_tutel.plugin.training.finite import mismatch
 
 plugin.register()
 
