@@ -96,8 +96,11 @@ def gather_everywhere(model: nn.Module, topology: Topology) -> int:
         return 0
     num_bytes = 0
     for experts in expert_modules(model):
-        parameters = experts.expert_parameters().items()
-        copies = {name: _all_gather(parameter, topology) for name, parameter in parameters}
+        copies = {}
+        for name, parameter in experts.expert_parameters().items():
+            own = parameter.detach().contiguous()
+            parts = collectives.all_gather(own, "the gathering of all experts", topology.expert_group)
+            copies[name] = join(list(parts), slice_of(parameter))
         experts.compute_with(MadeWeights(copies, of_all=True))
         num_bytes += sum(copy.nbytes for copy in copies.values())
     return num_bytes
@@ -107,12 +110,6 @@ def drop_everywhere(model: nn.Module) -> None:
     """Free the gathered experts on every rank."""
     for experts in expert_modules(model):
         experts.compute_with(OWN)
-
-
-def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
-    slicing, tensor = slice_of(tensor), tensor.detach().contiguous()
-    what = "the gathering of experts on every rank"
-    return join(list(collectives.all_gather(tensor, what, topology.expert_group)), slicing)
 
 
 def save_in_shards(

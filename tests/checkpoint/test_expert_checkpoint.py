@@ -1,9 +1,4 @@
-"""Checkpoints of split experts: one format for every number of ranks.
-
-Covered: gathering to rank 0 with and without replicas, the state dict of the others, dropping what was
-gathered, saving on W ranks and loading on another W, tensors of an optimizer, bf16; in pieces of
-few bytes, whole experts and slices.
-"""
+"""Checkpoints of split experts: one format for every number of ranks."""
 
 import dataclasses
 from typing import Any

@@ -1,10 +1,4 @@
-"""A lease on a folder: one writer; who ended is known here by its process, elsewhere by its silence.
-
-Covered: taken, released, taken again; a living writer of this machine, by every way to see it; one that
-ended, also where another process got its number; one of another machine that renews, falls silent, or was
-silent; leases that are none; two that find the same one; a lease that was lost before a write; renewal;
-a disk without links.
-"""
+"""A lease on a folder: one writer; who ended is known here by its process, elsewhere by its silence."""
 
 import contextlib
 import os

@@ -1,9 +1,4 @@
-"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
-
-Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading in advance; no
-file opened twice; records in a checkpoint; missing, truncated, damaged files; foreign records; folders that
-are begun, committed, kept and collected.
-"""
+"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said."""
 
 import dataclasses
 import itertools

@@ -1,9 +1,4 @@
-"""Checkpoints through the command line: any number of ranks, whole or absent, whatever happens.
-
-Covered: 2 ranks -> 1 -> 3 in the middle of an epoch (the same bits for the same number of ranks:
-test_determinism); one process opens what several saved; --no-save-optimizer-state; a rank that fails; a
-full disk; torn and misshapen files; a folder that another training writes into.
-"""
+"""Checkpoints through the command line: any number of ranks, whole or absent, whatever happens."""
 
 import os
 import re

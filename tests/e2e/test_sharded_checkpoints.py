@@ -1,10 +1,4 @@
-"""Sharded checkpoints through the command line: each rank writes its experts, any run reads them.
-
-Covered: saved on (W, P, format) x loaded on (W, P, format) with equal losses; the same bits as a full
-checkpoint and after a resume; bf16 with masters; slices of experts; --no-save-optimizer-state,
---finetune-from-model, --reset-optimizer; keep-last-epochs and best, and what is collected; one process
-and other commands open it; what is missing, torn or damaged; a kill, a full disk.
-"""
+"""Sharded checkpoints through the command line: each rank writes its experts, any run reads them."""
 
 import re
 import shutil

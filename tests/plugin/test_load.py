@@ -1,10 +1,4 @@
-"""A checkpoint's file at the doors by which it comes in: to be used, or to go on training from.
-
-Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file and in
-its options; pipes and folders; classes
-that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
-a file of another model; experts in fewer bits; an expert store that the model cannot use.
-"""
+"""A checkpoint's file at the doors by which it comes in: to be used, or to go on training from."""
 
 import argparse
 import os

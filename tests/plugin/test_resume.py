@@ -1,9 +1,4 @@
-"""Which checkpoint a training goes on from where checkpoint_last.pt is not there: the newest whole one.
-
-Covered: the newest by its updates, not by its times or name; torn ones and ones without their shards are
-passed over; files of other names are not taken; a folder of torn ones alone; what else decides where a
-training begins; what is no file; dense models and experts.
-"""
+"""Which checkpoint a training goes on from where checkpoint_last.pt is not there: the newest whole one."""
 
 import os
 import re

@@ -1,8 +1,4 @@
-"""`python -m fairseq_tutel average`: which files it takes, their mean, what it keeps and refuses.
-
-Covered: bits of the mean in every dtype; epoch, update and best files with an upper bound; everything
-but the weights is the first file's; tied tensors; a write that fails; every refusal.
-"""
+"""`python -m fairseq_tutel average`: which files it takes, their mean, what it keeps and refuses."""
 
 import argparse
 import errno

@@ -48,10 +48,20 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     """Hold the lease of a folder in the block. Collective at its start."""
-    lease = _taken_by_rank_zero(save_dir, writes)
-    if lease is None:
+    taken: list[Lease] = []  # on rank 0
+
+    def take_lease() -> None:
+        try:
+            taken.extend([take(save_dir)] if writes else [])
+        except OSError as error:
+            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
+            raise ValueError(sentence) from error
+
+    run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
+    if not taken:
         yield
         return
+    lease = taken[0]
     with RUN.having(lease=lease):
         try:
             _remove_temporary(Path(save_dir), all_is_old=lease.after is not None)
@@ -62,22 +72,6 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
                 logger.warning("unreferenced experts may be left in %s: %s", save_dir, error)
         finally:
             lease.release()
-
-
-def _taken_by_rank_zero(save_dir: str, writes: bool) -> Lease | None:
-    """Return the lease on rank 0 if it writes, and None on the others, which wait for it."""
-    taken: list[Lease] = []
-
-    def take_it() -> None:
-        try:
-            taken.append(take(save_dir))
-        except OSError as error:
-            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
-            raise ValueError(sentence) from error
-
-    action = take_it if writes else lambda: None
-    run_on_rank_zero(action, "rank 0's check of writers in --save-dir")
-    return taken[0] if taken else None
 
 
 def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:
