@@ -40,15 +40,15 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("world_size, parallel", [(2, 0), (4, 2), (4, 1)])
-def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel):
-    first, *_ = ranks(world_size).run(save, parallel, torch.float32)
-    same(first, model(None).state_dict())
+F32, BF16 = torch.float32, torch.bfloat16
 
 
-def test_bf16_is_gathered_as_it_is(ranks):
-    first, *_ = ranks(4).run(save, 2, torch.bfloat16)
-    same(first, model(None, dtype=torch.bfloat16).state_dict())
+@pytest.mark.parametrize(
+    "world_size, parallel, dtype", [(2, 0, F32), (4, 2, F32), (4, 1, F32), (4, 2, BF16)]
+)
+def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel, dtype):
+    first, *_ = ranks(world_size).run(save, parallel, dtype)
+    same(first, model(None, dtype=dtype).state_dict())
 
 
 def load(parallel: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -117,9 +117,8 @@ def trained(lm_data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("size", [0, 4096])
-def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path, size):
-    torn = (trained / "checkpoint_last.pt").read_bytes()[:size]
+def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path):
+    torn = (trained / "checkpoint_last.pt").read_bytes()[:4096]
     (tmp_path / "checkpoint_last.pt").write_bytes(torn)
     output = refused("train", *lm_args(lm_data, tmp_path))
     assert "checkpoint_last.pt, which is corrupt" in output
