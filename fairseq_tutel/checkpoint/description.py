@@ -21,19 +21,12 @@ EXPERTS = re.compile(r"(?:^|\.)experts\.")  # in names of any system
 Facts = dict[str, Any]
 
 
-def moe_layers(state: Any) -> list[Layer]:
-    """Return the MoE layers of a file, at any depth of a model."""
-    weights = dict(_tensors(state["model"] if _is_checkpoint(state) else state))
-    return [layer for layer in layers_of(weights, within=True) if layer.has_experts]
+def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[Layer]]:
+    """Return the facts about a file's content, and its MoE layers, at any depth of a model.
 
-
-def _is_checkpoint(state: Any) -> bool:
-    return isinstance(state, dict) and isinstance(state.get("model"), dict)
-
-
-def describe(state: Any, path: Path, check: bool = False) -> Facts:
-    """Return the facts about the content of a file; with `check`, read everything and compare checksums."""
-    is_checkpoint = _is_checkpoint(state)
+    With `check`, everything is read and compared with the checksums.
+    """
+    is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
         refuse_malformed(state, f"FILE {path}")
         bind(state, path)
@@ -41,7 +34,7 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
     weights = dict(_tensors(state["model"] if is_checkpoint else state))
     if not weights:
         raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
-    layers = moe_layers(state)
+    layers = [layer for layer in layers_of(weights, within=True) if layer.has_experts]
     is_ours = bool(layers) and is_checkpoint
     kind = OURS if is_ours else kind_of(weights) or (DENSE if is_checkpoint else "tensors")
     facts: Facts = {"file": str(path), "bytes_of_file": path.stat().st_size, "kind": kind}
@@ -62,7 +55,7 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
         facts["layers"] = [_layer(weights, layer) for layer in layers]
     if is_ours:
         facts |= _changed_options(state)
-    return {**facts, "tensors": _grouped(weights)}
+    return {**facts, "tensors": _grouped(weights)}, layers
 
 
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
@@ -125,11 +118,8 @@ def _of_training(state: Mapping[str, Any]) -> Facts:
 
 
 def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
-    own = {
-        key.removeprefix(f"{layer.moe}."): t
-        for key, t in weights.items()
-        if key.startswith(f"{layer.moe}.")
-    }
+    prefix = f"{layer.moe}."
+    own = {key.removeprefix(prefix): t for key, t in weights.items() if key.startswith(prefix)}
     experts = {key.removeprefix("experts."): t for key, t in own.items() if key.startswith("experts.")}
     stacks = {name: tensor for name, tensor in experts.items() if "." not in name}
     first = next(iter(stacks.values()))

@@ -90,20 +90,17 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
             experts.save_as({k: v for k, v in gathered.items() if v is not None})
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """Free the gathered experts; a later state dict holds the local ones again."""
-    for experts in expert_modules(model):
-        experts.save_as(None)
-
-
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
     """Gather all experts on every rank, which then runs alone; return the bytes per rank. Collective."""
     if topology.expert_parallel_size == 1:
         return 0
     num_bytes = 0
     for experts in expert_modules(model):
-        parameters = experts.expert_parameters().items()
-        copies = {name: _all_gather(parameter, topology) for name, parameter in parameters}
+        copies = {}
+        for name, parameter in experts.expert_parameters().items():
+            own = parameter.detach().contiguous()
+            parts = collectives.all_gather(own, "the gathering of all experts", topology.expert_group)
+            copies[name] = join(list(parts), slice_of(parameter))
         experts.compute_with(Weights(copies, of_all=True))
         num_bytes += sum(copy.nbytes for copy in copies.values())
     return num_bytes
@@ -113,12 +110,6 @@ def drop_everywhere(model: nn.Module) -> None:
     """Free the gathered experts on every rank."""
     for experts in expert_modules(model):
         experts.compute_with(OWN)
-
-
-def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
-    slicing, tensor = slice_of(tensor), tensor.detach().contiguous()
-    what = "the gathering of experts on every rank"
-    return join(list(collectives.all_gather(tensor, what, topology.expert_group)), slicing)
 
 
 def save_in_shards(

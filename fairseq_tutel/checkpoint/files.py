@@ -25,9 +25,7 @@ TRIES, PAUSE_SECONDS = 3, 2.5
 DOS_FOLDER = 0x10
 CHUNK = 2**20
 # What a path may be in place of a checkpoint.
-NOT_CHECKPOINTS = (FOLDER, PIPE, BROKEN_LINK, TORCH_SCRIPT) = (
-    "a folder", "a pipe, device or socket", "a link that leads nowhere", "a TorchScript file",
-)  # fmt: skip
+NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on its disk)"
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
@@ -100,14 +98,13 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return one of NOT_CHECKPOINTS if the path is that; None for other files and missing ones."""
-    if os.path.isfile(path):
-        return TORCH_SCRIPT if _is_torch_script(path) else None
-    if not os.path.lexists(path):
+    """Return one of NOT_CHECKPOINTS if the path is that; None for files and missing ones."""
+    folder, pipe, broken_link = NOT_CHECKPOINTS
+    if os.path.isfile(path) or not os.path.lexists(path):
         return None
     if os.path.isdir(path):
-        return FOLDER
-    return PIPE if is_pipe(path) else BROKEN_LINK
+        return folder
+    return pipe if is_pipe(path) else broken_link
 
 
 def is_pipe(path: str | os.PathLike) -> bool:
@@ -117,14 +114,6 @@ def is_pipe(path: str | os.PathLike) -> bool:
     except (OSError, ValueError):  # there is none, or the text is no path
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-
-def _is_torch_script(path: str | os.PathLike) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return False  # corrupt, or no archive
 
 
 def is_whole(path: str) -> bool:

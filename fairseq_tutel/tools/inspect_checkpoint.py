@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.checkpoint.description import OURS, Facts, describe, moe_layers
+from fairseq_tutel.checkpoint.description import OURS, Facts, describe
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.files.small import printable
@@ -38,10 +38,9 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the content of the file."""
     path = Path(arguments.file)
-    content = read_file(path, "FILE", verify=False)
-    facts = describe(content, path, arguments.check)
+    facts, layers = describe(read_file(path, "FILE", verify=False), path, arguments.check)
     if arguments.log is not None:
-        _add_loads(facts, moe_layers(content), Path(arguments.log))
+        _add_loads(facts, layers, Path(arguments.log))
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:

@@ -1,8 +1,4 @@
-"""Files of torch.save: every bit that is no longer what it was is seen, and a failed write says why.
-
-Covered: whole, cut off anywhere, flipped bits, empty, no file of torch's, the format from before torch
-1.6; a disk that fails for a while, and one that goes on failing.
-"""
+"""Files of torch.save: every bit that is no longer what it was is seen, and a failed write says why."""
 
 import errno
 import os

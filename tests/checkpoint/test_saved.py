@@ -1,8 +1,4 @@
-"""SavedModel: a checkpoint is opened, looked at, edited and written, full or sharded.
-
-Covered: layers and experts by global ID; options in both forms; a restart; files that are written together
-or not at all.
-"""
+"""SavedModel: a checkpoint is opened, looked at, edited and written, full or sharded."""
 
 import argparse
 

@@ -1,9 +1,4 @@
-"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
-
-Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading in advance; no
-file opened twice; records in a checkpoint; missing, truncated, damaged files; foreign records; folders that
-are begun, committed, kept and collected.
-"""
+"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said."""
 
 import dataclasses
 import itertools
@@ -135,13 +130,7 @@ def test_a_flipped_bit_is_found(tmp_path):
         tensor.whole()
 
 
-def test_a_piece_of_another_shape_is_refused_though_its_bytes_are_right(tmp_path):
-    tensor = write(tmp_path, torch.randn(4, 2), Slice())
-    with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
-        dataclasses.replace(tensor, shape=(4, 2, 1)).whole()
-
-
-@pytest.mark.parametrize("shape", [(4, 10**15), (4, 10**20), (4, 10**12, 10**12)])
+@pytest.mark.parametrize("shape", [(4, 2, 1), (4, 10**15), (4, 10**20), (4, 10**12, 10**12)])
 def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):

@@ -1,9 +1,4 @@
-"""Commands that use a model whose experts are in a store: what they print with all experts in memory.
-
-Covered: every policy in fairseq-generate, and one each in -eval-lm, -validate and -interactive; a sharded
-checkpoint and a full one; an ensemble in one store; two ranks that share the experts; counters at a
-command's end; a file that is cut short; what is refused.
-"""
+"""Commands that use a model whose experts are in a store: what they print with all experts in memory."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 """The look at the checkpoint that a training goes on from: one rank reads a file that several share.
 
-Covered: one file for all ranks, copies of which one is damaged, one rank; who is told. Ranks are threads.
+Ranks are threads.
 """
 
 import os

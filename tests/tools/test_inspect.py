@@ -1,9 +1,4 @@
-"""`inspect` on files of every kind: what it says, as text and as JSON.
-
-Covered: layers, experts, shapes, dtypes and bytes of ours, in one file and in shards; options other than
-the defaults, of an encoder-decoder too; updates and epoch; loads by a log; dense files; files of Meta's
-moe branch and of Tutel, and others; what is refused; a reader that has read enough.
-"""
+"""`inspect` on files of every kind: what it says, as text and as JSON."""
 
 import json
 import os

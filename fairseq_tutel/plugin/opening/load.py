@@ -60,12 +60,12 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_damaged(path)
             state = original(path, arg_overrides, bool(load_on_all_ranks))
+            # Values of the run's own configuration may also be in its checkpoint.
+            given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
+            refuse_code(state, path, given)
+            refuse_malformed(state, path)
             if is_for_use:
                 _prepare_for_use(state, path, overrides)
-            else:
-                # Values of the run's own configuration may also be in its checkpoint.
-                refuse_code(state, path, {**dict(options_within(RUN.cfg)), **overrides})
-                refuse_malformed(state, path)
             bind(state, Path(path))
             if not is_for_use:
                 _warn_of_quantized(state, path)
@@ -80,8 +80,6 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 def _prepare_for_use(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
     """Check the options of a checkpoint that is opened for use, and update them in place."""
-    refuse_code(state, path, overrides)
-    refuse_malformed(state, path)
     _refuse_unknown_classes(state, path, overrides)
     if mark_as_opened(state):
         refuse_code(state, path, overrides)  # the conversion parsed their text
@@ -132,8 +130,8 @@ def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any])
             unknown = [n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_imported(n)]
             if unknown:
                 raise ValueError(
-                    f"{path} has the {label_of(field)} {unknown[0]}, and a checkpoint must "
-                    "not import modules; if you trust it, import it in --user-dir, or add "
+                    f"{path} has the {label_of(field)} {unknown[0]}, and a checkpoint must not import "
+                    "modules; if you trust it, import it in --user-dir, or add "
                     f"--model-overrides \"{{'{key}': '{value}'}}\"."
                 )
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,12 @@ def checkpoint_to_load(cfg: Any) -> str | None:
             f"{flag} is {path}, which {IS_CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
     if any(other != found[0] for other in found):
-        raise ValueError(_several(flag, path, found))
+        ranks = name_ranks([rank for rank, other in enumerate(found) if other != found[0]])
+        what = "does not exist" if found[0] == NOTHING else "is a checkpoint"
+        raise ValueError(
+            f"{flag} is {path}, which {what} for rank 0, and another or none for {ranks}; give a "
+            "--save-dir, or file, that all ranks share, or copy rank 0's to the same path on every node."
+        )
     if found[0] in NOT_CHECKPOINTS:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that restart a job name the last checkpoint at the first start, too.
@@ -206,7 +211,10 @@ def _found_by_all(path: str) -> list[str]:
     """
     own = _found(path)
     operation = "the look at the checkpoint"
-    found = world.all_gather_object((own, _inode(path)), operation)
+    status = os.stat(path) if os.path.isfile(path) else None
+    # Distinguishes a file from its copies on other nodes, which may be corrupt.
+    inode = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    found = world.all_gather_object((own, inode), operation)
     is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
     reads = is_file and found.index(found[world.rank()]) == world.rank()
     reading = Work(lambda: is_whole(path) if reads else True)
@@ -225,29 +233,6 @@ def _found(path: str) -> str:
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
     return identity(path) if has_an_end(path) else CORRUPT
-
-
-def _inode(path: str) -> tuple[int, ...]:
-    """Return what distinguishes a file from its copies on other nodes, which may be corrupt."""
-    if not os.path.isfile(path):
-        return ()
-    status = os.stat(path)
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _several(flag: str, path: str, found: Sequence[str]) -> str:
-    """Name the ranks that find something else than rank 0, as with local folders on each node."""
-    ranks = [rank for rank, other in enumerate(found) if other != found[0]]
-    if found[0] == NOTHING:
-        what = "does not exist for rank 0, but does"
-    elif all(found[rank] == NOTHING for rank in ranks):
-        what = "exists for rank 0, but not"
-    else:
-        what = "is one checkpoint for rank 0 and another"
-    return (
-        f"{flag} is {path}, which {what} for {name_ranks(ranks)}; give a --save-dir, or file, that all "
-        "ranks share, or copy rank 0's to the same path on every node."
-    )
 
 
 def _other_checkpoints(path: str) -> list[str]:

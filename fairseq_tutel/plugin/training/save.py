@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
@@ -49,10 +48,20 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     """Hold the lease of a folder in the block. Collective at its start."""
-    lease = _taken_by_rank_zero(save_dir, writes)
-    if lease is None:
+    taken: list[Lease] = []  # on rank 0
+
+    def take_lease() -> None:
+        try:
+            taken.extend([take(save_dir)] if writes else [])
+        except OSError as error:
+            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
+            raise ValueError(sentence) from error
+
+    run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
+    if not taken:
         yield
         return
+    lease = taken[0]
     with RUN.having(lease=lease):
         try:
             _remove_temporary(Path(save_dir), all_is_old=lease.after is not None)
@@ -63,22 +72,6 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
                 logger.warning("unreferenced experts may be left in %s: %s", save_dir, error)
         finally:
             lease.release()
-
-
-def _taken_by_rank_zero(save_dir: str, writes: bool) -> Lease | None:
-    """Return the lease on rank 0 if it writes, and None on the others, which wait for it."""
-    taken: list[Lease] = []
-
-    def take_it() -> None:
-        try:
-            taken.append(take(save_dir))
-        except OSError as error:
-            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
-            raise ValueError(sentence) from error
-
-    action = take_it if writes else lambda: None
-    run_on_rank_zero(action, "rank 0's check of writers in --save-dir")
-    return taken[0] if taken else None
 
 
 def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:
@@ -101,21 +94,19 @@ def save_checkpoint(original: Any) -> Any:
             return original(cfg, trainer, epoch_itr, val_loss)
         finite.refuse_to_save(trainer)
         with RUN.having(is_saving=True):
-            _complete(cfg, trainer, epoch_itr, val_loss)
+            _complete(cfg, trainer)
             return original(cfg, trainer, epoch_itr, val_loss)
 
     return wrapper
 
 
-def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
+def _complete(cfg: Any, trainer: Any) -> None:
     """Complete rank 0's next state by what other ranks hold. Collective."""
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
     in_shards = saves_shards(trainer.task) and has_experts
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
-    if (in_shards or shared) and not will_save(cfg, trainer, epoch_itr, val_loss):
-        return
     if RUN.lease is not None:
         RUN.lease.confirm()  # another run may have taken it over
     with_state = not cfg.no_save_optimizer_state
@@ -127,22 +118,6 @@ def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
         experts.gather_experts(model, topology)
         if with_state:
             inner.gather_state(topology)
-
-
-def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> bool:
-    """Return whether fairseq's `save_checkpoint` will write a file for its arguments. Collective."""
-    if not cfg.no_last_checkpoints:
-        return True
-    if epoch_itr.end_of_epoch():
-        regular = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
-    else:
-        updates, interval = trainer.get_num_updates(), cfg.save_interval_updates
-        regular = interval > 0 and updates % interval == 0
-    best_of = max if cfg.maximize_best_checkpoint_metric else min
-    before = getattr(checkpoint_utils.save_checkpoint, "best", val_loss)
-    best = val_loss is not None and val_loss == best_of(val_loss, before)
-    among_best = val_loss is not None and cfg.keep_best_checkpoints > 0
-    return run_on_rank_zero(lambda: regular or best or among_best, "the agreement on what is saved")
 
 
 def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
