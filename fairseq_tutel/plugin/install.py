@@ -3,10 +3,11 @@
 import functools
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.plugin import announce
 from fairseq_tutel.plugin.context import Context
-from fairseq_tutel.plugin.differences import end, end_where_it_differs, log_difference
+from fairseq_tutel.plugin.differences import end_where_it_differs, log_difference
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     children_of,
@@ -35,12 +36,7 @@ from fairseq_tutel.plugin.feed_forward import (
     watch_micro_batches,
     watch_token_ids,
 )
-from fairseq_tutel.plugin.opening.offload import (
-    fetch_when_loaded,
-    is_offloaded,
-    meta_experts,
-    store_options,
-)
+from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
 from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
@@ -81,7 +77,7 @@ class MoEModelMixin:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
-                end(error)
+                sys.exit(f"error: {error}")
             raise
 
 
@@ -113,8 +109,7 @@ def install_experts(
     return model
 
 
-@dataclass(frozen=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """A layer that gets experts: its side, the qualified name of its fc1, and the layer."""
 
     side: str
@@ -175,7 +170,7 @@ class _Installation:
         first = self.configs[0]
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
         self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
-        self.store = store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
+        self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
         """Choose which rank holds which experts. Collective where ranks share them."""
@@ -193,7 +188,7 @@ class _Installation:
             warn_of_changed_options(RUN.checkpoint, self.cfg)
         else:
             self.topology = topology_of_opened(requested, counts, self.local, degree_of)
-        if not is_offloaded(self.store):
+        if not offload.is_offloaded(self.store):
             _refuse_sizes(self.configs, self.topology)
 
     def build(self) -> None:
@@ -205,7 +200,7 @@ class _Installation:
         else:
             context = Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
         for config, chosen in zip(self.configs, self.chosen, strict=True):
-            experts = meta_experts(config, self.topology, self.store) if self.opened else None
+            experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
         if "hash" in self.configs[0].gate_types:
             watch_token_ids(model, context)
@@ -223,8 +218,8 @@ class _Installation:
             tuner = tuner_of(model, self.cfg, self.task_cfg, self.root)
         elif RUN.command is not None:
             RUN.command.keep_in_step(moe_layers(model))
-        if is_offloaded(self.store):
-            fetch_when_loaded(model, self.store)
+        if offload.is_offloaded(self.store):
+            offload.fetch_when_loaded(model, self.store)
         if self.task is not None:
             give_mixin(self.task)
             self.task.take_experts(moe_layers(model), tuner)

@@ -266,6 +266,13 @@ def test_a_bad_option_is_refused_by_name(words):
     guard.set_timeout(0)  # a training's is the whole process's
 
 
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_frequency_of_one_side_is_refused_by_its_name(side):
+    cfg, task = run_of("encoder", "moe_label_smoothed_cross_entropy", f"--{side}-moe-freq=-3")
+    with pytest.raises(ValueError, match=f"^--{side}-moe-freq is -3; give a whole number of layers"):
+        task.build_model(cfg.model)
+
+
 REFUSED_ON_TWO_RANKS = {
     "--decoder-layerdrop 0.2": "--decoder-layerdrop is 0.2: ranks would drop different layers",
     "--optimizer moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on all experts",

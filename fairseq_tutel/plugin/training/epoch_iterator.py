@@ -9,14 +9,12 @@ up its gradients. Here the empty batch precedes the last one.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
 
-@dataclass(frozen=True)
-class _Resumed:
+class _Resumed(NamedTuple):
     """An epoch that was resumed at a position that per-rank offsets cannot express."""
 
     epoch: int
@@ -29,8 +27,6 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     """EpochBatchIterator whose state has the number of global batches that were consumed."""
 
     _update_freq: Sequence[int] = (1,)
-    num_shards: int
-    shard_id: int
     _resumed: _Resumed | None = None
     _start = 0
 

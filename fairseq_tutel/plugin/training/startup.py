@@ -36,14 +36,6 @@ from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 logger = logging.getLogger(__name__)
 
 
-def read_on_every_rank(cfg: Any) -> None:
-    """Let every rank read the checkpoint: torch >= 2.6 refuses the unpickler of fairseq's broadcast."""
-    key = "load_checkpoint_on_all_dp_ranks"
-    if cfg.distributed_training.distributed_world_size > 1 and not cfg.checkpoint[key]:
-        logger.info("set --load-checkpoint-on-all-dp-ranks, which torch >= 2.6 needs")
-        cfg.checkpoint[key] = True
-
-
 def drop_tpu(cfg: Any) -> None:
     """Unset --tpu where no TPU is: fairseq-train treats --bf16 as a request for a TPU, too."""
     no_tpu = torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
