@@ -89,11 +89,7 @@ def _files(path: str) -> list[Path]:
 
 
 def _data_folder(given: str | Path | None, usual: Iterable[str | Path]) -> Path:
-    """Return the first folder with dictionaries, or the last usual one for models without any.
-
-    Raises:
-        ValueError: the given folder does not exist.
-    """
+    """Return the given folder, else the first usual one with dictionaries, else the last usual one."""
     if given is not None:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is no folder; give that of the dictionaries.")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.config import LAYER, MoEConfig
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
@@ -20,9 +20,6 @@ from fairseq_tutel.moe.store_options import StoreConfig
 from fairseq_tutel.options.option import options_in, read
 
 logger = logging.getLogger(__name__)
-
-# Options in the first line of `log_experts`.
-SHOWN = ("top_k", "capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +71,6 @@ def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
         *kernels,
         ", hidden layers made again in backward" if config.recompute_experts else "",
     )
-    of_model = [each for each in LAYER.values() if each.of == "model" and each.name not in SHOWN]
-    values = {option.name: getattr(config, option.name) for option in of_model}
-    changed = [f"{each.name} {values[each.name]}" for each in of_model if values[each.name] != each.default]
-    if changed:
-        logger.info("experts, not by default: %s", ", ".join(changed))
 
 
 def log_size(model: nn.Module) -> None:

@@ -90,13 +90,10 @@ def install_experts(
 ) -> nn.Module:
     """Replace the FFNs of the chosen layers by experts, in place, and return the model.
 
-    The task gets what training and evaluation need of it.
-
     Args:
         model: one with stacks of layers for `named_stacks`, whose FFNs are like fairseq's.
         cfg: its configuration, with ModelOptions' keys.
-        task: the fairseq task, whose configuration may have SystemOptions' keys; None for a pretrained
-            model inside another one.
+        task: gets what training and evaluation need; None for a pretrained model inside another one.
         freqs: --moe-freq of each side.
         of_sides: fields of the MoEConfig of a side's layers that depend on the kind of model.
     """
@@ -118,14 +115,7 @@ class _Chosen(NamedTuple):
 
 
 class _Installation:
-    """One model that gets experts; its methods are called in their order here.
-
-    Attributes:
-        chosen: the MoE layers, in the order of the stacks.
-        configs: of these layers.
-        local: ranks per node; 0 if unknown or irrelevant.
-        ahead: --moe-pregate.
-    """
+    """One model that gets experts; its methods are called in their order here."""
 
     def __init__(self, model: Any, cfg: Any, task: Any) -> None:
         self.model, self.cfg, self.task = model, cfg, task
@@ -140,7 +130,7 @@ class _Installation:
         self.ahead = read(ModelConfig, cfg).moe_pregate
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        self.chosen: list[_Chosen] = []
+        self.chosen: list[_Chosen] = []  # in the order of the stacks
         stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)
@@ -169,6 +159,7 @@ class _Installation:
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
         first = self.configs[0]
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
+        # Ranks per node; 0 if unknown or irrelevant.
         self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
         self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
 

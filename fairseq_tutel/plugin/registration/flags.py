@@ -105,11 +105,7 @@ def drop_suggestions() -> None:
 
 
 def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
-    """Exit with one sentence if MoE flags are given to a dense architecture that has an MoE variant.
-
-    argparse would only report unrecognized arguments. An architecture that is not registered yet may be a
-    user's own.
-    """
+    """Exit with one sentence if MoE flags are given to a dense architecture that has a MoE variant."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")
     arch = parser.parse_known_args(argv)[0].arch
@@ -152,13 +148,9 @@ def expert_counts(text: str, num_layers: int) -> list[int]:
 
 
 def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) -> MoEConfig:
-    """Return one layer's MoEConfig.
+    """Return one layer's MoEConfig; a saved `model_cfg` may lack newer keys.
 
-    Args:
-        model_cfg: configuration with ModelOptions' keys; a saved one may lack newer keys.
-        task_cfg: configuration with some of SystemOptions' keys.
-        num_experts: of this layer.
-        layer: properties of the stock layer: model_dim, hidden_dim, activation, ….
+    `layer` has the properties of the stock layer: model_dim, hidden_dim, activation, ….
     """
     model, task = read(ModelConfig, model_cfg), read(TaskConfig, task_cfg)
     refuse_bad_values(model)

@@ -27,6 +27,8 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     """EpochBatchIterator whose state has the number of global batches that were consumed."""
 
     _update_freq: Sequence[int] = (1,)
+    num_shards: int
+    shard_id: int
     _resumed: _Resumed | None = None
     _start = 0
 
@@ -90,8 +92,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
         """Return the batches in the order of the saved run: one from each rank in turn.
 
-        Where the order depends on the number of ranks (grouped shuffling, batches fixed to GPUs), it is
-        assembled from every shard; else there is one shuffle for all.
+        If the order depends on the number of ranks, it is assembled from every shard; else there is one shuffle.
         """
         if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
             shards = 1
