@@ -92,7 +92,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
         """Return the batches in the order of the saved run: one from each rank in turn.
 
-        If the order depends on the number of ranks, it is assembled from every shard; else there is one shuffle.
+        If the order depends on the number of ranks, it is joined from every shard.
         """
         if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
             shards = 1
