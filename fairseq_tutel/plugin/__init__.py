@@ -52,11 +52,6 @@ def _check_fairseq() -> None:
         raise ImportError(
             "fairseq is not installed; `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
         ) from error
-    if hasattr(fairseq, "modules") and hasattr(fairseq.modules, "moe"):
-        raise ImportError(
-            "this fairseq is Meta's moe branch, whose MoE layers clash with the plugin's; install the "
-            "main line: `pip install fairseq-fixed`."
-        )
     found = fairseq.__version__
     if not found.startswith("0.12."):
         raise ImportError(

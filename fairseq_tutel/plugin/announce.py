@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fairseq_tutel.moe.adaptive import is_tuned
-from fairseq_tutel.moe.config import LAYER, MoEConfig
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
@@ -18,9 +18,6 @@ from fairseq_tutel.moe.slots import evaluates_as_in_training
 from fairseq_tutel.options.option import options_in, read
 
 logger = logging.getLogger(__name__)
-
-# Options in the first line of `log_experts`.
-SHOWN = ("top_k", "capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +69,6 @@ def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
         *kernels,
         ", hidden layers made again in backward" if config.recompute_experts else "",
     )
-    of_model = [each for each in LAYER.values() if each.of == "model" and each.name not in SHOWN]
-    values = {option.name: getattr(config, option.name) for option in of_model}
-    changed = [f"{each.name} {values[each.name]}" for each in of_model if values[each.name] != each.default]
-    if changed:
-        logger.info("experts, not by default: %s", ", ".join(changed))
 
 
 def log_size(model: nn.Module) -> None:

@@ -92,10 +92,7 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Become part of an ensemble's member: change the name, and draw the experts by it.
-
-        `seed` is fairseq's --seed; None if a state dict will set the experts.
-        """
+        """Become part of an ensemble's member; draw the experts by its name unless `seed` is None."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
@@ -106,10 +103,7 @@ class MoEFeedForward(MoELayer):
         self.experts.save_as(None)
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
-        """Keep the arguments of the stock layer's call.
-
-        Token ids are kept here, since a recomputation may follow the other side's embedding.
-        """
+        """Keep the arguments of the stock layer's call for a recomputation after other calls."""
         self._padding_mask, self._generates = padding_mask, generates
         self._token_ids = self.context.token_ids
 
@@ -196,10 +190,7 @@ def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of MoE layers by Meta's rule: number i where (i + 1) % freq == 0, none for freq 0.
-
-    The layers' numbers are from 0, before pruning.
-    """
+    """Return the indices of MoE layers by Meta's rule: (i + 1) % freq == 0 for number i, none for 0."""
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 
@@ -219,15 +210,9 @@ def replace_ffn(
 ) -> None:
     """Replace the FFN of one stock layer by experts, in place.
 
-    Args:
-        layer: has fc1, fc2 and a dropout between them. Experts that it has already, such as a pretrained
-            model's, are kept. If it calls fc1 with [batch, time, D], it has `batch_first`.
-        config: of the experts, including activation, activation dropout and ffn_layernorm.
-        topology: of this rank.
-        seed: fairseq's --seed.
-        name: the qualified name of fc1, part of the experts' seeds.
-        context: of the model.
-        experts: built before; None builds and draws them.
+    The layer has fc1, fc2 and a dropout between them, and `batch_first` if it calls fc1 with
+    [batch, time, D]. Experts that it has already, such as a pretrained model's, are kept. `name` is the
+    qualified name of fc1, part of the experts' seeds. Without `experts`, they are built and drawn.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -252,19 +237,15 @@ def replace_ffn(
 
 def pregate_stacks(model: nn.Module, ahead: int) -> None:
     """Let each gate of a stack read the input of the MoE layer `ahead` layers before (--moe-pregate)."""
-    chains = {
-        side: [layer.fc1 for layer in children_of(layers) if isinstance(layer.fc1, MoEFeedForward)]
-        for side, _, layers in named_stacks(model)
-    }
-    counts = {side: len(chain) for side, chain in chains.items() if chain}
-    refuse_too_far(ahead, counts)
-    for side, count in counts.items():
-        others = max(0, count - ahead)
+    stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
+    refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
+    for side, layers in stacks.items():
+        others = max(0, len(layers) - ahead)
         if others:
-            pregate(chains[side], ahead)
+            pregate(layers, ahead)
         logger.info(
             "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
-            *(ahead, others, count, side),
+            *(ahead, others, len(layers), side),
         )
 
 
@@ -318,13 +299,10 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
 
 
 def watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks on embeddings that keep token ids for hash gates.
-
-    Generation calls `forward` of encoder and decoder directly, without their hooks.
-    """
+    """Register hooks on embeddings that keep token ids; generation calls no hooks of encoders."""
     for side_name, name, layers in named_stacks(model):
         side: Any = model.get_submodule(name.rpartition(".")[0])
-        if not any(isinstance(layer.fc1, MoEFeedForward) for layer in children_of(layers)):
+        if not moe_layers(layers):
             continue
         if not hasattr(side, "embed_tokens"):
             fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
@@ -362,10 +340,7 @@ def _models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
-    """Return (side, qualified name, layers) for the stacks of layers that may have experts.
-
-    A model whose stacks have other names than fairseq's encoders and decoders defines `moe_stacks`.
-    """
+    """Return (side, qualified name, layers) of stacks that may have experts, or a model's `moe_stacks`."""
     return model.moe_stacks() if hasattr(model, "moe_stacks") else _stock_stacks(model)
 
 

@@ -3,10 +3,11 @@
 import functools
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.plugin import announce
 from fairseq_tutel.plugin.context import Context
-from fairseq_tutel.plugin.differences import end, end_where_it_differs, log_difference
+from fairseq_tutel.plugin.differences import end_where_it_differs, log_difference
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     children_of,
@@ -34,12 +35,7 @@ from fairseq_tutel.plugin.feed_forward import (
     watch_micro_batches,
     watch_token_ids,
 )
-from fairseq_tutel.plugin.opening.offload import (
-    fetch_when_loaded,
-    is_offloaded,
-    meta_experts,
-    store_options,
-)
+from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
 from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
@@ -80,7 +76,7 @@ class MoEModelMixin:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
-                end(error)
+                sys.exit(f"error: {error}")
             raise
 
 
@@ -93,13 +89,10 @@ def install_experts(
 ) -> nn.Module:
     """Replace the FFNs of the chosen layers by experts, in place, and return the model.
 
-    The task gets what training and evaluation need of it.
-
     Args:
         model: one with stacks of layers for `named_stacks`, whose FFNs are like fairseq's.
         cfg: its configuration, with ModelOptions' keys.
-        task: the fairseq task, whose configuration may have SystemOptions' keys; None for a pretrained
-            model inside another one.
+        task: gets what training and evaluation need; None for a pretrained model inside another one.
         freqs: --moe-freq of each side.
         of_sides: fields of the MoEConfig of a side's layers that depend on the kind of model.
     """
@@ -112,8 +105,7 @@ def install_experts(
     return model
 
 
-@dataclass(frozen=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """A layer that gets experts: its side, the qualified name of its fc1, and the layer."""
 
     side: str
@@ -122,14 +114,7 @@ class _Chosen:
 
 
 class _Installation:
-    """One model that gets experts; its methods are called in their order here.
-
-    Attributes:
-        chosen: the MoE layers, in the order of the stacks.
-        configs: of these layers.
-        local: ranks per node; 0 if unknown or irrelevant.
-        ahead: --moe-pregate.
-    """
+    """One model that gets experts; its methods are called in their order here."""
 
     def __init__(self, model: Any, cfg: Any, task: Any) -> None:
         self.model, self.cfg, self.task = model, cfg, task
@@ -144,7 +129,7 @@ class _Installation:
         self.ahead = read(ModelConfig, cfg).moe_pregate
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        self.chosen: list[_Chosen] = []
+        self.chosen: list[_Chosen] = []  # in the order of the stacks
         stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)
@@ -173,8 +158,9 @@ class _Installation:
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
         first = self.configs[0]
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
+        # Ranks per node; 0 if unknown or irrelevant.
         self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
-        self.store = store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
+        self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
         """Choose which rank holds which experts. Collective where ranks share them."""
@@ -192,7 +178,7 @@ class _Installation:
             warn_of_changed_options(RUN.checkpoint, self.cfg)
         else:
             self.topology = topology_of_opened(requested, counts, self.local, degree_of)
-        if not is_offloaded(self.store):
+        if not offload.is_offloaded(self.store):
             _refuse_sizes(self.configs, self.topology)
 
     def build(self) -> None:
@@ -204,7 +190,7 @@ class _Installation:
         else:
             context = Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
         for config, chosen in zip(self.configs, self.chosen, strict=True):
-            experts = meta_experts(config, self.topology, self.store) if self.opened else None
+            experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
         if "hash" in self.configs[0].gate_types:
             watch_token_ids(model, context)
@@ -222,8 +208,8 @@ class _Installation:
             tuner = tuner_of(model, self.cfg, self.task_cfg, self.root)
         elif RUN.command is not None:
             RUN.command.keep_in_step(moe_layers(model))
-        if is_offloaded(self.store):
-            fetch_when_loaded(model, self.store)
+        if offload.is_offloaded(self.store):
+            offload.fetch_when_loaded(model, self.store)
         if self.task is not None:
             give_mixin(self.task)
             self.task.take_experts(moe_layers(model), tuner)

@@ -156,24 +156,6 @@ def test_the_balance_loss_is_combined_and_transformed(lm_data, tmp_path):
     assert float(record["moe_gate_loss"]) == pytest.approx(expected, abs=2e-4)
 
 
-def test_expert_options_shape_the_model(lm_data, tmp_path):
-    flags = (
-        "--moe-freq", 1, "--moe-expert-count", "4,8", "--moe-expert-ffn-dim", 12,
-        "--moe-expert-type", "glu", "--moe-top1-expert", "--no-moe-gating-use-fp32",
-        "--moe-eval-capacity-factor", 0.5, "--moe-balance-loss", "none",
-    )  # fmt: skip
-    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags))
-    model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
-    for layer, experts in ((0, 4), (1, 8)):
-        prefix = f"decoder.layers.{layer}.fc1"
-        assert model[f"{prefix}.gate.weight"].shape == (experts, 16)
-        assert model[f"{prefix}.experts.fc3_weight"].shape == (experts, 12, 16)
-    record = run.stats("train_inner")[0]
-    assert float(record["moe_gate_loss"]) == 0
-    assert "overflow_expert2" not in record
-    assert float(run.stats("valid")[-1]["valid_overflow_expert1"]) > 0
-
-
 def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path):
     overrides = [
         "model.moe_expert_ffn_dim=12", "model.moe_expert_count='4,6,8'", "+model.moe_top1_expert=true",

@@ -126,17 +126,6 @@ def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
     assert experts.fc1_weight.shape == (4, 32, 16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_roberta_and_bart_experts_begin_as_bert_does(kind, lm_data, tmp_path):
-    _train(kind, lm_data, tmp_path, 1, 1, "--lr", 0.0)
-    weights = {k: v for k, v in _load(tmp_path)["model"].items() if ".experts." in k}
-    for name, weight in weights.items():
-        if name.endswith("bias"):
-            assert not weight.any()
-        else:
-            assert weight.std() == pytest.approx(0.02, rel=0.1)
-
-
 # Task, architecture, criterion, and what they ask for.
 SMOOTHED = "moe_label_smoothed_cross_entropy"
 VARIANTS = {

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cli import fairseq, refused
 from equality import facts_of, learns, same_weights
-from fairseq.data import data_utils
 from models import COMMON, EXPERTS, SOUND_DIR, lm_args, mt_args
 from sounds import banks, tones
 
@@ -169,10 +168,6 @@ OF_BANKS = {
 }
 
 
-def test_fairseq_takes_no_filter_bank_for_a_subset(sound_data, tmp_path):
-    assert data_utils._find_extra_valid_paths(str(banks(sound_data, tmp_path))) == set()
-
-
 @pytest.mark.parametrize("kind", one_quick(OF_BANKS))
 def test_filter_banks(kind, sound_data, tmp_path):
     data = banks(sound_data, tmp_path / "banks")
@@ -228,7 +223,7 @@ MULTILINGUAL = (
     "de-en,en-de", "--optimizer", "moe_sgd", "--lr", 0.1,
 )  # fmt: skip
 SHARED = {
-    "separate": (), "encoder": ("--share-encoders",), "both": ("--share-encoders", "--share-decoders"),
+    "separate": (), "both": ("--share-encoders", "--share-decoders"),
 }  # fmt: skip
 
 

@@ -33,7 +33,8 @@ def call_main(original: Any) -> Any:
         run: Any = run_on_several_ranks
         if cfg.common_eval.path is None:
             run = run_training
-            startup.read_on_every_rank(cfg)
+            # torch >= 2.6 refuses the unpickler of fairseq's broadcast, so every rank reads the checkpoint.
+            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         if distributed.distributed_init_method == "env://" and keeps_the_store():
             distributed.distributed_init_method = rendezvous.METHOD
         # A partial can be pickled for processes that fairseq spawns.

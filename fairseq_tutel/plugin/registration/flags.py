@@ -35,11 +35,8 @@ def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) ->
     return dataclasses.make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__})
 
 
-def _of_layers(owner: str) -> list[Option]:
-    return [item for item in LAYER.values() if item.of == owner]
-
-
-ModelOptions = made("ModelOptions", [*options_in(ModelConfig), *_of_layers("model")])
+OF_LAYERS = [item for item in LAYER.values() if item.of == "model"]
+ModelOptions = made("ModelOptions", [*options_in(ModelConfig), *OF_LAYERS])
 EncoderDecoderOptions = made("EncoderDecoderOptions", options_in(SidesConfig), ModelOptions)
 SystemOptions = made("SystemOptions", options_of("task"))
 GateLossOptions = made("GateLossOptions", options_in(CriterionConfig))
@@ -50,9 +47,9 @@ def defaults(options: type) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
 
 
-def meant(key: str, *owners: str) -> str | None:
-    """Return the option key that an unknown key resembles; None for known keys; owners: all by default."""
-    known = {item.key for owner in owners or BY_OWNER for item in options_of(owner)}
+def meant(key: str) -> str | None:
+    """Return the option key that an unknown key resembles; None for known keys."""
+    known = {item.key for owner in BY_OWNER for item in options_of(owner)}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     return close[0] if close and key not in known else None
 
@@ -60,7 +57,7 @@ def meant(key: str, *owners: str) -> str | None:
 def refuse_misspelt(overrides: dict[str, Any]) -> None:
     """Refuse a misspelled key of --model-overrides, which fairseq would ignore."""
     for key in overrides:
-        close = meant(key, "model", "task")
+        close = meant(key)
         if close:
             raise ValueError(f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?")
 
@@ -106,11 +103,7 @@ def drop_suggestions() -> None:
 
 
 def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
-    """Exit with one sentence if MoE flags are given to a dense architecture that has an MoE variant.
-
-    argparse would only report unrecognized arguments. An architecture that is not registered yet may be a
-    user's own.
-    """
+    """Exit with one sentence if MoE flags are given to a dense architecture that has a MoE variant."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")
     arch = parser.parse_known_args(argv)[0].arch
@@ -153,22 +146,15 @@ def expert_counts(text: str, num_layers: int) -> list[int]:
 
 
 def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) -> MoEConfig:
-    """Return one layer's MoEConfig.
+    """Return one layer's MoEConfig; a saved `model_cfg` may lack newer keys.
 
-    Args:
-        model_cfg: configuration with ModelOptions' keys; a saved one may lack newer keys.
-        task_cfg: configuration with some of SystemOptions' keys.
-        num_experts: experts of this layer.
-        layer: properties of the stock layer: model_dim, hidden_dim, activation, ….
+    `layer` has the properties of the stock layer: model_dim, hidden_dim, activation, ….
     """
     model, task = read(ModelConfig, model_cfg), read(TaskConfig, task_cfg)
     refuse_bad_values(model)
     cfgs = {"model": model_cfg, "task": task_cfg}
-    values = {
-        item.name: plain(getattr(cfgs[item.of], item.key, item.default))
-        for item in LAYER.values()
-        if item.of
-    }
+    with_flag = [item for item in LAYER.values() if item.of]
+    values = {each.name: plain(getattr(cfgs[each.of], each.key, each.default)) for each in with_flag}
     for config in (model, task):
         for older in options_in(type(config)):
             if older.same_as and getattr(config, older.name):
@@ -178,9 +164,7 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
                     raise ValueError(f"{both} are both given; drop one of them.")
                 values[name] = value
     if model.moe_gating_use_fp32 and model.no_moe_gating_use_fp32:
-        raise ValueError(
-            "--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one of them."
-        )
+        raise ValueError("--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one.")
     values["gate_fp32"] = not model.no_moe_gating_use_fp32
     layer["hidden_dim"] = model.moe_expert_ffn_dim or layer["hidden_dim"]
     return MoEConfig(num_experts=num_experts, **values, **layer)

@@ -9,14 +9,12 @@ up its gradients. Here the empty batch precedes the last one.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
 
-@dataclass(frozen=True)
-class _Resumed:
+class _Resumed(NamedTuple):
     """An epoch that was resumed at a position that per-rank offsets cannot express."""
 
     epoch: int
@@ -94,8 +92,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
         """Return the batches in the order of the saved run: one from each rank in turn.
 
-        Where the order depends on the number of ranks (grouped shuffling, batches fixed to GPUs), it is
-        assembled from every shard; else there is one shuffle for all.
+        If the order depends on the number of ranks, it is joined from every shard.
         """
         if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
             shards = 1

@@ -36,14 +36,6 @@ from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 logger = logging.getLogger(__name__)
 
 
-def read_on_every_rank(cfg: Any) -> None:
-    """Let every rank read the checkpoint: torch >= 2.6 refuses the unpickler of fairseq's broadcast."""
-    key = "load_checkpoint_on_all_dp_ranks"
-    if cfg.distributed_training.distributed_world_size > 1 and not cfg.checkpoint[key]:
-        logger.info("set --load-checkpoint-on-all-dp-ranks, which torch >= 2.6 needs")
-        cfg.checkpoint[key] = True
-
-
 def drop_tpu(cfg: Any) -> None:
     """Unset --tpu where no TPU is: fairseq-train treats --bf16 as a request for a TPU, too."""
     no_tpu = torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
@@ -184,15 +176,10 @@ def saves_shards(task: Any) -> bool:
 def refuse_run(
     root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool, ahead: int
 ) -> None:
-    """Refuse training that cannot work with experts.
+    """Refuse training that cannot work with experts; `model` is still the stock model.
 
-    Args:
-        root: the FairseqConfig of the run.
-        model: the stock model, before its FFNs are replaced.
-        topology: of this rank.
-        in_step: layers communicate even where each rank holds all experts.
-        sliced: ranks hold shards of experts.
-        ahead: --moe-pregate.
+    `in_step`: layers communicate even where each rank holds all experts; `sliced`: ranks hold shards of
+    experts; `ahead`: --moe-pregate.
     """
     _refuse_options(root, on_gpu=device_of(root).type == "cuda")
     name, dropped, shares = root.optimizer._name, _layerdrop_of(model), topology.expert_parallel_size > 1
@@ -233,6 +220,7 @@ def refuse_run(
 
 def _refuse_options(root: Any, on_gpu: bool) -> None:
     distributed, common, save_dir = root.distributed_training, root.common, root.checkpoint.save_dir
+    half = next((key for key in ("memory_efficient_fp16", "fp16", "amp") if common[key]), "")
     several, launched = distributed.distributed_world_size > 1, int(os.environ.get("WORLD_SIZE", 1))
     rules = [
         (
@@ -249,12 +237,7 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
             "--store-ema is set on several ranks, where the moving average of remote experts is not kept; "
             "drop it or train on one rank.",
         ),
-        (
-            not on_gpu and (common.fp16 or common.memory_efficient_fp16),
-            f"--{'memory-efficient-' if common.memory_efficient_fp16 else ''}fp16 is set on a CPU, where "
-            "fairseq's fp16 needs a GPU; drop it.",
-        ),
-        (not on_gpu and common.amp, "--amp is set on a CPU, where fairseq's amp needs a GPU; drop it."),
+        (half and not on_gpu, f"{flag_of(half)} is set on a CPU, where fairseq's needs a GPU; drop it."),
         (
             common.model_parallel_size > 1 or distributed.pipeline_model_parallel,
             "--model-parallel-size or --pipeline-model-parallel is set, which does not work with experts; "

@@ -60,11 +60,7 @@ class InferenceMixin:
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock generator, which fairseq-generate builds after its batches.
-
-        Raises:
-            NoSentences: this rank has none of them.
-        """
+        """Return the stock generator; raise NoSentences if this rank has none of the batches."""
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise NoSentences
