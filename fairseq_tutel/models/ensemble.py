@@ -162,7 +162,6 @@ class EnsembleModel(BaseFairseqModel):
 
 
 def _class_of(arch: str) -> Any:
-    """Return the model class of the members' architecture."""
     if not arch:
         raise ValueError(
             "--arch ensemble_of needs the architecture of its members; name it in --ensemble-arch."
@@ -176,7 +175,7 @@ def _class_of(arch: str) -> Any:
 
 
 def _member_options(args: Any, task: Any) -> Any:
-    """Return a member's configuration: a namespace or its dataclass, as its architecture expects."""
+    """Return a namespace or its dataclass, as the members' architecture expects."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
     flat: Any = OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
@@ -197,7 +196,6 @@ def _member_options(args: Any, task: Any) -> Any:
 
 @contextmanager
 def _logging_once(is_first: bool) -> Iterator[None]:
-    """Suppress info messages of all members but the first."""
     before = logging.root.manager.disable
     logging.disable(before if is_first else max(before, logging.INFO))
     try:
