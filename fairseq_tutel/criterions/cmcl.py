@@ -131,7 +131,6 @@ def _member_logits(net_output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def _answers(logs_NC: Tensor, logits_MNC: Tensor, target_N: Tensor, counts_N: Tensor) -> dict[str, Any]:
-    """Return how often the mean, any member, and each member is correct, and the loss of the mean."""
     right_MN = (logits_MNC.argmax(dim=2) == target_N) & counts_N
     at_target_N = logs_NC.gather(1, target_N.masked_fill(~counts_N, 0).unsqueeze(1)).squeeze(1)
     return {

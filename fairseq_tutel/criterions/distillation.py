@@ -189,7 +189,8 @@ class _Source:
 
     def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
         """Return the teacher's scores [N, V], or its answers; None for a dummy batch."""
-        in_step = self.teacher is not None and self.teacher.needs_all_ranks
+        # Ranks that share the teacher's experts must call it equally often.
+        in_step = self.teacher is not None and self.options.distill_teacher_parallel_size > 1
         if call.dummy and not in_step:
             return None
         store = self.store if stored else None
@@ -235,13 +236,11 @@ class _Source:
 
 
 def _split(answers: Answers, counts_N: Tensor, tokens: list[int]) -> list[Answers]:
-    """Return the answers of each sentence, without padding."""
     parts = (table[counts_N].split(tokens) for table in (answers.words_NK.cpu(), answers.logs_NK.cpu()))
     return [Answers(*part) for part in zip(*parts, strict=True)]
 
 
 def _put(found: list[Answers], call: _Call) -> Answers:
-    """Return the answers of sentences at the positions of their tokens."""
     counts_N = call.counts_N
     words, logs = (
         torch.cat(parts).to(counts_N.device)

@@ -32,15 +32,10 @@ View = Callable[[Tensor], list[tuple[float | None, float]]]
 
 
 class Layout(NamedTuple):
-    """The meaning of a micro-batch's numbers. Averages are multiplied by their real tokens.
+    """The meaning of a micro-batch's numbers, in this order; averages are multiplied by their real tokens.
 
-    In this order:
-
-    - the tokens
-    - averages over layers: the losses, then the N metrics
-    - for each logged layer its metrics and its tokens
-    - assignments of each expert of the logged layers
-    - dropped assignments of each of these experts
+    The tokens; averages over layers: the losses, then the N metrics; of each logged layer its metrics and
+    its tokens; assignments of each expert of the logged layers; dropped assignments of each of these.
     """
 
     losses: Sequence[str]
@@ -60,15 +55,9 @@ class Layout(NamedTuple):
 def expert_log(
     layers: list[MoEFeedForward], combined: Tensor, *, lists: bool, scalars: bool
 ) -> dict[str, Any]:
-    """Return the entries of a micro-batch in the logging output.
+    """Return the entries of a micro-batch in the logging output; `combined` is the layers' balance loss.
 
     A layer that layerdrop skipped has no weight, nor has a batch without real tokens.
-
-    Args:
-        layers: all MoE layers of the model, in its order.
-        combined: [] their balance loss, on their device.
-        lists: whether to log the numbers of each layer and expert as lists.
-        scalars: whether to log them as scalars.
     """
     each = layers if lists or scalars else []
     layout = Layout(
@@ -204,11 +193,8 @@ def _dropped(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
 
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
-    """Add to a meter, and return its key.
-
-    Checkpoints contain meters. The key has the shape and the index of the layout, so that sums of different
-    layouts are never added.
-    """
+    """Add to a meter, and return its key."""
+    # Checkpoints contain meters. Sums of layouts with another shape or index are never added.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
     return key

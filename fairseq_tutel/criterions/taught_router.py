@@ -1,11 +1,10 @@
 """--cmcl-teach-router: trains the gate of the last MoE layer to choose the expert with the smallest loss.
 
 After the forward pass, the model runs once more for each expert, without gradients. Every token then goes
-to that expert of the last layer alone, with the sum of its experts' weights. Masks are the same, since
-random numbers are drawn from the same state, and so is the routing of earlier layers. For each token the
-target is the expert with the smallest loss. The gate's input is detached, so that only the gate learns.
-Layers treat these forward passes as recomputations, which are not counted or logged. Every rank runs the
-same number of them, also for a dummy batch.
+to that expert of the last layer alone, with the sum of its experts' weights. Random numbers are drawn from
+the same state, so that masks and the routing of earlier layers are the same. The gate's input is detached,
+so that only the gate learns. Layers treat these forward passes as recomputations, which are not counted or
+logged. Every rank runs the same number of them, also for a dummy batch.
 
 T tokens of the layer (time, batch), N of the target (batch, time), D model_dim, E experts, C words.
 """
@@ -31,17 +30,10 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrap
 def forward_with_router_loss(
     model: nn.Module, sample: dict[str, Any], counts_N: Tensor
 ) -> tuple[Any, Tensor, Tensor]:
-    """Return the model's output for a micro-batch, and the loss of its last gate.
+    """Return the model's output, the last gate's loss, and how many tokens chose the best expert first.
 
-    Args:
-        model: with MoE layers, in training mode.
-        sample: with net_input and target [batch, time].
-        counts_N: [batch * time] bool, False for padding.
-
-    Returns:
-        net_output: of the model.
-        loss: [] sum over tokens of the cross entropy between the gate's logits and the best experts.
-        right: [] int64, number of tokens whose first choice is the best expert.
+    The loss is the sum of the cross entropy between the gate's logits and the best experts, over tokens for
+    which `counts_N` is true.
     """
     layer, target = _last_layer(model), sample["target"]
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

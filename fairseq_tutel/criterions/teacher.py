@@ -44,11 +44,6 @@ class Teacher:
                 f"{FLAG} is {options.distill_teacher}, which is cut off or no checkpoint; give another."
             )
 
-    @property
-    def needs_all_ranks(self) -> bool:
-        """Whether ranks share its experts, so that all of them must call it equally often."""
-        return self.options.distill_teacher_parallel_size > 1
-
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
         """Return the scores [N, V] for a call of the student, without gradients; see `_Call`."""
         if self._model is None:

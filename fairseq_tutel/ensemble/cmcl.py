@@ -68,12 +68,12 @@ def confident_loss(
     With K = M members are independent; with beta 0 it is multiple choice learning.
 
     Args:
-        logits_MNC: [M, N, C], any float dtype.
-        target_N: [N] int64.
+        logits_MNC: any float dtype.
+        target_N: int64.
         overlap: K, from 1 to M.
         beta: weight of the losses of members that do not learn a sample.
         labels_MN: from `random_labels`; None for the exact loss.
-        counts_N: [N] bool, False for ignored samples; None if all count.
+        counts_N: bool, False for ignored samples; None if all count.
     """
     if counts_N is not None:
         target_N = target_N.masked_fill(~counts_N, 0)

@@ -39,12 +39,8 @@ def run_and_share(
     """Run all members until their layer has its output, mix these by `share`, and run them to their end.
 
     Each forward runs in its own thread, since it must pause. Threads run one at a time in a fixed order, so
-    that random numbers and communication are reproducible.
-
-    Args:
-        members: the forward of each.
-        layers: the module of each where it pauses; its output is a tensor, or a sequence with one first.
-        share: mixes the M tensors.
+    that random numbers and communication are reproducible. A layer's output is a tensor, or a sequence with
+    one first.
     """
     with ThreadPoolExecutor(len(members)) as pool:
         runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]

@@ -200,10 +200,7 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
 
 
 def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str, str] | None:
-    """Return the number and both names of the first class that differs, or None.
-
-    Classes without names, which have numbers instead, equal any classes of the same count.
-    """
+    """Return the number and names of the first class that differs; numbers equal any names, by count."""
     if not before or _same_by_number(before, now):
         return None
     pairs = enumerate(zip_longest(before, now, fillvalue="none"))

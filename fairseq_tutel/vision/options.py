@@ -185,11 +185,7 @@ class SwinExpertsConfig:
 
 
 def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
-    """Return (blocks, model dimension, heads, position window or 0) of each stage.
-
-    Raises:
-        ValueError: lists have different lengths, or heads do not divide a dimension.
-    """
+    """Return (blocks, model dimension, heads, position window or 0) of each stage."""
     depths, heads = numbers(config.depths), numbers(config.heads)
     windows = numbers(config.position_windows)
     windows = windows * len(depths) if len(windows) == 1 else windows

@@ -52,14 +52,9 @@ class Windows:
 
 @lru_cache(maxsize=128)
 def windows_of(height: int, width: int, window: int, is_shifted: bool, device: torch.device) -> Windows:
-    """Return the windows of an image of height x width tokens.
+    """Return the windows of an image of height x width tokens, shifted by half a window or not.
 
-    Args:
-        height: of the image, in tokens.
-        width: of the image, in tokens.
-        window: side of a window; a smaller side of the image is one window, and is not shifted.
-        is_shifted: whether windows are shifted by half a window.
-        device: of the mask.
+    A side of the image that is smaller than `window` is one window, and is not shifted.
     """
     h, w = min(window, height), min(window, width)
     rows, columns = -(-height // h), -(-width // w)

@@ -1,11 +1,4 @@
-"""Images through the real command line: SwinV2-MoE on scikit-learn's digits.
-
-Covered: one rank against two, with ZeRO 1, experts shared out and a sharded checkpoint; a resume in the
-middle of an epoch, on another number of ranks; the best checkpoint by accuracy; validate,
-predict; hydra, fine-tuning on other classes, validated on the training set; a dense model and
-stock's criterion, validated on two ranks; an image that cannot be read, left out on two ranks and refused;
-renamed classes.
-"""
+"""Images through the real command line: SwinV2-MoE on scikit-learn's digits."""
 
 import csv
 import re

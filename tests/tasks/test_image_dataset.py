@@ -1,9 +1,4 @@
-"""What fairseq's iterators make of images: the same batches whatever workers, ranks and resumes.
-
-Covered: an epoch shuffles images; a batch is of the size asked for; workers 0, 1 and 2, one rank and two, a
-resume in the middle on another number of ranks; mixed targets; images that cannot be read, refused, left
-out, all of a batch, all of a set.
-"""
+"""What fairseq's iterators make of images: the same batches whatever workers, ranks and resumes."""
 
 import logging
 import multiprocessing

@@ -1,8 +1,4 @@
-"""Images in files: what is read, how it is brought into shape, and what refuses what cannot be.
-
-Covered: folders and arrays hold the same; grey, colours, palette, alpha, CMYK, 16 bits; files that are cut
-off, empty, none, a bomb; sizes, against Pillow's bilinear; normalisation; classes by name; sentences.
-"""
+"""Images in files: what is read, how it is brought into shape, and what refuses what cannot be."""
 
 import os
 
