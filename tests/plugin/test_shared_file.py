@@ -30,7 +30,7 @@ class _Ranks:
     def is_initialized(self):
         return self.world_size > 1
 
-    def get_world_size(self):
+    def get_world_size(self, group=None):
         return self.world_size
 
     def get_rank(self):
