@@ -9,7 +9,7 @@ import fairseq_tutel as ft
 BAD = [
     ({"gate_type": {"type": "top", "kk": 2}}, "has the key 'kk'; choose from type, k, cap"),
     ({"gate_type": {"type": "topp"}}, "with a type of top, cosine_top or custom"),
-    ({"gate_type": "Top2"}, "gate_type is 'Top2'; give a dict"),
+    ({"gate_type": "Top2Gate"}, "gate_type is 'Top2Gate'; give a dict"),
     ({"gate_type": []}, "gate_type is an empty list"),
     ({"gate_type": {"type": "top", "k": 0}}, "gate_type's k is 0; give a whole number, at least 1"),
     ({"gate_type": {"type": "top", "k": "2"}}, "gate_type's k is '2'; give a whole number"),
