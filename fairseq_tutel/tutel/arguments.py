@@ -6,8 +6,7 @@ T tokens, E experts, K top_k, s ranks that hold one expert.
 import dataclasses
 import functools
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,17 +91,6 @@ def log_no_effect(name: str, value: Any) -> None:
     logger.warning("%s is %r, which has no effect; results are the same without it.", name, value)
 
 
-def log_replicas(ranks: int) -> None:
-    """Warn if several ranks hold the same experts, whose gradients must be reduced."""
-    if ranks > 1:
-        logger.warning(
-            "%d ranks hold a replica of each expert; reduce its gradients over them, by "
-            "fairseq_tutel.comm.gradients.reduce_expert_gradients as in docs/tutel.md: otherwise the "
-            "replicas diverge.",
-            ranks,
-        )
-
-
 def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
     """Return (gate, experts, afterwards), with None for omitted ones."""
     given = (None, None, None) if seeds is None else seeds
@@ -119,9 +107,6 @@ def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> in
     """Return E from `num_experts_per_device` and the ranks of a group, None for all.
 
     n > 0 is n experts on each rank; -n or 1/n is one expert on every n ranks; -1 is 1.
-
-    Raises:
-        ValueError: another number, or n does not divide the ranks.
     """
     per_rank = per_device
     if isinstance(per_device, float) and 0 < per_device < 1:
@@ -164,31 +149,33 @@ def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Siz
     return outer, features
 
 
-def parsed_degree(parallel_type: Any, shared_by: int) -> int:
-    """Return the r of Tutel's `parallel_type`, for experts of s = `shared_by` ranks."""
-    degree = degree_of(parallel_type, shared_by) if isinstance(parallel_type, str) else None
-    if degree is None:
-        raise ValueError(
-            f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, "
-            "model, auto."
-        )
-    return degree
-
-
 def changed(
-    strategy: Strategy, overlap: Any, degree: Any, shared_by: int, slices: int, parallel_type: Any = None
+    strategy: Strategy,
+    shared_by: int,
+    slices: int,
+    overlap: Any = None,
+    adaptive_r: Any = None,
+    parallel_type: Any = None,
 ) -> Strategy:
     """Return a strategy with another overlap and r, None for no change.
 
     r is clamped to 0 .. s as in Tutel, for the s = `shared_by` ranks of an expert. `slices` is 1 if each of
-    them has the whole expert. `parallel_type` is the argument that gave r, for messages.
+    them has the whole expert.
     """
     if overlap is not None:
         check("a2a_ffn_overlap_degree", overlap, OVERLAP)
         strategy = dataclasses.replace(strategy, overlap=overlap)
+    name, value, degree = "adaptive_r", adaptive_r, adaptive_r
+    if parallel_type is not None:
+        name, value = "parallel_type", parallel_type
+        degree = degree_of(parallel_type, shared_by) if isinstance(parallel_type, str) else None
+        require(
+            degree is not None,
+            f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, "
+            "model, auto.",
+        )
     if degree is None:
         return strategy
-    name, value = ("adaptive_r", degree) if parallel_type is None else ("parallel_type", parallel_type)
     require(is_whole(degree), f"{name} is {value!r}; give a whole number, or None.")
     degree = min(max(degree, 0), shared_by)
     require(
@@ -201,13 +188,7 @@ def changed(
 
 
 def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
-    """Return one dict per gate from a dict, a list of them, or the deprecated 'Top2Gate'."""
-    if isinstance(gate_type, str):
-        found = re.fullmatch(r"Top([0-9]+)Gate", gate_type)
-        if found is not None:
-            gate = {"type": "top", "k": int(found[1])}
-            logger.warning("gate_type %r is deprecated; give %r.", gate_type, gate)
-            return [gate]
+    """Return one dict per gate from a dict, or a list of them."""
     gates = list(gate_type) if isinstance(gate_type, list | tuple) else [gate_type]
     for gate in gates:
         require(
@@ -277,14 +258,13 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
     return module
 
 
-def check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if the load loss has no gate noise; `fields` are those of every gate."""
-    for i, gate in enumerate(fields):
-        require(
-            gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
-            f"is_gshard_loss is False, but gate {i} has no gate_noise, which the load loss needs; set it, "
-            "for example to 1.0.",
-        )
+def check_noise(index: int, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if the load loss has no gate noise; `fields` are those of a gate's MoEConfig."""
+    require(
+        fields["balance_loss"] == "gshard" or fields["gate_noise"] > 0,
+        f"is_gshard_loss is False, but gate {index} has no gate_noise, which the load loss needs; set it, "
+        "for example to 1.0.",
+    )
 
 
 def tutel_capacity(factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int) -> Capacity:

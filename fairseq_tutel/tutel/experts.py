@@ -4,7 +4,6 @@ R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -225,16 +224,6 @@ def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
     return not any(width % slices for width in widths)
 
 
-def _count_name(module: Callable[..., Any]) -> str:
-    """Return a custom class's name of the number of local experts; older classes have another one."""
-    try:
-        names = inspect.signature(module).parameters
-    except ValueError:  # of a class written in C
-        return COUNTS[0]
-    older = "local_experts"
-    return older if older in names and COUNTS[0] not in names else COUNTS[0]
-
-
 def build_from_dict(
     experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
 ) -> ExpertStack:
@@ -244,7 +233,7 @@ def build_from_dict(
             experts["module"],
             model_dim=config.model_dim,
             sharded_count=context.sharded_count,
-            **{_count_name(experts["module"]): part.num_local},
+            num_experts_per_device=part.num_local,
             **{key: value for key, value in experts.items() if key not in NOT_PASSED},
         )
         return ModuleExperts(config, part, build, context)

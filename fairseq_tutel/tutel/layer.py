@@ -1,9 +1,7 @@
-"""Tutel's constructor on this package's layer: `moe_layer(gate_type={...}, model_dim=..., experts={...})`.
-
-docs/tutel.md lists every argument and the differences to Tutel.
-"""
+"""Tutel's constructor on this package's layer; docs/tutel.md lists all arguments and differences."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +31,8 @@ from fairseq_tutel.tutel.experts import (
     drawn_from,
 )
 
+logger = logging.getLogger(__name__)
+
 
 def _part_of_strategy(name: str, meaning: str) -> Any:
     """Return a property that reads and sets this attribute of a layer's strategy."""
@@ -47,14 +47,11 @@ class TutelMoELayer(nn.Module):
     """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
 
     The dicts are not changed. Arguments of a call apply to that call alone. docs/tutel.md describes all.
-
-    Raises:
-        ValueError: an invalid argument.
     """
 
     def __init__(
         self,
-        gate_type: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        gate_type: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         model_dim: int,
         experts: Mapping[str, Any],
         scan_expert_func: Callable[[str, nn.Parameter], Any] | None = None,
@@ -94,18 +91,23 @@ class TutelMoELayer(nn.Module):
             arguments.log_no_effect("use_2dh", True)
         strategy = arguments.changed(
             Strategy(algorithm="2dh" if use_2dh else "linear"),
-            a2a_ffn_overlap_degree,
-            arguments.parsed_degree(parallel_type, self.sharded_count),
             self.sharded_count,
             topology.slices(num_experts),
-            parallel_type,
+            overlap=a2a_ffn_overlap_degree,
+            parallel_type=parallel_type,
         )
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
         fields = {**fields, "num_experts": num_experts, **self._fields()}
         self.moe = _build(arguments.gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.follow(strategy)
         self.experts.save_by_rank()
-        arguments.log_replicas(topology.num_replicas)
+        if topology.num_replicas > 1:
+            logger.warning(
+                "%d ranks hold a replica of each expert; reduce its gradients over them, by "
+                "fairseq_tutel.comm.gradients.reduce_expert_gradients as in docs/tutel.md: otherwise the "
+                "replicas diverge.",
+                topology.num_replicas,
+            )
         self.result_func = result_func
         if scan_expert_func is not None:
             for name, parameter in self.experts.expert_parameters().items():
@@ -198,14 +200,15 @@ class TutelMoELayer(nn.Module):
         if not all(
             own.items() <= vars(config).items() for config, own in zip(configs, fields, strict=True)
         ):
-            arguments.check_noise(fields)
+            for i, own in enumerate(fields):
+                arguments.check_noise(i, own)
             configs = [dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)]
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
         """Return the strategy of one call; None for the layer's values."""
-        strategy, slices = self.moe.strategy, self.experts.part.slices
-        return arguments.changed(strategy, overlap, adaptive_r, self.sharded_count, slices)
+        slices = self.experts.part.slices
+        return arguments.changed(self.moe.strategy, self.sharded_count, slices, overlap, adaptive_r)
 
     def _capacity(
         self,
@@ -277,18 +280,14 @@ def _build(
     """Return the layer of these gates and experts; `fields` are common to the MoEConfigs of all gates."""
     gate_seed, expert_seed = seeds
     model_dim, num_experts = fields["model_dim"], fields["num_experts"]
-    own, modules = [], []
+    configs, gates = [], []
     for i, gate in enumerate(gate_type):
         with drawn_from(hashed_seed(gate_seed, "", -1, _gate_name(i))):
             module = arguments.custom_gate(gate, model_dim, num_experts)
-        own.append({**fields, **arguments.gate_fields(gate, num_experts, module)})
-        modules.append(module)
-    arguments.check_noise(own)
-    configs = [MoEConfig(**gate) for gate in own]
-    gates = [
-        build_gate(config, config.gate_type) if module is None else module
-        for config, module in zip(configs, modules, strict=True)
-    ]
+        own = {**fields, **arguments.gate_fields(gate, num_experts, module)}
+        arguments.check_noise(i, own)
+        configs.append(MoEConfig(**own))
+        gates.append(build_gate(configs[i], configs[i].gate_type) if module is None else module)
     part = topology.part(num_experts)
     context = ExpertContext(
         model_dim=model_dim,

@@ -145,8 +145,8 @@ def test_what_grows_with_ranks_is_counted(tmp_path):
     found = json.loads(path.read_text())
     rows = {(row["configuration"], row["variant"]): row for row in found["rows"]}
     assert found["complete"] and {row["status"] for row in rows.values()} == {"ok"}
-    roll_call = rows["roll call", "8 ranks"]
-    assert roll_call["accusers"] == 0 and roll_call["keys"] < 100
+    health_check = rows["health check", "8 ranks"]
+    assert health_check["accusers"] == 0 and health_check["keys"] < 100
     assert rows["restart", "8 ranks"]["wrong"] == 0
     assert rows["look before a resume", "8 nodes"]["reads"] == 1
     assert rows["shards", "written by 8 ranks"]["writers"] == 8

@@ -178,13 +178,6 @@ def test_a_failing_rank_ends_the_command(mt, mt_data):
 
 
 @pytest.mark.long
-def test_a_size_that_does_not_fit_is_refused(mt, mt_data):
-    words = _words("generate", mt_data, mt[0], "--moe-expert-parallel-size", 3)
-    output = refused("tutel-run", "generate", *words, ranks=2)
-    assert "--moe-expert-parallel-size is 3, which does not fit the number of ranks (2)" in output
-
-
-@pytest.mark.long
 def test_ranks_with_different_files_are_told_so(mt, mt_data):
     words = [("generate", *_words("generate", mt_data, path, *SHARED)) for path in mt]
     run = wait(start_each("tutel-run", *words))

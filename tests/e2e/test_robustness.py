@@ -39,7 +39,7 @@ def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_dat
     flags = ("--moe-expert-parallel-size", 1)
     started = _start(lm_data, tmp_path, *flags, fault="step:3:stop", rank=1)
     (process, _), (stopped, _) = started
-    process.join(60)  # start-up, the time-out and the roll call: torch alone would wait half an hour
+    process.join(60)  # start-up, the time-out and the health check: torch alone would wait half an hour
     assert process.exitcode not in (0, None)
     stopped.kill()
     run = wait(started)

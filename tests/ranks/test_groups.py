@@ -91,20 +91,6 @@ def test_no_group_where_every_rank_holds_all_experts(ranks, counts, requested):
         assert got["expert_group"] is got["replica_group"] is None
 
 
-def refused() -> str:
-    try:
-        make_topology([6], 4)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_every_rank_refuses_alike(ranks):
-    first, *others = ranks(4).run(refused)
-    assert "give a common divisor" in first
-    assert all(other == first for other in others)
-
-
 def test_without_torch_distributed_there_is_one_rank():
     made = make_topology([4])
     assert made == Topology()

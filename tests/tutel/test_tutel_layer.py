@@ -1,7 +1,6 @@
 """`fairseq_tutel.moe_layer`, Tutel's constructor: gates and experts against loops."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -131,14 +130,6 @@ def test_a_custom_gate():
 def test_a_custom_gate_that_gives_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"gave logits of shape \(11, 1\) for 11 tokens and 4 experts"):
         build({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 1)})
-
-
-def test_the_deprecated_string_form(caplog):
-    with caplog.at_level(logging.WARNING):
-        old = build("Top3Gate")
-    assert "deprecated" in caplog.text
-    new = build({"type": "top", "k": 3})
-    assert torch.equal(old(tokens(T)), new(tokens(T)))
 
 
 @pytest.mark.parametrize(

@@ -16,20 +16,13 @@ import fairseq_tutel as ft
 D, BATCH, TIME = 6, 4, 5
 
 
-class OlderExperts(OwnExperts):
-    """With the name that the argument had before."""
-
-    def __init__(self, model_dim, local_experts, sharded_count):
-        super().__init__(model_dim, local_experts, sharded_count)
-
-
 FFN = {"type": "ffn", "hidden_size_per_expert": 8, "activation_fn": lambda x: F.relu(x)}
 KINDS = {
     "ffn": {**FFN, "num_experts_per_device": 2},
     "one expert a rank": {**FFN, "num_experts_per_device": 1},
     "one expert on all ranks": {**FFN, "num_experts_per_device": -2},
     "custom": {"type": "custom", "module": OwnExperts, "num_experts_per_device": 2},
-    "whole custom": {"type": "custom", "module": OlderExperts, "num_experts_per_device": -2},
+    "whole custom": {"type": "custom", "module": OwnExperts, "num_experts_per_device": -2},
 }
 
 

@@ -1,4 +1,4 @@
-"""ZeRO and offload in the core: partitions train as whole parameters do, with the memory of the formula."""
+"""ZeRO and offload in the core: partitions train as whole parameters do, in the bytes of the formula."""
 
 import dataclasses
 import functools
