@@ -80,20 +80,12 @@ def _check_numbers(path: Path, numbers: dict[str, Any]) -> None:
             raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
 
 
-# Achieved parts of datasheet numbers, from measurements; docs/scaling.md lists the sources.
-# NVLink: 370 of 450 GB/s on H100, "protocol overhead (~20%)" (NVIDIA/nccl-tests issue 212).
-_NVLINK = 370 / 450
-# InfiniBand: 46 to 48 of 50 GB/s per NDR adapter (NVIDIA/nccl-tests issue 290).
-_INFINIBAND = 47 / 50
-# bf16: forward and backward of a Triton MoE layer, 413 of 989 TFLOP/s on H100 (Liger-Kernel PR 1294).
-_EXPERTS = 413 / 989
-# A collective of the smallest size on 8 GPUs takes 10.5 us (deepseek-ai/DeepEP issue 303).
-_LAUNCH_S = 10e-6
-# NCCL's own model of an NVLink step, LL protocol (NVIDIA/nccl issue 1334, src/graph/tuning.cc).
-_INTRA_ALPHA_S = 0.6e-6
-# Cost of a message among many in flight. No source gives it: with this value 2DH overtakes linear between
-# 128 and 256 A100s at 32 MiB a rank, close to Tutel's maintainer ("at least over 256", microsoft/Tutel
-# issue 214).
+# Achieved parts of datasheet numbers; docs/scaling.md lists the sources.
+_NVLINK, _INFINIBAND = 370 / 450, 47 / 50
+_EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
+_LAUNCH_S = 10e-6  # of a collective
+_INTRA_ALPHA_S = 0.6e-6  # NCCL's own model of an NVLink step, LL protocol
+# A message among many in flight: with this value 2DH overtakes linear between 128 and 256 A100s.
 _INTER_ALPHA_S = 1.0e-6
 
 
@@ -118,9 +110,7 @@ def _preset(
     )
 
 
-# Datasheet numbers of one GPU, links in one direction. An MI250 is one of the two dies (GCD) of a module,
-# 16 a node. Its xGMI has seven links of 50 GB/s and no switch: an even all-to-all of 16 reaches at most
-# 15 * 75 / 16 GB/s (a linear program over the links). 16 GB/s of InfiniBand as in the ForestColl paper.
+# Datasheet numbers of one GPU (an MI250 is one of its two dies), links in one direction.
 PRESETS = {
     "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # NDm A100 v4: NVLink 3, one HDR adapter a GPU
     "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # DGX H100: NVLink 4, one NDR adapter a GPU

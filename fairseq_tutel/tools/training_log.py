@@ -11,14 +11,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from fairseq_tutel.files.small import open_ordinary, parse_json
 
-# Names of logs in a folder, and of TensorBoard's event files.
-LOG_NAMES = ("*.log", "*.json", "*.txt")
-EVENT_NAMES = "*tfevents*"
+LOG_NAMES = ("*.log", "*.json", "*.txt")  # in a folder
 
 # Tags of training records: since the previous record, and over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
@@ -277,9 +275,10 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
-    texts = _matches(path, *LOG_NAMES) if path.is_dir() else [path]
-    events = _matches(path, EVENT_NAMES) if path.is_dir() or "tfevents" in path.name else []
-    logs = {text: read_log(_lines_of(text)) for text in texts if text not in events}
+    texts = [path]
+    if path.is_dir():
+        texts = sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
+    logs = {text: read_log(_lines_of(text)) for text in texts}
     found = _without_copies({text: log for text, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
@@ -287,20 +286,17 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
             f"{path} holds the logs of several runs ({names}); name one of them, or several to "
             "overlay them; if they are parts of one run, join them in one file first."
         )
-    if found:
-        ((text, log),) = found.items()
-        evaluated = {other: of.evaluations for other, of in logs.items() if of.evaluations}
-        log.evaluations = _by_name(evaluated)
-        return log, [text, *(other for other in evaluated if other != text)]
-    log = _read_events(events, path)
-    if log.entries:
-        return log, events
-    searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
-    folder = path if path.is_dir() else path.parent
-    raise ValueError(
-        f"{path} has no training record: looked for fairseq's JSON lines in {searched}, and for "
-        f"TensorBoard's event files; train with --log-format json --log-file {folder}/train.log."
-    )
+    if not found:
+        searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
+        folder = path if path.is_dir() else path.parent
+        raise ValueError(
+            f"{path} has no training record: looked for fairseq's JSON lines in {searched}; train with "
+            f"--log-format json --log-file {folder}/train.log."
+        )
+    ((text, log),) = found.items()
+    evaluated = {other: of.evaluations for other, of in logs.items() if of.evaluations}
+    log.evaluations = _by_name(evaluated)
+    return log, [text, *(other for other in evaluated if other != text)]
 
 
 def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
@@ -324,10 +320,6 @@ def default_names(paths: list[Path]) -> list[str]:
     return ["/".join(p) for p in parts]
 
 
-def _matches(folder: Path, *patterns: str) -> list[Path]:
-    return sorted({p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()})
-
-
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
     """Leave out logs whose records are all in another one, such as captured outputs."""
     kept: dict[Path, set[str]] = {}
@@ -336,36 +328,3 @@ def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
         if not any(records <= more for more in kept.values()):
             kept[path] = records
     return {path: logs[path] for path in kept}
-
-
-def _read_events(files: list[Path], given: Path) -> Log:
-    """Return the records of event files, which are in a folder for each tag; `given` is for messages.
-
-    They have scalars only. Lists, such as the loads of experts, are only in fairseq's JSON log.
-    """
-    if not files:
-        return Log()
-    folders = {file.parent.name: file.parent for file in files}
-    for file in files:
-        if folders[file.parent.name] != file.parent:
-            raise ValueError(
-                f"{given} holds the TensorBoard files of several runs ({file.parent}, "
-                f"{folders[file.parent.name]}); name the folder of one of them."
-            )
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError:
-        raise ValueError(
-            f"{given} holds TensorBoard event files, which need TensorBoard to be read; "
-            "pip install tensorboard."
-        ) from None
-    events = []
-    for file in files:
-        reader = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
-        reader.Reload()
-        for key in reader.Tags()["scalars"]:
-            for event in reader.Scalars(key):
-                events.append((event.wall_time, file.parent.name, event.step, key, event.value))
-    # Keys of the same tag and update form one record. Records are sorted by time.
-    records = groupby(sorted(events), key=lambda event: event[1:3])
-    return Log([Record(tag, step, {e[3]: e[4] for e in of}) for (tag, step), of in records])

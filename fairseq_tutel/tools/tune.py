@@ -120,19 +120,12 @@ def _page(machine: Machine, rows: list[Row]) -> str:
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
     tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
     if not rows:
-        note = "One rank measures no links: those above are typical ones."
-        return "\n\n".join((*tables, note))
+        return f"{tables[0]}\n\nOne rank measures no links: those above are typical ones."
     if all(row["nodes"] == 1 for row in rows):
         tables.append("One node measures no link between nodes: the one above is typical.")
     shown = [
-        [
-            row["nodes"],
-            row["local"],
-            row["algorithm"],
-            f"{row['bytes_per_rank'] / 1024:g}",
-            f"{1e3 * row['seconds']:.3f}",
-            f"{1e3 * predicted(row, machine):.3f}",
-        ]
+        [row["nodes"], row["local"], row["algorithm"], f"{row['bytes_per_rank'] / 1024:g}"]
+        + [f"{1e3 * seconds:.3f}" for seconds in (row["seconds"], predicted(row, machine))]
         for row in rows
     ]
     header = ["nodes", "ranks of each", "all-to-all", "KiB of a rank", "measured, ms", "model, ms"]
@@ -148,11 +141,10 @@ def _page(machine: Machine, rows: list[Row]) -> str:
 def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Machine:
     """Measure memory, experts and gate. The links are typical ones, until they are fitted."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        start = typical(name)
+        name = gpu = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
-        name, start = platform.machine(), typical(None)
+        name, gpu = platform.machine(), None
         pages = os.sysconf("SC_PHYS_PAGES")
         memory = os.sysconf("SC_PAGE_SIZE") * pages / (ranks_per_node() or 1)
     dtype = _DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
@@ -166,7 +158,7 @@ def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topo
     weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
     gate_s = _time(lambda: x @ weight, arguments, device)
     return replace(
-        start,
+        typical(gpu),
         name=name,
         memory_bytes_per_s=2 * _COPIED_BYTES / copy_s,
         flops_per_s=6 * rows * weights / experts_s,
@@ -196,47 +188,36 @@ def _experts(
 
 def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
     """Time all-to-alls of all sizes: of the EP group and, on a grid, of nodes, of rails and by 2DH."""
-    grid, group, size = topology.grid, topology.expert_group, topology.expert_parallel_size
+    grid, group, ranks_of_group = topology.grid, topology.expert_group, topology.expert_parallel_size
     # A group over several nodes that is no grid has one rank in each.
-    local = ranks_per_node() or topology.world_size
-    shape = (grid.nodes, grid.local) if grid else (size, 1) if local == 1 else (1, size)
-    linear: list[tuple[int, int, int, Any]] = [(*shape, shape[1], group)]
+    one_each = (ranks_per_node() or topology.world_size) == 1
+    shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
+    # Nodes, ranks of each, algorithm, ranks of a node that send at once, group.
+    cases: list[tuple[int, int, str, int, Any]] = [(*shape, "linear", shape[1], group)]
     if grid:
-        linear.append((1, grid.local, grid.local, grid.node_group))
-        # All rails of a node use its links at once.
-        linear.append((grid.nodes, 1, grid.local, grid.rail_group))
-    for nodes, within, on_link, ranks in linear:
-        for rows_RD in _buffers(arguments, device, nodes * within):
-            even = (len(rows_RD) // (nodes * within),) * (nodes * within)
-            exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
-            seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
-            yield {**_row(nodes, within, "linear", rows_RD, seconds), "on_link": on_link}
-    if not grid:
-        return
-    for rows_RD in _buffers(arguments, device, size):
-        each = torch.full((size, 1), len(rows_RD) // size, device=device)
-        counts = exchange_counts_in_two_hops(each, grid)
-        exchange = hierarchical_all_to_all(counts, counts.to_host(), grid)
-        seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
-        yield _row(*shape, "2dh", rows_RD, seconds)
-
-
-def _buffers(arguments: argparse.Namespace, device: torch.device, ranks: int) -> Iterator[torch.Tensor]:
-    """Yield rows to exchange, from one for each rank, four times as many each time."""
-    count = ranks
-    while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
-        yield torch.zeros(count, _ROW_FLOATS, device=device)
-        count *= 4
-
-
-def _row(nodes: int, local: int, algorithm: str, rows_RD: torch.Tensor, seconds: float) -> Row:
-    return {
-        "nodes": nodes,
-        "local": local,
-        "algorithm": algorithm,
-        "bytes_per_rank": rows_RD.nbytes,
-        "seconds": seconds,
-    }
+        cases.append((1, grid.local, "linear", grid.local, grid.node_group))
+        cases.append((grid.nodes, 1, "linear", grid.local, grid.rail_group))
+        cases.append((*shape, "2dh", grid.local, group))
+    for nodes, local, algorithm, on_link, ranks in cases:
+        count = size = nodes * local  # rows: one for each rank, then four times as many each time
+        while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
+            rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
+            if algorithm == "2dh" and grid:
+                each = torch.full((size, 1), count // size, device=device)
+                counts = exchange_counts_in_two_hops(each, grid)
+                exchange = hierarchical_all_to_all(counts, counts.to_host(), grid)
+            else:
+                even = (count // size,) * size
+                exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
+            yield {
+                "nodes": nodes,
+                "local": local,
+                "algorithm": algorithm,
+                "bytes_per_rank": rows_RD.nbytes,
+                "seconds": _time(partial(exchange.dispatch, rows_RD), arguments, device),
+                "on_link": on_link,
+            }
+            count *= 4
 
 
 def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:

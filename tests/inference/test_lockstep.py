@@ -1,9 +1,4 @@
-"""Ranks that call shared layers unequally often, in any order or not at all, compute what each would alone.
-
-Covered: 2 and 4 ranks, P = W and P < W, a rank without calls, layers of different sizes, every way for
-rows to travel, slices, hash gates; steps that end together; no trace of serving in a layer; a rank that
-fails or dies; the next layer; a loaded layer holds its own experts alone.
-"""
+"""Ranks that call shared layers at their own pace compute the outputs of one rank."""
 
 import dataclasses
 import gc

@@ -5,7 +5,6 @@
 import json
 import math
 import os
-import sys
 
 import pytest
 
@@ -253,42 +252,6 @@ def test_bytes_that_are_no_text_break_nothing(tmp_path):
     assert len(find_log(tmp_path / "train.log")[0].entries) == 1
 
 
-def events_in(folder, steps, gnorm=0.0):
-    writer = pytest.importorskip("tensorboardX", reason="it writes the files to read")
-    files = [writer.SummaryWriter(str(folder / tag)) for tag in ("train_inner", "valid")]
-    for step in steps:
-        for file in files:
-            file.add_scalar("loss", 1 / step, step)
-            file.add_scalar("gnorm", gnorm, step)
-    for file in files:
-        file.close()
-
-
-def test_tensorboard_files_are_read(tmp_path):
-    pytest.importorskip("tensorboard", reason="event files are read with TensorBoard")
-    events_in(tmp_path / "tb", (10, 20), gnorm=math.nan)
-    log, files = find_log(tmp_path)
-    assert {file.parent.name for file in files} == {"train_inner", "valid"}
-    run = join(log)
-    assert updates(run) == updates(run, "valid") == [10, 20]
-    assert run.training[1].values["loss"] == pytest.approx(0.05)
-    assert len(run.notes) == 2  # gnorm of both
-
-
-def test_a_log_is_preferred_to_tensorboard_files(tmp_path):
-    events_in(tmp_path / "tb", (10,))
-    (tmp_path / "train.log").write_text(inner(10))
-    assert find_log(tmp_path)[1] == [tmp_path / "train.log"]
-
-
-def test_without_tensorboard_one_sentence_says_what_to_install(tmp_path, monkeypatch):
-    events_in(tmp_path / "tb", (10,))
-    reader = "tensorboard.backend.event_processing.event_accumulator"
-    monkeypatch.setitem(sys.modules, reader, None)
-    with pytest.raises(ValueError, match=r"need TensorBoard to be read; pip install tensorboard\.$"):
-        find_log(tmp_path)
-
-
 def test_lines_that_no_training_wrote_are_counted_as_damaged(monkeypatch, tmp_path):
     """Too deep, numbers too large for Python or a float, and lines without an end."""
     monkeypatch.setattr(training_log, "LONGEST_LINE", 6000)
@@ -309,13 +272,6 @@ def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"log\.json cannot be read \(it is no ordinary file\); give"):
         find_log(path)
-
-
-def test_tensorboard_files_of_several_runs_are_refused(tmp_path):
-    for run in ("a", "b"):
-        events_in(tmp_path / run, (10,))
-    with pytest.raises(ValueError, match="TensorBoard files of several runs"):
-        find_log(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """report: draws training curves and expert loads of one or several runs as one HTML page.
 
-A run is a log of --log-format json (a --log-file, a captured output or hydra_train.log), a folder with
-TensorBoard files, or a --save-dir that holds one of these. Several runs are overlaid.
+A run is a log of --log-format json (a --log-file, a captured output or hydra_train.log), or a --save-dir
+that holds one. Several runs are overlaid.
 """
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
